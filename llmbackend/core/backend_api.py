@@ -1,0 +1,324 @@
+"""THE contract between the host and a backend: what a backend sees, and what it must export.
+
+For: backend authors and the host; nothing else of the host may be imported by a backend. Does not know: LLMs, wire protocols,
+how the host is built. Source: Triton's `tritonbackend.h` (API 1.19), names kept; a C function `TRITONBACKEND_XDoY(x, …)` is
+the method `X.do_y(…)` here.
+
+A backend is a Python module with these functions; only Execute is required, the others may be missing:
+
+    TRITONBACKEND_Initialize(backend: Backend) -> None                    once per backend, before any model of it
+    TRITONBACKEND_GetBackendAttribute(backend, attributes: BackendAttributes) -> None
+    TRITONBACKEND_Finalize(backend) -> None                               at server teardown
+    TRITONBACKEND_ModelInitialize(model: Model) -> None                   once per model version; may call model.set_config
+    TRITONBACKEND_ModelFinalize(model) -> None                            after its instances
+    TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None
+    TRITONBACKEND_ModelInstanceExecute(instance, requests: Sequence[Request]) -> None
+    TRITONBACKEND_ModelInstanceReady(instance) -> None                    raise TritonError = not ready; any thread
+    TRITONBACKEND_ModelInstanceFinalize(instance) -> None
+
+An entry point fails by raising TritonError (any other exception counts as INTERNAL). After a failed Initialize, at each of the
+three levels, the matching Finalize IS still called, so it must accept a `state` that is still None.
+
+Ownership: before Execute the host owns the requests. If Execute returns, the backend owns every one of them: it must complete
+each (a response or flags with ResponseFlag.FINAL) and release each exactly once. If Execute raises, the host still owns all of
+them and answers each with that error; the backend must have sent and released none. A request may be released as soon as
+its inputs are no longer needed; a ResponseFactory made before the release lives on until it is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntFlag
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from .errors import (
+    ErrorCode,
+    TritonError,
+    cancelled,
+    internal,
+    invalid_argument,
+    not_found,
+    request_tag,
+    unavailable,
+    unsupported,
+)
+from .tensors import (
+    CONFIG_TYPE_OF_DATATYPE,
+    DATATYPE_OF_CONFIG_TYPE,
+    DATATYPE_OF_DTYPE,
+    NUMPY_DTYPE,
+    Tensor,
+    element_count,
+)
+
+__all__ = [
+    "API_VERSION",
+    "CONFIG_TYPE_OF_DATATYPE",
+    "DATATYPE_OF_CONFIG_TYPE",
+    "DATATYPE_OF_DTYPE",
+    "NUMPY_DTYPE",
+    "Backend",
+    "BackendAttributes",
+    "ErrorCode",
+    "ExecutionPolicy",
+    "InstanceGroupKind",
+    "MetricFamily",
+    "MetricKind",
+    "Model",
+    "ModelConfig",
+    "ModelInstance",
+    "ParameterValue",
+    "ReleaseFlag",
+    "Request",
+    "RequestFlag",
+    "Response",
+    "ResponseFactory",
+    "ResponseFlag",
+    "Tensor",
+    "TritonError",
+    "cancelled",
+    "check_api_version",
+    "element_count",
+    "internal",
+    "invalid_argument",
+    "not_found",
+    "request_tag",
+    "unavailable",
+    "unsupported",
+]
+
+API_VERSION = (1, 19)
+ParameterValue = str | int | bool | float
+
+
+class ExecutionPolicy(Enum):
+    """BLOCKING: Execute blocks until the instance can take another call. DEVICE_BLOCKING: instances of one device share a thread."""
+
+    BLOCKING = "BLOCKING"
+    DEVICE_BLOCKING = "DEVICE_BLOCKING"
+
+
+class InstanceGroupKind(Enum):
+    AUTO = "KIND_AUTO"
+    CPU = "KIND_CPU"
+    GPU = "KIND_GPU"
+    MODEL = "KIND_MODEL"
+
+
+class RequestFlag(IntFlag):
+    SEQUENCE_START = 1
+    SEQUENCE_END = 2
+
+
+class ReleaseFlag(IntFlag):
+    ALL = 1
+    RESCHEDULE = 2
+
+
+class ResponseFlag(IntFlag):
+    NONE = 0
+    FINAL = 1
+
+
+class MetricKind(Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class MetricFamily(Protocol):
+    """One Prometheus family; every metric of it has the same label names. Source: TRITONSERVER_MetricFamily."""
+
+    def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
+    def set(self, value: float, /, **labels: str) -> None: ...
+    def observe(self, value: float, /, **labels: str) -> None: ...
+    def remove(self, **labels: str) -> None:
+        """Forgets the metric with exactly these labels, if it exists."""
+
+
+class Backend(Protocol):
+    """A loaded backend. `state` is the backend's own slot, None until it sets it."""
+
+    state: Any
+    execution_policy: ExecutionPolicy
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def directory(self) -> Path:
+        """Where the backend's module was found."""
+
+    @property
+    def api_version(self) -> tuple[int, int]: ...
+    @property
+    def config(self) -> Mapping[str, str]:
+        """The merged `--backend-config` settings (Triton's `{"cmdline": {...}}`), all strings."""
+
+    def metric_family(
+        self,
+        kind: MetricKind,
+        name: str,
+        description: str,
+        label_names: Sequence[str] = (),
+        buckets: Sequence[float] | None = None,
+    ) -> MetricFamily:
+        """The family of that name, made at the first call.
+
+        Raises TritonError ALREADY_EXISTS when it exists with another kind, description or label names.
+        """
+
+
+@dataclass
+class BackendAttributes:
+    """What TRITONBACKEND_GetBackendAttribute may fill in: instance groups for models that name none, and parallel loading."""
+
+    preferred_groups: list[tuple[InstanceGroupKind, int]] = field(default_factory=list)
+    parallel_instance_loading: bool = False
+
+
+class Model(Protocol):
+    """One version of a model. `state` is the backend's own slot."""
+
+    state: Any
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def directory(self) -> Path:
+        """The model's directory, `<repository>/<model>`; versions live under it."""
+
+    @property
+    def version_directory(self) -> Path: ...
+    @property
+    def config(self) -> ModelConfig:
+        """A copy of the configuration as it stands."""
+
+    def set_config(self, config: ModelConfig) -> None:
+        """Auto-complete: takes max_batch_size, input, output, the scheduling choice (if none is set) and
+        model_transaction_policy from `config`. Only valid inside ModelInitialize; UNSUPPORTED elsewhere."""
+
+    @property
+    def auto_complete_config(self) -> bool:
+        """False under --disable-auto-complete-config: then set_config must not be called."""
+
+
+class ModelInstance(Protocol):
+    """One instance: Execute is never called twice at once for it. `state` is the backend's own slot."""
+
+    state: Any
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def model(self) -> Model: ...
+    @property
+    def kind(self) -> InstanceGroupKind: ...
+    @property
+    def device_id(self) -> int: ...
+    @property
+    def is_passive(self) -> bool: ...
+    def report_statistics(
+        self,
+        request: Request,
+        success: bool,
+        exec_start_ns: int,
+        compute_start_ns: int,
+        compute_end_ns: int,
+        exec_end_ns: int,
+    ) -> None:
+        """Once per request, BEFORE its release; times are time.monotonic_ns(). With success=False they are ignored and a
+        failure with reason BACKEND is counted."""
+
+    def report_batch_statistics(
+        self, batch_size: int, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int
+    ) -> None:
+        """Once per executed batch; without it the model's execution_count stays 0."""
+
+    def report_response_statistics(
+        self,
+        factory: ResponseFactory,
+        response_start_ns: int,
+        compute_output_start_ns: int,
+        response_end_ns: int,
+        error: TritonError | None = None,
+    ) -> None:
+        """Once per response, keyed by its running index in `factory`. compute_output_start_ns 0 = an empty response."""
+
+
+@runtime_checkable
+class Request(Protocol):
+    """One inference request. Inputs may be read until release."""
+
+    @property
+    def id(self) -> str:
+        """The client's id, "" when it gave none. NOT unique: key nothing by it."""
+
+    @property
+    def correlation_id(self) -> int | str: ...
+    @property
+    def flags(self) -> RequestFlag: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def timeout_us(self) -> int: ...
+    @property
+    def parameters(self) -> Mapping[str, ParameterValue]: ...
+    @property
+    def inputs(self) -> Mapping[str, Tensor]: ...
+    @property
+    def requested_outputs(self) -> Sequence[str]:
+        """Names of the outputs the client wants; all outputs of the model when it named none."""
+
+    @property
+    def is_cancelled(self) -> bool: ...
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once, on the canceller's thread, when the request is cancelled (at once if it already is).
+        It must only enqueue. It outlives release, and is dropped when the request completes. Ours, not in Triton's header,
+        where a backend can only poll."""
+
+    def new_response(self) -> Response: ...
+    def response_factory(self) -> ResponseFactory:
+        """A factory that outlives the request's release. INVALID_ARG after release."""
+
+    def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
+        """Gives the request back; its inputs must not be touched afterwards. INVALID_ARG when released twice, or for
+        RESCHEDULE on a model without iterative sequences (the request then stays with the backend)."""
+
+
+class Response(Protocol):
+    """One response under construction; `send` ends its life, also when sending fails."""
+
+    def add_output(self, tensor: Tensor) -> None: ...
+    def set_parameter(self, name: str, value: ParameterValue) -> None: ...
+    def send(self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None) -> None: ...
+
+
+class ResponseFactory(Protocol):
+    """Makes the responses of one request after it was released."""
+
+    @property
+    def is_cancelled(self) -> bool: ...
+    def new_response(self) -> Response: ...
+    def send_flags(self, flags: ResponseFlag) -> None:
+        """A flags-only completion: `send_flags(ResponseFlag.FINAL)` ends a stream without one more response."""
+
+    def close(self) -> None:
+        """TRITONBACKEND_ResponseFactoryDelete: idempotent. An open factory keeps its model from unloading."""
+
+
+def check_api_version(backend: Backend, built_for: tuple[int, int] = API_VERSION) -> None:
+    """The rule every backend applies in Initialize: equal major, host minor at least the one built for.
+
+    Raises TritonError UNSUPPORTED otherwise.
+    """
+    major, minor = backend.api_version
+    if major != built_for[0] or minor < built_for[1]:
+        raise unsupported("triton backend API version does not support this backend")

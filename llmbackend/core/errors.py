@@ -1,0 +1,68 @@
+"""The one error type that crosses the host, with Triton's eight codes.
+
+For: every failure that a client or a backend can see. Does not know: HTTP or gRPC; each frontend maps `ErrorCode` to its
+own status in one table. Invariant: an error carries the text a client may read, and nothing else (no stack, no path of ours).
+Source: TRITONSERVER_Error_Code in Triton's tritonserver.h.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class ErrorCode(Enum):
+    """Triton's error codes; `value` is the label that Triton prints before a message."""
+
+    UNKNOWN = "Unknown"
+    INTERNAL = "Internal"
+    NOT_FOUND = "Not found"
+    INVALID_ARG = "Invalid argument"
+    UNAVAILABLE = "Unavailable"
+    UNSUPPORTED = "Unsupported"
+    ALREADY_EXISTS = "Already exists"
+    CANCELLED = "Cancelled"
+
+
+class TritonError(Exception):
+    """An error with a Triton code. `str(error)` is the bare message, `error.status` is `"<Code>: <message>"`."""
+
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+    @property
+    def status(self) -> str:
+        return f"{self.code.value}: {self.message}"
+
+    def __reduce__(self) -> tuple[type[TritonError], tuple[str, ErrorCode]]:
+        return (type(self), (self.message, self.code))
+
+
+def invalid_argument(message: str) -> TritonError:
+    return TritonError(message, ErrorCode.INVALID_ARG)
+
+
+def not_found(message: str) -> TritonError:
+    return TritonError(message, ErrorCode.NOT_FOUND)
+
+
+def unavailable(message: str) -> TritonError:
+    return TritonError(message, ErrorCode.UNAVAILABLE)
+
+
+def unsupported(message: str) -> TritonError:
+    return TritonError(message, ErrorCode.UNSUPPORTED)
+
+
+def internal(message: str) -> TritonError:
+    return TritonError(message, ErrorCode.INTERNAL)
+
+
+def cancelled(message: str) -> TritonError:
+    return TritonError(message, ErrorCode.CANCELLED)
+
+
+def request_tag(request_id: str) -> str:
+    """The prefix that Triton's core puts before every message about a request."""
+    return f"[request id: {request_id or '<id_unknown>'}] "

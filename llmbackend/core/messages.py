@@ -1,0 +1,122 @@
+"""What frontends and the host say to each other: an inference request, its responses, and the options of a server.
+
+For: frontends (they build `InferenceRequest` and receive `InferenceResponse`) and the host. Does not know: wire protocols.
+Invariant: both are frozen once handed over; the callback of a request is called from any thread, ends with exactly one call
+that carries ResponseFlag.FINAL, and must only enqueue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from .backend_api import ParameterValue, RequestFlag, ResponseFlag
+from .errors import TritonError
+from .tensors import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceResponse:
+    """One response. With `error` set, `outputs` is empty; `request_id` is the client's id."""
+
+    model_name: str
+    model_version: int
+    request_id: str
+    outputs: tuple[Tensor, ...] = ()
+    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    error: TritonError | None = None
+
+
+ResponseCallback = Callable[[InferenceResponse | None, ResponseFlag], None]
+"""(response, flags); response None is a flags-only completion. Any thread; must only enqueue."""
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequest:
+    """A request as a frontend hands it to InferenceServer.infer_async. model_version -1 = the highest READY version.
+
+    `raw_input` marks a tensor whose shape the host deduces from the model's single input (Triton's raw binary request):
+    then `inputs` is empty.
+    """
+
+    model_name: str
+    response_callback: ResponseCallback
+    model_version: int = -1
+    id: str = ""
+    inputs: tuple[Tensor, ...] = ()
+    requested_outputs: tuple[str, ...] = ()
+    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    correlation_id: int | str = 0
+    flags: RequestFlag = RequestFlag(0)
+    priority: int = 0
+    timeout_us: int = 0
+    raw_input: bytes | None = None
+
+
+class InferenceHandle(Protocol):
+    """What infer_async gives back: the way to cancel."""
+
+    def cancel(self) -> None:
+        """Asks for cancellation; idempotent, any thread. The FINAL callback still comes (a CANCELLED error, or whatever the
+        backend had in flight)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIndex:
+    """One row of the repository index. A model never loaded has no version, state and reason."""
+
+    name: str
+    version: str = ""
+    state: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMetadata:
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetadata:
+    """`shape`s carry a leading -1 when the model batches; `versions` lists every READY one unless one was asked for."""
+
+    name: str
+    versions: tuple[str, ...]
+    platform: str
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMetadata:
+    name: str
+    version: str
+    extensions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of the host, with Triton's names and defaults.
+
+    `backend_config` maps a backend's name ("" = every backend) to its settings.
+    """
+
+    model_repositories: Sequence[Path] = ()
+    server_id: str = "triton"
+    model_control_mode: Literal["none", "explicit"] = "none"
+    startup_models: Sequence[str] = ()
+    backend_directory: Path | None = None
+    backend_config: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    strict_readiness: bool = True
+    exit_on_error: bool = True
+    model_load_thread_count: int = 4
+    model_load_retry_count: int = 0
+    auto_complete_config: bool = True
+
+
+LoadParameters = Mapping[str, str | bytes]
+"""Overrides of a load: "config" → JSON text of a ModelConfig; "file:<path>" → the file's bytes."""

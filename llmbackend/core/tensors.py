@@ -1,0 +1,98 @@
+"""Named tensors as they travel through the host, and Triton's datatypes.
+
+For: one tensor type for frontends, schedulers and backends. Does not know: where bytes come from (JSON, gRPC, shared memory).
+Invariant: `data` always has `shape`, and its dtype is the one that `NUMPY_DTYPE` names for `datatype`; BYTES tensors are
+object arrays of `bytes`. Tensors are never written to after they were made.
+Source: KServe v2 "Tensor Data Types" and Triton's model configuration.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from .errors import invalid_argument
+
+NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BYTES": np.dtype(np.object_),
+}
+DATATYPE_OF_DTYPE: dict[np.dtype[Any], str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
+"""Numpy dtype → wire datatype. Unicode and byte-string arrays are not in it: convert them to object arrays of bytes first."""
+
+CONFIG_TYPE_OF_DATATYPE: dict[str, str] = {
+    name: "TYPE_STRING" if name == "BYTES" else f"TYPE_{name}" for name in NUMPY_DTYPE
+}
+DATATYPE_OF_CONFIG_TYPE: dict[str, str] = {config: name for name, config in CONFIG_TYPE_OF_DATATYPE.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named tensor. `datatype` is the KServe name (`FP32`, `BYTES` …), `shape` includes any batch dimension."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[Any]
+
+    @classmethod
+    def of(cls, name: str, array: npt.NDArray[Any]) -> Tensor:
+        """A tensor around `array`, its datatype taken from the dtype.
+
+        Raises TritonError INVALID_ARG for a dtype Triton has no name for.
+        """
+        if array.dtype.kind in "US":
+            array = np.array([_to_bytes(item) for item in array.ravel()], dtype=np.object_).reshape(array.shape)
+        datatype = DATATYPE_OF_DTYPE.get(array.dtype)
+        if datatype is None:
+            raise invalid_argument(f"tensor '{name}' has numpy dtype {array.dtype}, which has no Triton datatype")
+        return cls(name, datatype, tuple(array.shape), array)
+
+    @classmethod
+    def text(cls, name: str, *values: str | bytes) -> Tensor:
+        """A BYTES tensor of shape [len(values)]."""
+        data = np.empty(len(values), dtype=np.object_)
+        data[:] = [_to_bytes(value) for value in values]
+        return cls(name, "BYTES", data.shape, data)
+
+
+def _to_bytes(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    return str(value).encode()
+
+
+def element_count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for dim in shape:
+        count *= dim
+    return count
+
+
+def to_wire(tensor: Tensor) -> bytes:
+    """The raw little-endian bytes of a tensor; BYTES elements carry a uint32 length before each."""
+    if tensor.datatype != "BYTES":
+        return np.ascontiguousarray(tensor.data).tobytes()
+    parts: list[bytes] = []
+    for element in tensor.data.ravel():
+        item = _to_bytes(element)
+        parts.append(struct.pack("<I", len(item)))
+        parts.append(item)
+    return b"".join(parts)

@@ -1,0 +1,54 @@
+"""The engine's arguments: one frozen message, validated once.
+
+For: whoever starts an engine (the names are vLLM's EngineArgs where they exist there, so that a model.json written for
+vllm_backend is understood). Does not know: where the values came from. Invariant: a config that exists is valid.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Raises ValueError naming field, value and what was expected.
+
+    model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no weights).
+    max_model_len None = the model's own limit. num_kv_blocks None = sized from kv_cache_memory_bytes.
+    max_num_batched_tokens: the token budget of a step. num_threads 0 = torch's default.
+    """
+
+    model: str
+    tokenizer: str = ""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    max_model_len: int | None = None
+    block_size: int = 32
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int = 1 << 30
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    seed: int = 0
+    trust_remote_code: bool = False
+    transport: Literal["process", "inline"] = "process"
+    num_threads: int = 0
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    mock_vocab_size: int = 259
+    mock_step_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._at_least("block_size", self.block_size, 1)
+        self._at_least("max_num_seqs", self.max_num_seqs, 1)
+        self._at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        self._at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        self._at_least("num_threads", self.num_threads, 0)
+        for name in ("max_model_len", "num_kv_blocks"):
+            value = getattr(self, name)
+            if value is not None:
+                self._at_least(name, value, 1)
+
+    @staticmethod
+    def _at_least(name: str, value: int, minimum: int) -> None:
+        if value < minimum:
+            raise ValueError(f"engine argument '{name}' is {value}, expected at least {minimum}")

@@ -1,0 +1,128 @@
+"""The messages between an engine and whoever feeds it: requests in, outputs of a step out.
+
+For: every thread and process border of the engine. Does not know: text, tensors, clients. Invariant: all are frozen and
+self-contained, so that a request plus the tokens sent so far is enough to go on in another engine process.
+Names are vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens. Defaults leave the model's distribution as it is.
+
+    temperature 0 is greedy. top_k 0 = off. `seed` is always set by the caller: the draw of the token at position p depends
+    on (seed, p) alone. `logprobs` None = none, n = the sampled token's and the n most likely ones'. Logprobs are those of the
+    raw distribution (before penalties and temperature), as vLLM's default.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate. `request_id` is unique in its engine.
+
+    `output_token_ids` are tokens already generated (and sent) by an engine that died: generation goes on after them.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    output_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at one output position. `top` are (token id, logprob), most likely first; `rank` starts at 1."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What one step did for one request.
+
+    token_ids: the new tokens, the end-of-sequence or stop token included when there is one. logprobs: one per new token, or
+    empty. stop_token_id: the token that ended the request, when finish_reason is "stop". A request whose finish_reason is set
+    is over: its KV blocks are free and no more outputs follow. error: a message for its client, with finish_reason "error".
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
+    error: str = ""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot after a step; counters count since the engine started."""
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_steps: int = 0
+    last_step_s: float = 0.0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of KV blocks in use, 0 to 1."""
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+class EngineInput(msgspec.Struct, frozen=True, array_like=True):
+    """Host → engine: requests to add and ids to abort, one message per wake-up. shutdown ends the engine after it."""
+
+    add: tuple[InferRequest, ...] = ()
+    abort: tuple[str, ...] = ()
+    shutdown: bool = False
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """Engine → host: all outputs of one step in one message."""
+
+    step_id: int
+    outputs: tuple[StepOutput, ...]
+    stats: EngineStats
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Engine → host, once, when the model is loaded."""
+
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    dtype: str
+    device: str
+    load_s: float
+    description: str = ""
+    """One line for the log: device, dtype, threads, instruction set."""
