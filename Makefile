@@ -1,0 +1,45 @@
+# make serve   installs, then serves the bundled demo model on loopback (HTTP 8000, gRPC 8001, metrics 8002)
+# make test    linters, types, import contract, the whole test suite
+# make smoke   a real server on free ports, every protocol with real clients
+# make conformance   the golden transcripts of a real Triton replayed against this host
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+ARGS ?=
+
+.PHONY: serve test lint unit smoke conformance clean
+
+serve: $(VENV)/.serve
+	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
+
+test: lint unit smoke
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+smoke: $(VENV)/.test
+	$(BIN)/python tools/smoke.py
+
+conformance: $(VENV)/.test
+	$(BIN)/python -m tests.conformance
+
+# `make serve` installs what serving needs and no more; `make test` adds the test tools.
+$(VENV)/.serve: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.serve
+	$(PIP_INSTALL) --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

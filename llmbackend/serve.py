@@ -1,0 +1,139 @@
+"""The life of a server process: start, announce, drain, stop.
+
+For: `llmbackend serve`. Does not know: protocols or models. Invariant: SIGTERM and SIGINT lead to one drain that
+refuses new work, lets running requests finish within the exit timeout, stops every engine and exits 0 (1 when time
+ran out); a second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from llmbackend import __version__
+from llmbackend.core.errors import TritonError
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.frontends.serving import FrontendServer
+
+from .log_format import configure_logging
+from .settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+
+def run_server(settings: ServerSettings) -> int:
+    """Serves until a signal; returns the process's exit code."""
+    configure_logging(settings.log)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings))
+
+
+async def _serve(settings: ServerSettings) -> int:
+    began_s = time.monotonic()
+    stop = _stop_on_signal()
+    server = InferenceServer(settings.options)
+    if not await _load_models(server):
+        await asyncio.to_thread(server.stop, settings.exit_timeout_s)
+        return 1
+    frontends = FrontendServer(
+        server,
+        http=(settings.http.enabled and (settings.http.address, settings.http.port)) or None,
+        grpc=(settings.grpc.enabled and (settings.grpc.address, settings.grpc.port)) or None,
+        metrics=(settings.metrics.enabled and (settings.metrics.address, settings.metrics.port)) or None,
+        max_input_size_bytes=settings.http_max_input_size_bytes,
+    )
+    await frontends.start()
+    _announce(server, frontends, time.monotonic() - began_s)
+    await stop.wait()
+    return await _drain(server, frontends, settings.exit_timeout_s)
+
+
+def _stop_on_signal() -> asyncio.Event:
+    """The event that the first SIGTERM or SIGINT sets; the second one exits at once."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            log.error("second signal, exiting at once")
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+async def _load_models(server: InferenceServer) -> bool:
+    try:
+        await asyncio.to_thread(server.start)
+    except TritonError as error:
+        log.error("%s", error.message)
+        return False
+    return True
+
+
+async def _drain(server: InferenceServer, frontends: FrontendServer, timeout_s: float) -> int:
+    """Refuses new work, waits for running requests, unloads, closes the ports."""
+    log.info("shutting down: waiting up to %g s for running requests", timeout_s)
+    finished = await asyncio.to_thread(server.stop, timeout_s)
+    await frontends.stop(grace_s=1.0)
+    if not finished:
+        log.error("Exit timeout expired. Exiting immediately.")
+        return 1
+    log.info("server stopped")
+    return 0
+
+
+def _announce(server: InferenceServer, frontends: FrontendServer, startup_s: float) -> None:
+    """Says on standard output what is served and where, and how to try it."""
+    console = Console(highlight=False)
+    console.print(f"[bold]llmbackend {__version__}[/] ready in {startup_s:.1f} s")
+    models = Table("model", "version", "status", box=None, pad_edge=False)
+    for row in server.repository_index():
+        models.add_row(
+            row.name, row.version or "-", f"{row.state or 'not loaded'}{': ' if row.reason else ''}{row.reason}"
+        )
+    console.print(models)
+    for name, url in frontends.urls.items():
+        console.print(f"{name:8s} {url}")
+    ready = [row.name for row in server.repository_index(ready_only=True)]
+    if ready and "http" in frontends.urls:
+        console.print("\ntry:", style="bold")
+        console.print(_example(frontends.urls["http"], ready[0]), soft_wrap=True, markup=False)
+
+
+def _example(http_url: str, model: str) -> str:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Who are you?"}], "stream": True})
+    return f"  curl -N {http_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+
+
+def single_model_repository(model: str, name: str, dtype: str, device: str, max_model_len: int) -> Path:
+    """A repository made for `--model`: one model of the `llm` backend whose model.json points to the checkpoint.
+
+    The directory lives as long as the process (it is removed at exit).
+    """
+    path = Path(model)
+    served_name = name or (path.resolve().name if path.exists() else model.rsplit("/", 1)[-1])
+    repository = tempfile.TemporaryDirectory(prefix="llmbackend-repository-")
+    _KEEP_ALIVE.append(repository)
+    version = Path(repository.name) / served_name / "1"
+    version.mkdir(parents=True)
+    arguments: dict[str, object] = {"model": str(path.resolve()) if path.exists() else model, "dtype": dtype}
+    arguments |= {"device": device} if device != "cpu" else {}
+    arguments |= {"max_model_len": max_model_len} if max_model_len else {}
+    (version / "model.json").write_text(json.dumps(arguments))
+    (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
+    return Path(repository.name)
+
+
+_KEEP_ALIVE: list[tempfile.TemporaryDirectory[str]] = []

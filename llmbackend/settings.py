@@ -1,0 +1,47 @@
+"""The settings of one server process: one frozen object, made by the command line, read by everything above the host.
+
+For: `llmbackend serve`. Does not know: how flags are spelled. Invariant: settings that exist are consistent; names
+and defaults are Triton's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llmbackend.core.messages import ServerOptions
+
+LogFormat = Literal["default", "ISO8601"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """Which levels are logged, and how a line looks. verbose > 0 adds debug lines."""
+
+    verbose: int = 0
+    info: bool = True
+    warning: bool = True
+    error: bool = True
+    format: LogFormat = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where one protocol listens; port 0 picks a free one."""
+
+    address: str
+    port: int
+    enabled: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Everything `llmbackend serve` needs."""
+
+    options: ServerOptions
+    http: Endpoint
+    grpc: Endpoint
+    metrics: Endpoint
+    http_max_input_size_bytes: int = 64 << 20
+    exit_timeout_s: int = 30
+    log: LogSettings = LogSettings()
