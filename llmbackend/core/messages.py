@@ -14,7 +14,21 @@ from typing import Literal, Protocol
 
 from .backend_api import ParameterValue, RequestFlag, ResponseFlag
 from .errors import TritonError
-from .tensors import Tensor
+from .tensors import RawTensor, Tensor
+
+__all__ = [
+    "InferenceHandle",
+    "InferenceRequest",
+    "InferenceResponse",
+    "LoadParameters",
+    "ModelIndex",
+    "ModelMetadata",
+    "RawTensor",
+    "ResponseCallback",
+    "ServerMetadata",
+    "ServerOptions",
+    "TensorMetadata",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +52,14 @@ class InferenceRequest:
     """A request as a frontend hands it to InferenceServer.infer_async. model_version -1 = the highest READY version.
 
     `raw_input` marks a tensor whose shape the host deduces from the model's single input (Triton's raw binary request):
-    then `inputs` is empty.
+    then `inputs` is empty. A RawTensor in `inputs` is checked against the model's configuration before it is decoded.
     """
 
     model_name: str
     response_callback: ResponseCallback
     model_version: int = -1
     id: str = ""
-    inputs: tuple[Tensor, ...] = ()
+    inputs: tuple[Tensor | RawTensor, ...] = ()
     requested_outputs: tuple[str, ...] = ()
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
     correlation_id: int | str = 0

@@ -73,6 +73,20 @@ class Tensor:
         return cls(name, "BYTES", data.shape, data)
 
 
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor as it came over a wire: not yet checked, and `raw` not yet decoded.
+
+    Frontends hand it to the core, which knows the model's configuration and so reports dtype and shape errors before size
+    errors, in Triton's words. `datatype` may be unknown and `shape` may hold negative numbers: the core refuses them.
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    raw: bytes
+
+
 def _to_bytes(value: Any) -> bytes:
     if isinstance(value, bytes):
         return value
@@ -96,3 +110,39 @@ def to_wire(tensor: Tensor) -> bytes:
         parts.append(struct.pack("<I", len(item)))
         parts.append(item)
     return b"".join(parts)
+
+
+def split_strings(raw: bytes, limit: int) -> tuple[list[bytes], int]:
+    """Up to `limit` elements of a serialised BYTES tensor, and the offset behind the last whole one."""
+    elements: list[bytes] = []
+    offset = 0
+    while len(elements) < limit and offset + 4 <= len(raw):
+        (length,) = struct.unpack_from("<I", raw, offset)
+        if offset + 4 + length > len(raw):
+            break
+        elements.append(raw[offset + 4 : offset + 4 + length])
+        offset += 4 + length
+    return elements, offset
+
+
+def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> Tensor:
+    """The tensor behind its raw little-endian bytes; the inverse of `to_wire`. The data of a fixed-size type is a view of `raw`.
+
+    Raises TritonError INVALID_ARG for an unknown datatype or when `raw` does not hold exactly `shape`.
+    """
+    dtype = NUMPY_DTYPE.get(datatype)
+    if dtype is None:
+        raise invalid_argument(f"invalid datatype for input {name}")
+    count = element_count(shape)
+    if datatype != "BYTES":
+        if min(shape, default=0) < 0 or len(raw) != count * dtype.itemsize:
+            raise invalid_argument(
+                f"input byte size mismatch for input '{name}'. Expected {count * dtype.itemsize}, got {len(raw)}"
+            )
+        return Tensor(name, datatype, shape, np.frombuffer(raw, dtype=dtype).reshape(shape))
+    elements, offset = split_strings(raw, max(count, 0))
+    if min(shape, default=0) < 0 or len(elements) != count or offset != len(raw):
+        raise invalid_argument(f"expected {count} string elements for inference input '{name}', got {len(elements)}")
+    data = np.empty(count, dtype=np.object_)
+    data[:] = elements
+    return Tensor(name, datatype, shape, data.reshape(shape))
