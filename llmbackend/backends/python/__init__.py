@@ -1,0 +1,1 @@
+"""The `python` backend: runs a Triton `model.py` unchanged, in the host's process."""

@@ -1,0 +1,57 @@
+"""The `python` backend's entry points, nothing else.
+
+For: the host, which finds them by name. Does not know: how a model is run. Invariant: Finalize accepts a state that
+is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmbackend.core.backend_api import (
+    Backend,
+    BackendAttributes,
+    Model,
+    ModelInstance,
+    Request,
+    check_api_version,
+)
+
+from .instance_state import InstanceState
+from .model_state import ModelState
+from .pb_utils import make_importable
+
+
+def TRITONBACKEND_Initialize(backend: Backend) -> None:
+    check_api_version(backend)
+    make_importable()
+
+
+def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None:
+    attributes.parallel_instance_loading = True
+
+
+def TRITONBACKEND_ModelInitialize(model: Model) -> None:
+    model.state = ModelState(model)
+    if model.auto_complete_config:
+        model.state.auto_complete()
+
+
+def TRITONBACKEND_ModelFinalize(model: Model) -> None:
+    if model.state is not None:
+        model.state.release_modules()
+        model.state = None
+
+
+def TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None:
+    instance.state = InstanceState(instance, instance.model.state)
+
+
+def TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequence[Request]) -> None:
+    instance.state.execute(requests)
+
+
+def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:
+    if instance.state is not None:
+        instance.state.finalize()
+        instance.state = None

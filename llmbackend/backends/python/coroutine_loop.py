@@ -1,0 +1,60 @@
+"""The event loop of one instance for `async def execute`.
+
+For: InstanceState. Does not know: requests. Invariant: the loop's thread exists only once a coroutine came, and
+ends with `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+
+class CoroutineLoop:
+    """Owned by one instance; `run` and `start` come from its thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Waits for the coroutine and returns its value, or raises its exception."""
+        return self._submit(coroutine).result()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], on_error: Callable[[BaseException], None]) -> None:
+        """Lets the coroutine go on by itself; `on_error` runs on the loop's thread when it fails or is cancelled."""
+
+        def report(future: Future[Any]) -> None:
+            error = asyncio.CancelledError("the model was unloaded") if future.cancelled() else future.exception()
+            if error is not None:
+                on_error(error)
+
+        self._submit(coroutine).add_done_callback(report)
+
+    def close(self) -> None:
+        """Cancels what still runs, ends the thread."""
+        if self._loop is None or self._thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._loop = self._thread = None
+
+    def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name=f"{self._name}-asyncio", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+
+async def _cancel_all() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,114 @@
+"""What a model gets from `import triton_python_backend_utils as pb_utils`.
+
+For: model code; the names are Triton's. Does not know: the host, beyond what its parts import. Invariant: a name of
+Triton's pb_utils that is not built fails by that name, never silently.
+Source: the list of names in transcript 61 and the python_backend documentation.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+from llmbackend.core.backend_api import ReleaseFlag
+
+from .current_model import current_model
+from .pb_logger import Logger
+from .pb_messages import (
+    TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
+    TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
+    TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+    InferenceRequest,
+    InferenceResponse,
+    InferenceResponseSender,
+    TritonError,
+    TritonModelException,
+    not_built,
+)
+from .pb_metrics import Metric, MetricFamily
+from .pb_model_config import (
+    ModelConfig,
+    get_input_config_by_name,
+    get_output_config_by_name,
+    using_decoupled_model_transaction_policy,
+)
+from .pb_tensor import (
+    TRITON_STRING_TO_NUMPY,
+    Tensor,
+    deserialize_bytes_tensor,
+    np_to_triton_dtype,
+    numpy_to_triton_type,
+    serialize_byte_tensor,
+    triton_string_to_numpy,
+    triton_to_numpy_type,
+)
+
+__all__ = [
+    "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
+    "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START",
+    "TRITONSERVER_REQUEST_RELEASE_ALL",
+    "TRITONSERVER_REQUEST_RELEASE_RESCHEDULE",
+    "TRITONSERVER_RESPONSE_COMPLETE_FINAL",
+    "TRITON_STRING_TO_NUMPY",
+    "InferenceRequest",
+    "InferenceResponse",
+    "InferenceResponseSender",
+    "Logger",
+    "Metric",
+    "MetricFamily",
+    "ModelConfig",
+    "Tensor",
+    "TritonError",
+    "TritonModelException",
+    "deserialize_bytes_tensor",
+    "get_input_config_by_name",
+    "get_input_tensor_by_name",
+    "get_model_dir",
+    "get_output_config_by_name",
+    "get_output_tensor_by_name",
+    "np_to_triton_dtype",
+    "numpy_to_triton_type",
+    "serialize_byte_tensor",
+    "triton_string_to_numpy",
+    "triton_to_numpy_type",
+    "using_decoupled_model_transaction_policy",
+]
+
+MODULE_NAME = "triton_python_backend_utils"
+TRITONSERVER_REQUEST_RELEASE_ALL = int(ReleaseFlag.ALL)
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = int(ReleaseFlag.RESCHEDULE)
+
+
+def make_importable() -> None:
+    """Lets models import this module under Triton's name."""
+    sys.modules[MODULE_NAME] = sys.modules[__name__]
+
+
+def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
+    """The input of that name, None when the request has none (an optional input)."""
+    return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
+
+
+def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
+    return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
+
+
+def get_model_dir() -> str:
+    """The directory that holds the running model's version: `<repository>/<model>/<version>`."""
+    return str(current_model("get_model_dir").version_directory)
+
+
+def load_model(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise not_built("load_model")
+
+
+def unload_model(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise not_built("unload_model")
+
+
+def is_model_ready(*_args: Any, **_kwargs: Any) -> NoReturn:
+    raise not_built("is_model_ready")
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise AttributeError(f"pb_utils.{name} is not supported by llmbackend's python backend")
