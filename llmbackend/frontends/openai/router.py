@@ -1,0 +1,150 @@
+"""The endpoints under /v1: models, chat completions, completions.
+
+For: whoever assembles the HTTP server (`app.include_router(create_openai_router(server))`). Does not know: any
+backend. Invariant: every path under /v1 answers in OpenAI's shapes, errors included, and no request outlives its
+client. Routes are plain Starlette ones: bodies are validated by hand (see `fields.py`), so that errors name field,
+value and range.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.frontends.mailbox import Mailbox
+
+from .catalog import ModelCatalog
+from .chunks import PING, ChunkWriter
+from .errors import OpenAIError
+from .fields import JsonObject
+from .generation import Arrival, Generation
+from .http import EventStream, read_json_object, unless_disconnected
+from .requests import GenerationRequest, parse_chat, parse_completion
+from .responses import Identity, whole_response
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+DEFAULT_MAX_BODY_BYTES = 64 << 20
+"""Triton's default for --http-max-input-size."""
+_QUIET_S = 15.0
+"""A stream silent for so long sends a ping, lest a proxy take it for dead; also how long the first answer may take
+before the stream begins without knowing whether it is an error."""
+_CLIENT_CLOSED_REQUEST = 499
+_ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
+
+
+def create_openai_router(server: InferenceServer, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> APIRouter:
+    """A router with all of /v1. Include it before any other route under /v1: it answers unknown paths there
+    itself."""
+    service = _OpenAIService(server, max_body_bytes)
+    router = APIRouter()
+    router.add_route("/v1/models", _guarded(service.models), methods=["GET"])
+    router.add_route("/v1/models/{model:path}", _guarded(service.model), methods=["GET"])
+    router.add_route("/v1/chat/completions", _guarded(service.chat), methods=["POST"])
+    router.add_route("/v1/completions", _guarded(service.completions), methods=["POST"])
+    router.add_route("/v1/{path:path}", _guarded(_nothing_here), methods=_ALL_METHODS)
+    return router
+
+
+class _OpenAIService:
+    """The handlers; one mailbox per event loop serves all their streams."""
+
+    def __init__(self, server: InferenceServer, max_body_bytes: int) -> None:
+        self._server = server
+        self._catalog = ModelCatalog(server)
+        self._max_body_bytes = max_body_bytes
+        self._mailbox: tuple[asyncio.AbstractEventLoop, Mailbox] | None = None
+
+    async def models(self, request: Request) -> Response:
+        return _json(self._catalog.list())
+
+    async def model(self, request: Request) -> Response:
+        return _json(self._catalog.get(request.path_params["model"]))
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, parse_chat)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, parse_completion)
+
+    async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:
+        request = parse(await read_json_object(http, self._max_body_bytes))
+        for prompt_input in {prompt.name for prompt in request.prompts}:
+            self._catalog.require(request.model, prompt_input)
+        identity = Identity.of(request)
+        generation = Generation(self._server, self._current_mailbox(), request, identity.id)
+        try:
+            if request.stream is None:
+                work = whole_response(generation, request, identity)
+                body = await unless_disconnected(http.receive, work)
+                return Response(body, media_type="application/json")
+            # The first answer may be an error: look at it before the status line says 200.
+            await unless_disconnected(http.receive, generation.wait(_QUIET_S))
+            first = generation.pop()
+        except BaseException:
+            generation.cancel()
+            raise
+        events = _events(generation, first, ChunkWriter(request, identity, request.stream))
+        return EventStream(events, on_close=generation.cancel)
+
+    def _current_mailbox(self) -> Mailbox:
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox[0] is not loop:
+            self._mailbox = (loop, Mailbox(loop))
+        return self._mailbox[1]
+
+
+async def _events(generation: Generation, arrival: Arrival | None, writer: ChunkWriter) -> AsyncGenerator[bytes, None]:
+    """The stream's events; all that are ready go into one write. An error is the last event, without [DONE] after
+    it."""
+    parts = [writer.begin()]
+    try:
+        while True:
+            while arrival is not None:
+                parts.append(writer.delta(*arrival))
+                arrival = generation.pop()
+            if generation.is_over:
+                break
+            if any(parts):
+                yield b"".join(parts)
+            parts = [] if await generation.wait(_QUIET_S) else [PING]
+            arrival = generation.pop()
+        parts.append(writer.end())
+    except Exception as error:
+        parts.append(OpenAIError.of(error).event())
+    yield b"".join(parts)
+
+
+def _guarded(handler: Endpoint) -> Endpoint:
+    """`handler`, with everything it raises turned into a response."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+        except Exception as error:
+            return OpenAIError.of(error).response()
+
+    return endpoint
+
+
+async def _nothing_here(request: Request) -> Response:
+    path = request.url.path
+    posts = path in ("/v1/chat/completions", "/v1/completions")
+    if posts or path.startswith("/v1/models"):
+        allowed = "POST" if posts else "GET"
+        error = OpenAIError(f"{request.method} is not allowed on {path}", status=405, code="method_not_allowed")
+        response = error.response()
+        response.headers["Allow"] = allowed
+        return response
+    raise OpenAIError(f"unknown URL: {request.method} {path}", status=404, code="unknown_url")
+
+
+def _json(value: JsonObject) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")

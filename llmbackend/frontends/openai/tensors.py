@@ -1,0 +1,120 @@
+"""The LLM tensor interface (vllm_backend's, with `messages` and `input_ids` added) as this frontend speaks it.
+
+For: requests and generations of this frontend. Does not know: OpenAI's JSON. Invariant: the only module here that
+knows a tensor's name, so that a change of the interface stays in one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.errors import internal
+from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.tensors import Tensor
+
+MESSAGES = "messages"
+TEXT_INPUT = "text_input"
+INPUT_IDS = "input_ids"
+TEXT_OUTPUT = "text_output"
+PROMPT_INPUTS = frozenset({MESSAGES, TEXT_INPUT, INPUT_IDS})
+
+TokenEntries = dict[str, dict[str, Any]]
+"""{token id: {logprob, rank, decoded_token}} at one position; the first entry is the chosen token's (as in vLLM)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one response added to one choice.
+
+    text: new text, never half a character. finish_reason: "stop" or "length" on the last one. logprobs: one entry per
+    new token, when asked for. num_input_tokens: of the whole prompt. num_output_tokens: new ones. is_final: nothing
+    follows.
+    """
+
+    text: str
+    finish_reason: str | None
+    logprobs: list[TokenEntries]
+    num_input_tokens: int
+    num_output_tokens: int
+    is_final: bool
+
+
+def text_tensor(text: str) -> Tensor:
+    return Tensor.text(TEXT_INPUT, text)
+
+
+def input_ids_tensor(token_ids: Sequence[int]) -> Tensor:
+    return Tensor.of(INPUT_IDS, np.array(token_ids, dtype=np.int32))
+
+
+def messages_tensor(messages: Sequence[dict[str, Any]]) -> Tensor:
+    return Tensor.text(MESSAGES, orjson.dumps(messages))
+
+
+def generation_inputs(prompt: Tensor, sampling: dict[str, Any], stream: bool, logprobs: bool) -> tuple[Tensor, ...]:
+    """The inputs of one inference: the prompt, its sampling parameters, and what the responses shall carry."""
+    return (
+        prompt,
+        Tensor.text("sampling_parameters", orjson.dumps(sampling)),
+        _flag("stream", stream),
+        _flag("exclude_input_in_output", True),
+        _flag("return_finish_reason", True),
+        _flag("return_logprobs", logprobs),
+        _flag("return_num_input_tokens", True),
+        _flag("return_num_output_tokens", True),
+    )
+
+
+def _flag(name: str, value: bool) -> Tensor:
+    return Tensor.of(name, np.array([value], dtype=np.bool_))
+
+
+def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta:
+    """Raises the response's own error, and TritonError INTERNAL for a response without `text_output`."""
+    is_final = bool(flags & ResponseFlag.FINAL)
+    if response is None:
+        return Delta("", None, [], 0, 0, is_final)
+    if response.error is not None:
+        raise response.error
+    outputs = {tensor.name: tensor.data for tensor in response.outputs}
+    if TEXT_OUTPUT not in outputs:
+        if outputs or not is_final:
+            raise internal(f"model '{response.model_name}' sent a response without '{TEXT_OUTPUT}'")
+        return Delta("", None, [], 0, 0, is_final)
+    return Delta(
+        text=_text(outputs[TEXT_OUTPUT]),
+        finish_reason=_finish_reason(outputs.get("finish_reason")),
+        logprobs=_logprobs(outputs.get("logprobs")),
+        num_input_tokens=_count(outputs.get("num_input_tokens")),
+        num_output_tokens=_count(outputs.get("num_output_tokens")),
+        is_final=is_final,
+    )
+
+
+def _text(data: Any) -> str:
+    item = data.flat[0]
+    return item.decode() if isinstance(item, bytes) else str(item)
+
+
+def _finish_reason(data: Any) -> str | None:
+    if data is None:
+        return None
+    reason = _text(data)
+    return reason if reason not in ("", "None", "null") else None
+
+
+def _logprobs(data: Any) -> list[TokenEntries]:
+    if data is None:
+        return []
+    entries: list[TokenEntries] | None = orjson.loads(data.flat[0])
+    return entries or []
+
+
+def _count(data: Any) -> int:
+    return 0 if data is None else int(data.flat[0])

@@ -1,0 +1,31 @@
+"""Counts the tokens of a request as the model reports them.
+
+For: the writers of responses and chunks. Does not know: tokenizers; it never guesses. Invariant: what is shown is the
+sum of what the model said for each choice.
+"""
+
+from __future__ import annotations
+
+from .fields import JsonObject
+from .tensors import Delta
+
+
+class Usage:
+    """The running counts of one response."""
+
+    def __init__(self) -> None:
+        self._prompt_tokens: dict[int, int] = {}
+        self._completion_tokens = 0
+
+    def add(self, index: int, delta: Delta) -> None:
+        if delta.num_input_tokens:
+            self._prompt_tokens[index] = delta.num_input_tokens
+        self._completion_tokens += delta.num_output_tokens
+
+    def as_json(self) -> JsonObject:
+        prompt = sum(self._prompt_tokens.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt + self._completion_tokens,
+        }

@@ -1,0 +1,159 @@
+"""A host with one language model in memory, for tests of frontends: the LLM tensor interface, without core and adapter.
+
+Deterministic: a token is a character, the answer is "You said: " and the last thing the client said. Words in the prompt ask
+for trouble: "too long", "overloaded", "fail late", "forever". One thread per request sends the responses, as an engine would.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import orjson
+
+from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.errors import TritonError, internal, invalid_argument, not_found, unavailable
+from llmbackend.core.messages import InferenceRequest, InferenceResponse, ModelIndex, ModelMetadata, TensorMetadata
+from llmbackend.core.tensors import Tensor
+
+MODEL = "fake"
+_INPUTS = ("text_input", "messages", "input_ids", "stream", "sampling_parameters")
+_METADATA = {
+    MODEL: (_INPUTS, ("text_output",)),
+    "org/completions-only": (("text_input", "stream", "sampling_parameters"), ("text_output",)),
+    "resnet": (("image",), ("label",)),
+}
+
+
+class FakeHandle:
+    """Cancelling sets an event that the request's thread waits on."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+        self.over = threading.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class FakeLlmServer:
+    """The methods of InferenceServer that the OpenAI frontend uses. `inferences` remembers what was asked."""
+
+    is_exiting = False
+
+    def __init__(self) -> None:
+        self.inferences: list[dict[str, Any]] = []
+        self.handles: list[FakeHandle] = []
+
+    def repository_index(self, ready_only: bool = False) -> list[ModelIndex]:
+        rows = [ModelIndex(name, "1", "READY") for name in _METADATA]
+        return rows if ready_only else [*rows, ModelIndex("young", "1", "LOADING"), ModelIndex("unloaded")]
+
+    def model_is_ready(self, name: str, version: int = -1) -> bool:
+        return name in _METADATA
+
+    def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
+        if name not in _METADATA:
+            raise not_found(f"Request for unknown model: '{name}' is not found")
+        inputs, outputs = (tuple(TensorMetadata(item, "BYTES", (1,)) for item in names) for names in _METADATA[name])
+        return ModelMetadata(name, ("1",), "fake", inputs, outputs)
+
+    def infer_async(self, request: InferenceRequest) -> FakeHandle:
+        inputs = {tensor.name: tensor.data for tensor in request.inputs}  # type: ignore[union-attr]
+        asked = _decode(inputs)
+        self.inferences.append(asked)
+        if "overloaded" in asked["said"]:
+            raise unavailable("Exceeds maximum queue size")
+        handle = FakeHandle()
+        self.handles.append(handle)
+        threading.Thread(target=_answer, args=(request, asked, handle), daemon=True).start()
+        return handle
+
+
+def _decode(inputs: dict[str, Any]) -> dict[str, Any]:
+    asked: dict[str, Any] = {name: bool(data[0]) for name, data in inputs.items() if data.dtype == np.bool_}
+    asked["sampling"] = orjson.loads(inputs["sampling_parameters"][0])
+    if "messages" in inputs:
+        asked["messages"] = orjson.loads(inputs["messages"][0])
+        asked["said"] = asked["messages"][-1]["content"]
+    elif "input_ids" in inputs:
+        asked["said"] = "".join(chr(token) for token in inputs["input_ids"])
+    else:
+        asked["said"] = inputs["text_input"][0].decode()
+    return asked
+
+
+def _answer(request: InferenceRequest, asked: dict[str, Any], handle: FakeHandle) -> None:
+    try:
+        _send_all(request, asked, handle)
+    except TritonError as error:
+        request.response_callback(InferenceResponse(MODEL, 1, request.id, error=error), ResponseFlag.FINAL)
+    finally:
+        handle.over.set()
+
+
+def _send_all(request: InferenceRequest, asked: dict[str, Any], handle: FakeHandle) -> None:
+    said = asked["said"]
+    if "too long" in said:
+        raise invalid_argument("the prompt has 99999 tokens, the model's context is 2048")
+    if asked["sampling"].get("top_p") == 0:
+        raise invalid_argument("sampling parameter 'top_p' is 0, expected a number above 0 and at most 1")
+    pieces = _pieces(said, asked["sampling"], handle)
+    if not asked["stream"]:
+        pieces = iter([_merge(list(pieces))])
+    for count, (tokens, text, reason) in enumerate(pieces):
+        if "fail late" in said and count == 3:
+            raise internal("the engine died")
+        outputs = _outputs(asked, tokens, text, reason)
+        flags = ResponseFlag.FINAL if reason else ResponseFlag.NONE
+        request.response_callback(InferenceResponse(MODEL, 1, request.id, outputs), flags)
+
+
+Piece = tuple[list[str], str, str]
+"""(tokens, text, finish reason or "")"""
+
+
+def _pieces(said: str, sampling: dict[str, Any], handle: FakeHandle) -> Iterator[Piece]:
+    if "forever" in said:
+        while not handle.cancelled.wait(0.005):
+            yield ["a"], "a", ""
+        raise TritonError("Request was cancelled")
+    text = f"You said: {said}"
+    reason = "stop"
+    limit = sampling["max_tokens"]
+    if limit is not None and limit < len(text):
+        text, reason = text[:limit], "length"
+    for stop in sampling.get("stop", []):
+        if stop in text:
+            text, reason = text[: text.index(stop)], "stop"
+    for char in text:
+        yield [char], char, ""
+    yield [], "", reason
+
+
+def _merge(pieces: list[Piece]) -> Piece:
+    tokens = [token for piece in pieces for token in piece[0]]
+    return tokens, "".join(piece[1] for piece in pieces), pieces[-1][2]
+
+
+def _outputs(asked: dict[str, Any], tokens: list[str], text: str, reason: str) -> tuple[Tensor, ...]:
+    logprobs: list[dict[str, Any]] | None = None
+    if asked["return_logprobs"]:
+        logprobs = [_entries(token, asked["sampling"]["logprobs"]) for token in tokens]
+    return (
+        Tensor.text("text_output", text),
+        Tensor.text("finish_reason", reason),
+        Tensor.text("logprobs", orjson.dumps(logprobs)),
+        Tensor.of("num_input_tokens", np.array([len(asked["said"])], dtype=np.uint32)),
+        Tensor.of("num_output_tokens", np.array([len(tokens)], dtype=np.uint32)),
+    )
+
+
+def _entries(token: str, top: int) -> dict[str, Any]:
+    """The chosen token is the second most likely one, so that it is not among the top 1."""
+    others = [chr(ord("A") + rank) for rank in range(top + 1)]
+    ranked = {others[rank]: {"logprob": -0.5 * (rank + 1), "rank": rank + 1} for rank in range(top) if rank != 1}
+    chosen = {str(ord(token)): {"logprob": -1.0, "rank": 2, "decoded_token": token}}
+    return chosen | {str(1000 + ord(name)): {**entry, "decoded_token": name} for name, entry in ranked.items()}

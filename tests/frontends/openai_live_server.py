@@ -1,0 +1,32 @@
+"""Serves the OpenAI router of a host on a free port, for tests that talk to it through real clients and sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from llmbackend.frontends.openai import create_openai_router
+
+
+@contextlib.contextmanager
+def serve_openai(server: Any, **options: Any) -> Iterator[str]:
+    """Yields the base URL (without /v1)."""
+    app = FastAPI()
+    app.include_router(create_openai_router(server, **options))
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2)
+    http_server = uvicorn.Server(config)
+    thread = threading.Thread(target=http_server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        http_server.should_exit = True
+        thread.join()
+        listener.close()
