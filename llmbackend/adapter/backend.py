@@ -1,0 +1,70 @@
+"""The `llm` backend: Triton's entry points, and nothing else.
+
+For: the host, which finds these functions by name. Does not know: how a request is served (ModelState,
+ModelInstanceState).
+Invariant: every finaliser accepts a state that was never set, because it is called after a failed Initialize too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llmbackend.core.backend_api import (
+    Backend,
+    BackendAttributes,
+    InstanceGroupKind,
+    Model,
+    ModelInstance,
+    Request,
+    check_api_version,
+)
+
+from .model_instance_state import ModelInstanceState
+from .model_state import ModelState
+from .tensor_interface import complete_config
+
+BUILT_FOR_API = (1, 19)
+
+
+def TRITONBACKEND_Initialize(backend: Backend) -> None:
+    check_api_version(backend, BUILT_FOR_API)
+
+
+def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None:
+    """One engine that chooses its device itself, unless the model says otherwise; several start side by side."""
+    attributes.preferred_groups.append((InstanceGroupKind.MODEL, 1))
+    attributes.parallel_instance_loading = True
+
+
+def TRITONBACKEND_ModelInitialize(model: Model) -> None:
+    if model.auto_complete_config:
+        model.set_config(complete_config(model.config))
+    model.state = ModelState(model)
+
+
+def TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None:
+    instance.state = ModelInstanceState(instance.model.state, instance)
+
+
+def TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequence[Request]) -> None:
+    state: ModelInstanceState = instance.state
+    state.enqueue(requests)
+
+
+def TRITONBACKEND_ModelInstanceReady(instance: ModelInstance) -> None:
+    state: ModelInstanceState = instance.state
+    state.check_ready()
+
+
+def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:
+    state: ModelInstanceState | None = instance.state
+    instance.state = None
+    if state is not None:
+        state.shutdown()
+
+
+def TRITONBACKEND_ModelFinalize(model: Model) -> None:
+    state: ModelState | None = model.state
+    model.state = None
+    if state is not None:
+        state.close()

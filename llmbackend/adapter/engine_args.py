@@ -1,0 +1,254 @@
+"""Where the engine's arguments come from, and in which order they win.
+
+For: one frozen EngineConfig per model instance. Does not know: requests, running engines. Invariant: no argument is
+dropped in silence; each is used, or accepted with a warning because it has no meaning here, or refused by name.
+Order, later wins: defaults · the version directory's checkpoint · a MindIE config.json (`engine_config_path`) · the
+version directory's `model.json` (vLLM's engine arguments, as vllm_backend reads them) · config.pbtxt `parameters` ·
+instance kind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from llmbackend.core.backend_api import InstanceGroupKind, Model, ModelInstance, invalid_argument
+from llmbackend.engine.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+_FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(EngineConfig)}
+_PATH_FIELDS = ("model", "tokenizer")
+_ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
+_VALUE_ALIASES: dict[str, dict[Any, Any]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "load_format": {"auto": "safetensors"},
+    "device": {"auto": "cpu"},
+}
+_NO_EFFECT = frozenset(
+    {
+        "gpu_memory_utilization",
+        "enforce_eager",
+        "disable_log_stats",
+        "disable_log_requests",
+        "enable_log_requests",
+        "swap_space",
+        "distributed_executor_backend",
+        "disable_custom_all_reduce",
+        "download_dir",
+        "max_logprobs",
+        "max_seq_len_to_capture",
+        "max_parallel_loading_workers",
+        "served_model_name",
+        "limit_mm_per_prompt",
+        "enable_prefix_caching",
+        "generation_config",
+    }
+)
+"""vLLM arguments that change nothing that a client of this engine can see."""
+_ONLY_VALUE: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "enable_chunked_prefill": (True, None),
+    "skip_tokenizer_init": (False,),
+    "tokenizer_mode": ("auto",),
+    "kv_cache_dtype": ("auto",),
+    "quantization": (None,),
+    "enable_lora": (False,),
+    "task": ("auto", "generate"),
+    "runner": ("auto", "generate"),
+    "speculative_config": (None,),
+    "revision": (None,),
+    "tokenizer_revision": (None,),
+}
+"""vLLM arguments that are understood with these values only."""
+
+_TRITON_PARAMETERS: dict[str, str] = {
+    "REPORT_CUSTOM_METRICS": "the engine's metrics are always reported",
+    "ENABLE_VLLM_HEALTH_CHECK": "readiness always follows the engine's health",
+    "EXECUTION_ENV_PATH": "this backend runs in the server's own environment",
+    "FORCE_CPU_ONLY_INPUT_TENSORS": "inputs are always in host memory",
+    "model_instance_number": "use instance_group.count",
+    "npu_device_ids": "use instance_group.gpus",
+}
+ENGINE_CONFIG_PATH = "engine_config_path"
+MAX_QUEUE_SIZE = "max_queue_size"
+_MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (("ModelDeployConfig",), "maxSeqLen", "max_model_len"),
+    (("ModelDeployConfig", "ModelConfig"), "modelWeightPath", "model"),
+    (("ModelDeployConfig", "ModelConfig"), "trustRemoteCode", "trust_remote_code"),
+    (("ScheduleConfig",), "cacheBlockSize", "block_size"),
+    (("ScheduleConfig",), "maxBatchSize", "max_num_seqs"),
+    (("ScheduleConfig",), "maxPrefillTokens", "max_num_batched_tokens"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArguments:
+    """engine: the arguments of every instance, before its kind decides the device.
+
+    max_queue_size: requests the model's queue holds before it refuses with UNAVAILABLE.
+    """
+
+    engine: EngineConfig
+    max_queue_size: int = 4096
+
+
+def read_model_arguments(model: Model) -> ModelArguments:
+    """Collects the arguments of a model version.
+
+    Raises TritonError INVALID_ARG naming file, argument and value.
+    """
+    parameters = {name: value.string_value for name, value in model.config.parameters.items()}
+    arguments: dict[str, Any] = {}
+    version_directory = model.version_directory
+    if (version_directory / "config.json").is_file():
+        arguments["model"] = str(version_directory)
+    if ENGINE_CONFIG_PATH in parameters:
+        arguments |= _read_mindie_config(model.directory, parameters[ENGINE_CONFIG_PATH])
+    if (version_directory / "model.json").is_file():
+        arguments |= _read_model_json(version_directory)
+    arguments |= _read_parameters(parameters, version_directory)
+    if not arguments.get("model"):
+        raise invalid_argument(
+            f"'model.json' containing vllm engine args must be provided in '{version_directory}' "
+            "(looked for config.json of a Hugging Face checkpoint, model.json, and the config.pbtxt parameters "
+            f"'model' and '{ENGINE_CONFIG_PATH}')"
+        )
+    try:
+        engine = EngineConfig(**arguments)
+    except (ValueError, TypeError) as error:
+        raise invalid_argument(str(error)) from error
+    return ModelArguments(engine, **_read_own_parameters(parameters))
+
+
+def instance_config(config: EngineConfig, instance: ModelInstance) -> EngineConfig:
+    """The arguments of one instance: KIND_GPU puts it on its own device."""
+    if instance.kind is not InstanceGroupKind.GPU:
+        return config
+    return msgspec.structs.replace(config, device=f"cuda:{instance.device_id}")
+
+
+def _read_model_json(version_directory: Path) -> dict[str, Any]:
+    path = version_directory / "model.json"
+    values = _read_object(path)
+    return _convert(values, f"'model.json' in '{version_directory}'", version_directory)
+
+
+def _read_parameters(parameters: Mapping[str, str], version_directory: Path) -> dict[str, Any]:
+    values: dict[str, str] = {}
+    for name, value in parameters.items():
+        if name in _TRITON_PARAMETERS:
+            _check_triton_parameter(name, value)
+        elif name not in (ENGINE_CONFIG_PATH, MAX_QUEUE_SIZE):
+            values[name] = value
+    return _convert(values, "config.pbtxt parameters", version_directory)
+
+
+def _check_triton_parameter(name: str, value: str) -> None:
+    if name == "model_instance_number" and value != "1":
+        raise invalid_argument(f"parameter '{name}' is '{value}', expected 1: {_TRITON_PARAMETERS[name]}")
+    logger.warning("parameter '%s' has no effect: %s", name, _TRITON_PARAMETERS[name])
+
+
+def _read_own_parameters(parameters: Mapping[str, str]) -> dict[str, int]:
+    if MAX_QUEUE_SIZE not in parameters:
+        return {}
+    text = parameters[MAX_QUEUE_SIZE]
+    if not text.isdecimal() or int(text) < 1:
+        raise invalid_argument(f"parameter '{MAX_QUEUE_SIZE}' is '{text}', expected an integer of at least 1")
+    return {MAX_QUEUE_SIZE: int(text)}
+
+
+def _read_mindie_config(model_directory: Path, text: str) -> dict[str, Any]:
+    """The fields of a MindIE config.json that mean something here; its others belong to MindIE's own server."""
+    path = Path(text)
+    path = path if path.is_absolute() else model_directory / path
+    backend = _read_object(path)
+    backend = backend.get("BackendConfig", backend)
+    values: dict[str, Any] = {}
+    for sections, source, target in _MINDIE_FIELDS:
+        section = _section(backend, sections)
+        if source in section:
+            values[target] = section[source]
+    return _convert(values, f"'{path}'", path.parent)
+
+
+def _section(config: Mapping[str, Any], names: tuple[str, ...]) -> Mapping[str, Any]:
+    value: Any = config
+    for name in names:
+        value = value.get(name, {}) if isinstance(value, dict) else {}
+        if isinstance(value, list):
+            value = value[0] if value else {}
+    return value if isinstance(value, dict) else {}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise invalid_argument(f"'{path}' cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise invalid_argument(f"'{path}' is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise invalid_argument(f"'{path}' must hold a JSON object")
+    return value
+
+
+def _convert(values: Mapping[str, Any], source: str, directory: Path) -> dict[str, Any]:
+    """Engine arguments with their types; paths are relative to `directory`. Warns once about arguments without
+    effect."""
+    arguments: dict[str, Any] = {}
+    without_effect = [name for name in values if name in _NO_EFFECT]
+    if without_effect:
+        logger.warning("%s: no effect here: %s", source, ", ".join(sorted(without_effect)))
+    for name, value in values.items():
+        if name in _NO_EFFECT:
+            continue
+        if name in _ONLY_VALUE:
+            _check_only_value(name, value, source)
+            continue
+        field = _ALIASES.get(name, name)
+        arguments[field] = _typed(name, field, value, source)
+        if field in _PATH_FIELDS:
+            arguments[field] = _resolve(name, arguments[field], directory, source)
+    return arguments
+
+
+def _check_only_value(name: str, value: Any, source: str) -> None:
+    allowed = _ONLY_VALUE[name]
+    if value in allowed or str(value).lower() in {str(item).lower() for item in allowed}:
+        return
+    only = " or ".join(json.dumps(item) for item in allowed)
+    raise invalid_argument(f"{source}: engine argument '{name}' is {value!r}, only {only} is supported")
+
+
+def _typed(name: str, field: str, value: Any, source: str) -> Any:
+    expected = _FIELD_TYPES.get(field)
+    if expected is None:
+        raise invalid_argument(
+            f"{source}: unknown engine argument '{name}', expected one of: {', '.join(_FIELD_TYPES)}"
+        )
+    if isinstance(value, str):
+        value = _VALUE_ALIASES.get(field, {}).get(value, value)
+    try:
+        return msgspec.convert(value, expected, strict=False)
+    except msgspec.ValidationError as error:
+        raise invalid_argument(f"{source}: engine argument '{name}' is {value!r}: {error}") from None
+
+
+def _resolve(name: str, value: str, directory: Path, source: str) -> str:
+    """A path relative to `directory` when it is there; else a hub id or a name, unless it is plainly a path."""
+    path = Path(value)
+    if value and not path.is_absolute() and (directory / path).exists():
+        return str((directory / path).resolve())
+    if value and value.startswith(("/", ".")) and not path.exists():
+        raise invalid_argument(f"{source}: engine argument '{name}' is '{value}', which does not exist")
+    return value

@@ -1,0 +1,134 @@
+"""The LLM's metrics, under vLLM's names.
+
+For: dashboards and autoscalers that read vLLM's metrics. Does not know: how they are served. Invariant: every number
+counts something that happened; counters of an engine that was restarted go on from where they were.
+Labels are `model` and `version`, as vllm_backend's. Per step, not per token: gauges and token counters; per token: one
+observation of the inter-token latency.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
+from llmbackend.engine.infer_request import EngineStats
+
+from .infer_task import InferTask
+
+_LABELS = ("model", "version")
+_SECONDS_SHORT = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_SECONDS_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_SECONDS_REQUEST = (
+    *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+_GAUGES = {
+    "vllm:num_requests_running": "Requests in the engines' batches.",
+    "vllm:num_requests_waiting": "Requests waiting for an engine, in the model's queue or in an engine.",
+    "vllm:kv_cache_usage_perc": "Share of KV-cache blocks in use; 1 means all of them.",
+}
+_COUNTERS = {
+    "vllm:num_preemptions_total": "Preemptions of running requests.",
+    "vllm:prompt_tokens_total": "Prompt tokens processed.",
+    "vllm:generation_tokens_total": "Tokens generated.",
+}
+_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": ("Arrival to first token.", _SECONDS_FIRST_TOKEN),
+    "vllm:inter_token_latency_seconds": ("Time between two outputs of a request.", _SECONDS_SHORT),
+    "vllm:e2e_request_latency_seconds": ("Arrival to last token.", _SECONDS_REQUEST),
+    "vllm:request_queue_time_seconds": ("Arrival to being taken by an engine.", _SECONDS_REQUEST),
+    "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
+    "vllm:request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
+}
+_SUCCESS = "vllm:request_success_total"
+_FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+class LlmMetrics:
+    """The metrics of one model version. Counter deltas have one owner: `_lock`."""
+
+    def __init__(self, backend: Backend, model: str, version: int) -> None:
+        self._labels = {"model": model, "version": str(version)}
+        self._lock = threading.Lock()
+        self._engines: dict[int, EngineStats] = {}
+        self._families: dict[str, MetricFamily] = {}
+        for name, description in _GAUGES.items():
+            self._families[name] = backend.metric_family(MetricKind.GAUGE, name, description, _LABELS)
+        for name, description in _COUNTERS.items():
+            self._families[name] = backend.metric_family(MetricKind.COUNTER, name, description, _LABELS)
+        for name, (description, buckets) in _HISTOGRAMS.items():
+            self._families[name] = backend.metric_family(MetricKind.HISTOGRAM, name, description, _LABELS, buckets)
+        self._success = backend.metric_family(
+            MetricKind.COUNTER, _SUCCESS, "Requests that ended, by reason.", (*_LABELS, "finished_reason")
+        )
+        self._inter_token = self._families["vllm:inter_token_latency_seconds"]
+        self._show_zeros()
+
+    def engine_stats(self, engine: int, stats: EngineStats, num_queued: int) -> None:
+        """One engine's snapshot after a step; `num_queued` requests wait in the model's queue."""
+        with self._lock:
+            before = self._engines.get(engine, EngineStats())
+            self._engines[engine] = stats
+            engines = list(self._engines.values())
+        self._set("vllm:num_requests_running", sum(one.num_requests_running for one in engines))
+        self._set("vllm:num_requests_waiting", num_queued + sum(one.num_requests_waiting for one in engines))
+        self._set("vllm:kv_cache_usage_perc", sum(one.kv_cache_usage for one in engines) / len(engines))
+        self._count("vllm:num_preemptions_total", before.num_preemptions, stats.num_preemptions)
+        self._count("vllm:prompt_tokens_total", before.prompt_tokens, stats.prompt_tokens)
+        self._count("vllm:generation_tokens_total", before.generation_tokens, stats.generation_tokens)
+
+    def queued(self, num_queued: int) -> None:
+        """A request came: the waiting gauge moves although no step has ended yet."""
+        in_engines = sum(stats.num_requests_waiting for stats in tuple(self._engines.values()))
+        self._set("vllm:num_requests_waiting", num_queued + in_engines)
+
+    def taken_by_engine(self, task: InferTask, now_ns: int) -> None:
+        self._observe_seconds("vllm:request_queue_time_seconds", now_ns - task.times.exec_start_ns)
+
+    def output(self, task: InferTask, previous_ns: int, now_ns: int) -> None:
+        """An output with tokens; `previous_ns` is the last one's time, 0 for the first."""
+        if previous_ns:
+            self._inter_token.observe((now_ns - previous_ns) * 1e-9, **self._labels)
+        else:
+            self._observe_seconds("vllm:time_to_first_token_seconds", now_ns - task.times.exec_start_ns)
+
+    def finished(self, task: InferTask, reason: str, now_ns: int) -> None:
+        self._success.increment(1, finished_reason=reason, **self._labels)
+        self._families["vllm:request_prompt_tokens"].observe(task.num_prompt_tokens, **self._labels)
+        self._families["vllm:request_generation_tokens"].observe(len(task.output_token_ids), **self._labels)
+        self._observe_seconds("vllm:e2e_request_latency_seconds", now_ns - task.times.exec_start_ns)
+
+    def close(self) -> None:
+        """The model goes: its series disappear."""
+        for family in self._families.values():
+            family.remove(**self._labels)
+        for reason in _FINISH_REASONS:
+            self._success.remove(finished_reason=reason, **self._labels)
+
+    def _show_zeros(self) -> None:
+        """Series exist from the start, so that a rate over them is right from the first request on."""
+        for name in _GAUGES:
+            self._set(name, 0)
+        for name in _COUNTERS:
+            self._families[name].increment(0, **self._labels)
+        for reason in _FINISH_REASONS:
+            self._success.increment(0, finished_reason=reason, **self._labels)
+
+    def _set(self, name: str, value: float) -> None:
+        self._families[name].set(value, **self._labels)
+
+    def _count(self, name: str, before: int, after: int) -> None:
+        growth = after - before if after >= before else after
+        if growth:
+            self._families[name].increment(growth, **self._labels)
+
+    def _observe_seconds(self, name: str, duration_ns: int) -> None:
+        self._families[name].observe(duration_ns * 1e-9, **self._labels)

@@ -1,0 +1,71 @@
+"""ModelInstanceState: an instance's way into its model's queue.
+
+For: Execute, which must return at once. Does not know: the queue's inside, how outputs come back. Invariant: every
+request given to `enqueue` is either in the model's queue or answered and released when it returns. Name and role are
+MindIE's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from llmbackend.core.backend_api import (
+    ModelInstance,
+    Request,
+    ResponseFlag,
+    TritonError,
+    internal,
+    unavailable,
+)
+
+from .infer_task import InferTask, TaskTimes
+from .model_state import ModelState
+
+logger = logging.getLogger(__name__)
+
+
+class ModelInstanceState:
+    """Owner of the instance's engine."""
+
+    def __init__(self, model_state: ModelState, instance: ModelInstance) -> None:
+        """Starts the instance's engine; returns when its model is loaded. Raises TritonError when it cannot."""
+        self._model_state = model_state
+        self._instance = instance
+        self._engine = model_state.start_engine(instance)
+
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """Takes ownership of `requests`; one that cannot be served is answered, the others go on."""
+        for request in requests:
+            times = TaskTimes(exec_start_ns=time.monotonic_ns())
+            try:
+                task = self._convert(request, times)
+            except TritonError as error:
+                self._refuse(request, error)
+            except Exception as error:
+                logger.exception("a request could not be converted")
+                self._refuse(request, internal(f"the request could not be converted: {error}"))
+            else:
+                self._model_state.submit(task)
+
+    def check_ready(self) -> None:
+        """Raises TritonError UNAVAILABLE saying why the engine is not ready."""
+        try:
+            self._engine.manager.check_ready()
+        except RuntimeError as error:
+            raise unavailable(str(error)) from error
+
+    def shutdown(self) -> None:
+        self._model_state.stop_engine(self._engine)
+
+    def _convert(self, request: Request, times: TaskTimes) -> InferTask:
+        converter = self._model_state.converter
+        if converter is None:
+            raise unavailable("no engine is running")
+        return converter.convert(request, self._instance, times)
+
+    def _refuse(self, request: Request, error: TritonError) -> None:
+        request.new_response().send(ResponseFlag.FINAL, error)
+        self._instance.report_statistics(request, False, 0, 0, 0, 0)
+        request.release()

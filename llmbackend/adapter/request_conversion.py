@@ -1,0 +1,136 @@
+"""One Triton request → one InferRequest for the engine and one InferTask for its way back.
+
+For: everything about a request that can be checked before the engine sees it. Does not know: queues, threads.
+Invariant: what leaves here can be generated: the prompt is tokens of the vocabulary, not empty, and leaves room for a
+token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from llmbackend.core.backend_api import ModelInstance, Request, TritonError, invalid_argument, unsupported
+from llmbackend.engine.infer_request import InferRequest
+
+from .infer_task import InferTask, TaskTimes
+from .output_assembler import OutputAssembler
+from .sampling import parse_sampling_parameters
+from .tensor_interface import LlmInputs, read_inputs
+from .text import Text
+
+_ids = itertools.count(1)
+_CHAT_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "documents",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a prompt must fit into. max_tokens counts prompt and output together."""
+
+    max_tokens: int
+    vocab_size: int
+
+
+class RequestConverter:
+    """Read-only after it was made: any instance thread uses it."""
+
+    def __init__(self, text: Text, limits: ModelLimits, *, decoupled: bool) -> None:
+        self._text = text
+        self._limits = limits
+        self._decoupled = decoupled
+
+    def convert(self, request: Request, instance: ModelInstance, times: TaskTimes) -> InferTask:
+        """Raises TritonError INVALID_ARG or UNSUPPORTED with a text for the client; the request is then untouched."""
+        inputs = read_inputs(request, decoupled=self._decoupled)
+        prompt_text, prompt_ids = self._prompt(inputs)
+        self._check_prompt(prompt_ids)
+        times.compute_start_ns = time.monotonic_ns()
+        params = parse_sampling_parameters(
+            inputs.sampling,
+            room_tokens=self._limits.max_tokens - len(prompt_ids),
+            vocab_size=self._limits.vocab_size,
+            logprobs_needed=inputs.options.cumulative_logprob,
+        )
+        detokenizer = self._text.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        return InferTask(
+            request,
+            instance,
+            InferRequest(
+                # The client's id is not unique, and an engine knows its requests by id.
+                request_id=str(next(_ids)),
+                prompt_token_ids=tuple(prompt_ids),
+                sampling=params.sampling,
+                priority=request.priority,
+            ),
+            OutputAssembler(params, detokenizer),
+            inputs.options,
+            prompt_text=prompt_text if inputs.options.prepend_prompt else "",
+            wants_logprobs=inputs.sampling.get("logprobs") is not None,
+            token_text=self._text.token_text,
+            times=times,
+        )
+
+    def _prompt(self, inputs: LlmInputs) -> tuple[str, list[int]]:
+        """(prompt text, prompt tokens)."""
+        try:
+            if inputs.text_input is not None:
+                return inputs.text_input, self._encode(inputs.text_input, add_special_tokens=True)
+            if inputs.messages is not None:
+                rendered = self._render(inputs.messages)
+                return rendered, self._encode(rendered, add_special_tokens=False)
+            ids = list(inputs.input_ids or ())
+            self._check_ids(ids)
+            return (self._text.decode(ids) if inputs.options.prepend_prompt else ""), ids
+        except TritonError:
+            raise
+        except Exception as error:
+            raise invalid_argument(f"the prompt cannot be tokenised: {error}") from error
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # An empty text is an empty prompt, also where the tokenizer would add a special token.
+        return self._text.encode(text, add_special_tokens=add_special_tokens) if text else []
+
+    def _render(self, text: str) -> str:
+        """The input `messages`: a JSON list of chat messages, or an object with them and what else the template
+        takes."""
+        try:
+            value: Any = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise invalid_argument(f"input 'messages' is not JSON: {error}") from None
+        chat = {"messages": value} if isinstance(value, list) else value
+        if not isinstance(chat, dict) or not isinstance(chat.get("messages"), list) or not chat["messages"]:
+            raise invalid_argument("input 'messages' must be a non-empty JSON list of chat messages")
+        unknown = sorted(set(chat) - set(_CHAT_FIELDS))
+        if unknown:
+            raise invalid_argument(f"input 'messages' has unknown fields {unknown}, expected {', '.join(_CHAT_FIELDS)}")
+        if chat.get("continue_final_message"):
+            raise unsupported("'continue_final_message' of input 'messages' is not supported")
+        options: dict[str, Any] = dict(chat.get("chat_template_kwargs") or {})
+        options |= {name: chat[name] for name in ("add_generation_prompt", "documents") if name in chat}
+        return self._text.render_chat(chat["messages"], chat.get("tools"), options)
+
+    def _check_ids(self, ids: list[int]) -> None:
+        size = self._limits.vocab_size
+        bad = next((token_id for token_id in ids if not 0 <= token_id < size), None)
+        if bad is not None:
+            raise invalid_argument(f"input 'input_ids' holds {bad}, expected token ids from 0 to {size - 1}")
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        limit = self._limits.max_tokens
+        if not ids:
+            raise invalid_argument("the prompt is empty, expected at least one token")
+        if len(ids) >= limit:
+            raise invalid_argument(
+                f"the prompt has {len(ids)} tokens, expected at most {limit - 1}: "
+                f"the model's context of {limit} tokens must leave room for one more"
+            )
