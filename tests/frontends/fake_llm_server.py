@@ -1,7 +1,9 @@
-"""A host with one language model in memory, for tests of frontends: the LLM tensor interface, without core and adapter.
+"""A host with one language model in memory, for tests of frontends: the LLM tensor interface, without core and
+adapter.
 
-Deterministic: a token is a character, the answer is "You said: " and the last thing the client said. Words in the prompt ask
-for trouble: "too long", "overloaded", "fail late", "forever". One thread per request sends the responses, as an engine would.
+Deterministic: a token is a character, the answer is "You said: " and the last thing the client said. Words in the
+prompt ask for trouble: "too long", "overloaded", "fail late", "forever". One thread per request sends the responses,
+as an engine would.
 """
 
 from __future__ import annotations
@@ -77,7 +79,8 @@ def _decode(inputs: dict[str, Any]) -> dict[str, Any]:
     asked["sampling"] = orjson.loads(inputs["sampling_parameters"][0])
     if "messages" in inputs:
         asked["messages"] = orjson.loads(inputs["messages"][0])
-        asked["said"] = asked["messages"][-1]["content"]
+        messages = asked["messages"]["messages"] if isinstance(asked["messages"], dict) else asked["messages"]
+        asked["said"] = messages[-1]["content"]
     elif "input_ids" in inputs:
         asked["said"] = "".join(chr(token) for token in inputs["input_ids"])
     else:

@@ -124,7 +124,7 @@ def test_fields_that_ask_for_what_happens_anyway_are_accepted(client: openai.Ope
         parallel_tool_calls=True,
         response_format={"type": "text"},
         tool_choice="none",
-        extra_body={"logit_bias": None, "chat_template_kwargs": {}, "tools": None},
+        extra_body={"logit_bias": None, "tools": None},
     )
     assert server.inferences[-1]["sampling"] == {"max_tokens": None}
 
@@ -140,15 +140,20 @@ def test_messages_reach_the_template_in_its_form(client: openai.OpenAI, server: 
         {"role": "user", "content": "bye"},
     ]
     chat(client, messages=messages)
-    sent_call = call | {"function": {"name": "add", "arguments": {"a": 1}}}
     assert server.inferences[-1]["messages"] == [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "one\ntwo", "name": "eve"},
-        {"role": "assistant", "reasoning_content": "hm", "tool_calls": [sent_call], "content": ""},
+        {"role": "assistant", "reasoning_content": "hm", "tool_calls": [call], "content": ""},
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
         {"role": "assistant", "content": "no"},
         {"role": "user", "content": "bye"},
     ]
+
+
+def test_options_of_the_chat_template(client: openai.OpenAI, server: FakeLlmServer) -> None:
+    options = {"add_generation_prompt": True, "chat_template_kwargs": {"enable_thinking": False}}
+    chat(client, extra_body=options)
+    assert server.inferences[-1]["messages"] == {"messages": USER_HI, **options}
 
 
 def test_an_answer_can_be_sent_back(client: openai.OpenAI) -> None:

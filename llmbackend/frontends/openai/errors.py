@@ -68,7 +68,7 @@ class OpenAIError(Exception):
 
     def body(self) -> bytes:
         fields: dict[str, Any] = {
-            "message": self.message,
+            "message": self.message.encode("utf-8", "replace").decode(),  # a backend's text may hold lone surrogates
             "type": self.kind,
             "param": self.param,
             "code": self.code,

@@ -63,13 +63,16 @@ class Fields:
             raise refuse(self.name(field), "a string", value)
         return value
 
-    def object(self, field: str) -> Fields | None:
+    def mapping(self, field: str) -> JsonObject | None:
         value = self.take(field)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
+        if value is not None and not isinstance(value, dict):
             raise refuse(self.name(field), "an object", value)
-        return Fields(value, self.name(field) + ".")
+        return value
+
+    def object(self, field: str) -> Fields | None:
+        """As `mapping`, to be read field by field."""
+        value = self.mapping(field)
+        return None if value is None else Fields(value, self.name(field) + ".")
 
     def strings(self, field: str) -> list[str] | None:
         """A string or a list of strings, none of them empty."""
@@ -90,11 +93,9 @@ class Fields:
 
     def logit_bias(self, field: str) -> dict[str, float] | None:
         """Token id (a string, as JSON's keys are) → bias from -100 to 100."""
-        value = self.take(field)
+        value = self.mapping(field)
         if value is None:
             return None
-        if not isinstance(value, dict):
-            raise refuse(self.name(field), "an object of token id to bias", value)
         for token, bias in value.items():
             if not (token.isascii() and token.isdigit()):
                 raise refuse(self.name(field), "token ids as keys", token)

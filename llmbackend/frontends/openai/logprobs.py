@@ -11,6 +11,8 @@ from typing import Any
 from .fields import JsonObject
 from .tensors import TokenEntries
 
+_IMPOSSIBLE = -9999.0
+
 
 def chat_logprobs(positions: list[TokenEntries], top: int) -> JsonObject:
     """`choices[].logprobs` of chat: the chosen token at each position and the `top` most likely ones, best first."""
@@ -25,7 +27,13 @@ def _chat_position(entries: TokenEntries, top: int) -> JsonObject:
 
 def _chat_token(entry: dict[str, Any]) -> JsonObject:
     token: str = entry["decoded_token"] or ""
-    return {"token": token, "logprob": entry["logprob"], "bytes": list(token.encode())}
+    return {"token": token, "logprob": _logprob(entry), "bytes": list(token.encode())}
+
+
+def _logprob(entry: dict[str, Any]) -> float:
+    """JSON has no minus infinity: the interface sends null, OpenAI this number."""
+    value: float | None = entry["logprob"]
+    return _IMPOSSIBLE if value is None else value
 
 
 def _most_likely(entries: TokenEntries, top: int) -> list[dict[str, Any]]:
@@ -48,9 +56,9 @@ class CompletionLogprobs:
             chosen = next(iter(entries.values()))
             token = chosen["decoded_token"] or ""
             result["tokens"].append(token)
-            result["token_logprobs"].append(chosen["logprob"])
+            result["token_logprobs"].append(_logprob(chosen))
             best = [*_most_likely(entries, self._top), chosen]
-            result["top_logprobs"].append({entry["decoded_token"] or "": entry["logprob"] for entry in best})
+            result["top_logprobs"].append({entry["decoded_token"] or "": _logprob(entry) for entry in best})
             result["text_offset"].append(self._offset_chars)
             self._offset_chars += len(token)
         return result

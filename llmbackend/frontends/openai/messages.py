@@ -3,15 +3,10 @@
 For: the chat endpoint. Does not know: templates or models. Invariant: what this server (or another one) once sent as
 an assistant message is accepted as input again: null content, refusal, reasoning_content, tool_calls. The form:
 `content` is always a string (text parts are joined by a newline, as vLLM does for templates that read strings), a
-"developer" message is a "system" one (what OpenAI's role stands for, and what templates know), the arguments of a
-tool call are an object when they parse as one.
+"developer" message is a "system" one (what OpenAI's role stands for, and what templates know).
 """
 
 from __future__ import annotations
-
-from typing import Any
-
-import orjson
 
 from .errors import OpenAIError, refuse
 from .fields import Fields, JsonObject
@@ -116,20 +111,11 @@ def _parse_tool_call(value: object, path: str) -> JsonObject:
         )
     call["function"] = {
         "name": _required_text(function, "name"),
-        "arguments": _arguments(_required_text(function, "arguments")),
+        "arguments": _required_text(function, "arguments"),
     }
     _finish_ignoring_nulls(function, value["function"])
     _finish_ignoring_nulls(fields, value)
     return call
-
-
-def _arguments(text: str) -> Any:
-    """An object for templates that print it as JSON; text cut off by a length limit stays text."""
-    try:
-        parsed = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text
-    return parsed if isinstance(parsed, dict) else text
 
 
 def _required_text(fields: Fields, field: str) -> str:

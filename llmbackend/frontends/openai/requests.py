@@ -38,11 +38,9 @@ _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
-    "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "echo": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": (),
 }
 _COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -77,7 +75,7 @@ def parse_chat(body: JsonObject) -> GenerationRequest:
     """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
     fields = Fields(body)
     model = take_model(fields)
-    messages = parse_messages(fields.require("messages"))
+    prompt = _take_chat_prompt(fields)
     stream = take_stream(fields)
     sampling = take_sampling(fields)
     old, new = fields.integer("max_tokens", 1), fields.integer("max_completion_tokens", 1)
@@ -85,7 +83,7 @@ def parse_chat(body: JsonObject) -> GenerationRequest:
     check_min_tokens(sampling)
     top_logprobs = _take_chat_logprobs(fields)
     _take_neutral(fields, _CHAT_NEUTRAL)
-    return _request(model, (messages_tensor(messages),), sampling, stream, top_logprobs, ("",))
+    return _request(model, (prompt,), sampling, stream, top_logprobs, ("",))
 
 
 def parse_completion(body: JsonObject) -> GenerationRequest:
@@ -122,6 +120,15 @@ def _take_neutral(fields: Fields, endpoint_fields: dict[str, tuple[Any, ...]]) -
         fields.only(name, accepted)
     take_neutral(fields)
     fields.finish()
+
+
+def _take_chat_prompt(fields: Fields) -> Tensor:
+    messages = parse_messages(fields.require("messages"))
+    template_options = {
+        "add_generation_prompt": fields.boolean("add_generation_prompt"),
+        "chat_template_kwargs": fields.mapping("chat_template_kwargs"),
+    }
+    return messages_tensor(messages, {name: value for name, value in template_options.items() if value is not None})
 
 
 def _take_chat_logprobs(fields: Fields) -> int | None:

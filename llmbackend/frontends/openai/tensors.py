@@ -53,8 +53,10 @@ def input_ids_tensor(token_ids: Sequence[int]) -> Tensor:
     return Tensor.of(INPUT_IDS, np.array(token_ids, dtype=np.int32))
 
 
-def messages_tensor(messages: Sequence[dict[str, Any]]) -> Tensor:
-    return Tensor.text(MESSAGES, orjson.dumps(messages))
+def messages_tensor(messages: Sequence[dict[str, Any]], template_options: dict[str, Any]) -> Tensor:
+    """The input is a list of messages, or an object when the chat template shall get something besides."""
+    value = {"messages": messages, **template_options} if template_options else messages
+    return Tensor.text(MESSAGES, orjson.dumps(value))
 
 
 def generation_inputs(prompt: Tensor, sampling: dict[str, Any], stream: bool, logprobs: bool) -> tuple[Tensor, ...]:

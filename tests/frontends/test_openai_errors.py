@@ -1,0 +1,208 @@
+"""What is refused, and how: status, OpenAI-shaped body, the field's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_llm_server import MODEL, FakeLlmServer
+from openai_live_server import serve_openai
+
+USER_HI: list[Any] = [{"role": "user", "content": "hi"}]
+CHAT = {"model": MODEL, "messages": USER_HI}
+COMPLETION = {"model": MODEL, "prompt": "hi"}
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    with serve_openai(FakeLlmServer(), max_body_bytes=20_000) as base, httpx.Client(base_url=f"{base}/v1") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(http: httpx.Client) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=str(http.base_url), api_key="none", max_retries=0) as client:
+        yield client
+
+
+def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert list(response.json()) == ["error"]
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 2.5}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": 2**40}, "max_completion_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logit_bias": {"cat": 1}}, "logit_bias"),
+        ({"logit_bias": {"3": 101}}, "logit_bias.3"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": 3}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"seed": "x"}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"sometimes": True}}, "stream_options.sometimes"),
+        ({"n": 2}, "n"),
+        ({"user": 5}, "user"),
+        ({"store": True}, "store"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+)
+@pytest.mark.parametrize(("path", "body"), [("chat/completions", CHAT), ("completions", COMPLETION)])
+def test_bad_common_fields_are_named(
+    http: httpx.Client, path: str, body: dict[str, Any], fields: dict[str, Any], param: str
+) -> None:
+    if path == "completions" and "max_completion_tokens" in fields:
+        param = "max_completion_tokens"
+    error = refusal(http.post(f"/{path}", json=body | fields), 400)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [*USER_HI, {"role": "user", "content": None}]}, "messages[1].content"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": "hi", "mood": "glad"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user", "content": "hi", "tool_calls": []}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0].function"),
+        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages[0].tool_calls"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"prediction": {}}, "prediction"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"prompt": "hi"}, "prompt"),
+    ],
+)
+def test_bad_chat_fields_are_named(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    error = refusal(http.post("/chat/completions", json=CHAT | fields), 400)
+    assert error["param"] == param
+    assert param in error["message"] or "content part type" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", [1]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"echo": True, "prompt": [1, 2]}, "echo"),
+        ({"messages": USER_HI}, "messages"),
+    ],
+)
+def test_bad_completion_fields_are_named(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    error = refusal(http.post("/completions", json=COMPLETION | fields), 400)
+    assert error["param"] == param
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"text"', b'{"model": "\xff"}', b'{"a": NaN}', b"[" * 5000])
+def test_malformed_bodies(http: httpx.Client, body: bytes) -> None:
+    assert refusal(http.post("/chat/completions", content=body), 400)["code"] == "invalid_json"
+
+
+def test_long_values_are_cut_in_messages(http: httpx.Client) -> None:
+    error = refusal(http.post("/completions", json=COMPLETION | {"stop": ["x" * 10_000, ""]}), 400)
+    assert len(error["message"]) < 200
+
+
+def test_huge_bodies(http: httpx.Client) -> None:
+    body = b'{"model": "' + b"x" * 30_000 + b'"}'
+    assert refusal(http.post("/completions", content=body), 413)["code"] == "content_too_large"
+    pieces = (body[start : start + 1000] for start in range(0, len(body), 1000))
+    assert refusal(http.post("/completions", content=pieces), 413)["code"] == "content_too_large"
+    assert http.post("/completions", json=COMPLETION).status_code == 200
+
+
+def test_unknown_model(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="nobody", prompt="hi")
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="resnet", messages=USER_HI)
+
+
+def test_model_that_is_loading(http: httpx.Client) -> None:
+    response = http.post("/completions", json=COMPLETION | {"model": "young"})
+    assert refusal(response, 503)["code"] == "unavailable"
+    assert response.headers["retry-after"] == "1"
+
+
+def test_model_without_the_input_an_endpoint_needs(client: openai.OpenAI) -> None:
+    model = "org/completions-only"
+    with pytest.raises(openai.BadRequestError, match="messages"):
+        client.chat.completions.create(model=model, messages=USER_HI)
+    with pytest.raises(openai.BadRequestError, match="token ids"):
+        client.completions.create(model=model, prompt=[1, 2])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_of_the_model_come_before_the_status(client: openai.OpenAI, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError, match="context is 2048") as caught:
+        client.completions.create(model=MODEL, prompt="too long", stream=stream)
+    assert caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="hi", stream=stream, top_p=0)
+    assert caught.value.param == "top_p"
+    with pytest.raises(openai.InternalServerError) as overloaded:
+        client.completions.create(model=MODEL, prompt="overloaded", stream=stream)
+    assert overloaded.value.status_code == 503
+
+
+def test_engine_failure_in_a_whole_response(http: httpx.Client) -> None:
+    response = http.post("/completions", json=COMPLETION | {"prompt": ["hi", "too long"]})
+    assert refusal(response, 400)["type"] == "invalid_request_error"
+
+
+def test_unknown_paths_and_methods(http: httpx.Client) -> None:
+    assert refusal(http.get("/nothing"), 404)["code"] == "unknown_url"
+    assert refusal(http.post("/embeddings", json={}), 404)["code"] == "unknown_url"
+    wrong_method = http.get("/chat/completions")
+    assert refusal(wrong_method, 405)["code"] == "method_not_allowed"
+    assert wrong_method.headers["allow"] == "POST"
+    assert refusal(http.delete("/models/fake"), 405)["code"] == "method_not_allowed"
