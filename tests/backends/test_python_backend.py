@@ -1,0 +1,387 @@
+"""The python backend in a real host: a model.py written for Triton runs unchanged, and its failures have Triton's texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from python_host import Host
+
+from llmbackend.core.backend_api import ErrorCode, RequestFlag, TritonError
+from llmbackend.core.tensors import Tensor
+
+ECHO_CONFIG = """
+backend: "python"
+max_batch_size: 8
+input [ { name: "X" data_type: TYPE_FP32 dims: [ 2 ] } ]
+output [ { name: "Y" data_type: TYPE_FP32 dims: [ 2 ] } ]
+instance_group [ { kind: KIND_CPU } ]
+"""
+TEXT_CONFIG = """
+backend: "python"
+input [ { name: "T" data_type: TYPE_STRING dims: [ 1 ] }, { name: "O" data_type: TYPE_INT32 dims: [ 1 ] optional: true } ]
+output [ { name: "R" data_type: TYPE_STRING dims: [ -1 ] }, { name: "S" data_type: TYPE_STRING dims: [ -1 ] } ]
+instance_group [ { kind: KIND_CPU } ]
+"""
+DECOUPLED_CONFIG = TEXT_CONFIG + "model_transaction_policy { decoupled: true }\n"
+HEAD = "import json, threading, time, numpy as np\nimport triton_python_backend_utils as pb_utils\n"
+ECHO = (
+    HEAD
+    + """
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", pb_utils.get_input_tensor_by_name(r, "X").as_numpy())])
+                for r in requests]
+"""
+)
+
+
+def body(execute: str, *, is_async: bool = False, rest: str = "") -> str:
+    """A model.py around the lines of its execute."""
+    lines = "".join(f"        {line}\n" for line in execute.strip("\n").splitlines())
+    start = "async def" if is_async else "def"
+    return f"{HEAD}class TritonPythonModel:\n    {start} execute(self, requests):\n{lines}{rest}"
+
+
+def numbers(*rows: tuple[float, float]) -> list[Tensor]:
+    return [Tensor.of("X", np.array(rows, dtype=np.float32))]
+
+
+def text(value: str) -> list[Tensor]:
+    return [Tensor.text("T", value)]
+
+
+def values(response: object) -> dict[str, list[object]]:
+    return {tensor.name: tensor.data.tolist() for tensor in response.outputs}  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path / "repo")
+    yield made
+    assert made.server.stop(10.0)
+
+
+def test_batching_model_answers_each_request_and_counts_its_batch_dimension(host: Host) -> None:
+    host.load("echo", ECHO_CONFIG, ECHO)
+    response = host.infer("echo", numbers((1, 2), (3, 4)), request_id="r").one()
+    assert values(response) == {"Y": [[1, 2], [3, 4]]} and response.request_id == "r"
+    assert host.counts("echo") == (2, 1, 1, 0)
+
+
+def test_initialize_gets_tritons_arguments(host: Host) -> None:
+    rest = "    def initialize(self, args):\n        self.args = args\n"
+    model = body(
+        'return [pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([json.dumps(self.args)]))])]', rest=rest
+    )
+    host.load("m", TEXT_CONFIG, model)
+    arguments = json.loads(values(host.infer("m", text("x")).one())["R"][0])  # type: ignore[arg-type]
+    config = json.loads(arguments.pop("model_config"))
+    assert arguments == {
+        "model_instance_kind": "CPU",
+        "model_instance_name": "m_0_0",
+        "model_instance_device_id": "0",
+        "model_repository": str(host.repository / "m"),
+        "model_version": "1",
+        "model_name": "m",
+    }
+    assert config["input"][0]["dims"] == [1] and config["max_batch_size"] == 0
+    assert config["version_policy"] == {"latest": {"num_versions": 1}}
+
+
+def test_request_shows_what_the_client_sent(host: Host) -> None:
+    execute = """
+r = requests[0]
+o = pb_utils.get_input_tensor_by_name(r, "O")
+seen = {"id": r.request_id(), "corr": r.correlation_id(), "flags": r.flags(), "params": json.loads(r.parameters()),
+        "wanted": sorted(r.requested_output_names()), "o": o is None, "model": [r.model_name(), r.model_version()],
+        "inputs": [(t.name(), t.shape(), t.triton_dtype(), t.is_cpu()) for t in r.inputs()], "cancelled": r.is_cancelled()}
+return [pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([json.dumps(seen)], dtype=object)),
+                                    pb_utils.Tensor("S", np.array([b"not asked for"], dtype=object))])]
+"""
+    host.load("m", TEXT_CONFIG, body(execute))
+    parameters = {"b": True, "a": 1, "s": "x"}
+    flags = RequestFlag.SEQUENCE_START
+    answers = host.infer(
+        "m", text("x"), outputs=["R"], parameters=parameters, request_id="i", correlation_id=7, flags=flags
+    )
+    answer = values(answers.one())
+    assert list(answer) == ["R"]
+    seen = json.loads(answer["R"][0])  # type: ignore[arg-type]
+    assert list(seen.pop("params").items()) == list(parameters.items())
+    assert seen == {
+        "id": "i",
+        "corr": 7,
+        "flags": 1,
+        "wanted": ["R"],
+        "o": True,
+        "model": ["m", 1],
+        "inputs": [["T", [1], 13, True]],
+        "cancelled": False,
+    }
+
+
+def test_inputs_may_be_changed_in_place(host: Host) -> None:
+    execute = """
+x = pb_utils.get_input_tensor_by_name(requests[0], "X").as_numpy()
+x += 1
+return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", x)])]
+"""
+    host.load("m", ECHO_CONFIG, body(execute))
+    given = np.ones((1, 2), dtype=np.float32)
+    given.setflags(write=False)
+    assert values(host.infer("m", [Tensor.of("X", given)]).one()) == {"Y": [[2, 2]]}
+    assert given.tolist() == [[1, 1]]
+
+
+def test_error_of_initialize_has_tritons_text(host: Host) -> None:
+    code = 'class TritonPythonModel:\n    def initialize(self, args):\n        raise RuntimeError("weights missing")\n'
+    with pytest.raises(TritonError) as caught:
+        host.load("bad", ECHO_CONFIG, code)
+    path = host.repository / "bad" / "1" / "model.py"
+    assert f"Internal: RuntimeError: weights missing\n\nAt:\n  {path}(3): initialize\n" in str(caught.value)
+
+
+def test_error_of_the_module_itself_and_a_missing_class_are_told(host: Host) -> None:
+    with pytest.raises(TritonError, match="ModuleNotFoundError: No module named 'no_such_module_anywhere'"):
+        host.load("bad", ECHO_CONFIG, "import no_such_module_anywhere\n")
+    with pytest.raises(TritonError, match="has no attribute 'TritonPythonModel'"):
+        host.load("empty", ECHO_CONFIG, "x = 1\n")
+
+
+def test_error_of_execute_has_tritons_text_and_the_model_goes_on(host: Host) -> None:
+    code = body('if b"raise" in requests[0].inputs()[0].as_numpy()[0]:\n    raise ValueError("no")\n' + answer_line())
+    path = host.load("m", TEXT_CONFIG, code) / "model.py"
+    error = host.infer("m", text("raise")).one().error
+    assert error is not None and error.code is ErrorCode.INTERNAL
+    message = (
+        f"Failed to process the request(s) for model 'm_0_0', message: ValueError: no\n\nAt:\n  {path}(6): execute\n"
+    )
+    assert str(error) == message
+    assert host.infer("m", text("x")).one().error is None
+    assert host.counts("m") == (1, 2, 1, 1)
+
+
+def answer_line(value: str = 'b"ok"') -> str:
+    tensor = f'pb_utils.Tensor("R", np.array([{value}], dtype=object))'
+    return f"return [pb_utils.InferenceResponse([{tensor}]) for r in requests]\n"
+
+
+def test_error_response_carries_the_models_code(host: Host) -> None:
+    code = body(
+        'return [pb_utils.InferenceResponse(error=pb_utils.TritonError("later", pb_utils.TritonError.UNAVAILABLE))]'
+    )
+    host.load("m", TEXT_CONFIG, code)
+    error = host.infer("m", text("x")).one().error
+    assert error is not None and (error.code, str(error)) == (ErrorCode.UNAVAILABLE, "later")
+    assert host.counts("m") == (1, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("execute", "told"),
+    [
+        ("return 5", "Expected a list in the execute return, found type '<class 'int'>'."),
+        ("return None", "Expected a list in the execute return, found type '<class 'NoneType'>'."),
+        ("return []", "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
+        ("return ['x']", "Expected an 'InferenceResponse' object in the execute function return list, found type"),
+        (
+            'return [pb_utils.InferenceResponse(["x"])]',
+            "output_tensors of an InferenceResponse must be Tensors, got str",
+        ),
+        ("requests[0].exec()", "pb_utils.InferenceRequest.exec is not supported"),
+        ("pb_utils.load_model(model_name='x')", "pb_utils.load_model is not supported"),
+        ("pb_utils.nonsense", "AttributeError: pb_utils.nonsense is not supported"),
+    ],
+)
+def test_wrong_use_is_told_to_the_client(host: Host, execute: str, told: str) -> None:
+    host.load("m", TEXT_CONFIG, body(execute))
+    error = host.infer("m", text("x")).one().error
+    assert error is not None and told in str(error)
+
+
+def test_decoupled_model_streams_after_execute_returned(host: Host) -> None:
+    execute = """
+def run(r):
+    s = r.get_response_sender()
+    for i in range(3):
+        s.send(pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([b"%d" % i], dtype=object))]))
+    s.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    try:
+        s.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    except Exception as e:
+        self.refused = str(e)
+for r in requests:
+    threading.Thread(target=run, args=(r,)).start()
+"""
+    host.load("m", DECOUPLED_CONFIG, body(execute))
+    streams = [host.infer("m", text("x"), request_id=str(i)) for i in range(4)]
+    for stream in streams:
+        assert [values(response)["R"] for response in stream.all()] == [[b"0"], [b"1"], [b"2"]]
+    assert host.counts("m") == (4, 4, 4, 0)
+
+
+def test_decoupled_model_sees_cancellation(host: Host) -> None:
+    execute = """
+r = requests[0]
+s = r.get_response_sender()
+def run():
+    s.send(pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([b"first"], dtype=object))]))
+    while not (r.is_cancelled() and s.is_cancelled()):
+        time.sleep(0.005)
+    gone = pb_utils.InferenceResponse(error=pb_utils.TritonError("gone", pb_utils.TritonError.CANCELLED))
+    s.send(gone, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+threading.Thread(target=run).start()
+"""
+    host.load("m", DECOUPLED_CONFIG, body(execute))
+    answers = host.infer("m", text("x"))
+    first, _ = answers.next()
+    assert first is not None and values(first) == {"R": [b"first"]}
+    assert answers.handle is not None
+    answers.handle.cancel()
+    error = answers.one().error
+    assert error is not None and error.code is ErrorCode.CANCELLED
+
+
+def test_decoupled_model_that_raises_or_returns_something_ends_its_requests(host: Host) -> None:
+    host.load("m", DECOUPLED_CONFIG, body('raise RuntimeError("early")'))
+    error = host.infer("m", text("x")).one().error
+    assert error is not None and "RuntimeError: early" in str(error)
+    host.load("n", DECOUPLED_CONFIG, body("return []"))
+    error = host.infer("n", text("x")).one().error
+    assert error is not None and "is using the decoupled mode and the execute function must return None." in str(error)
+
+
+def test_request_that_a_decoupled_model_drops_is_ended_with_an_error(host: Host) -> None:
+    host.load("m", DECOUPLED_CONFIG, body("return None"))
+    error = host.infer("m", text("x")).one().error
+    assert error is not None and "dropped the request" in str(error)
+
+
+def test_response_parameters_reach_the_client(host: Host) -> None:
+    execute = 'return [pb_utils.InferenceResponse([], parameters=\'{"k": 1, "s": "v"}\')]'
+    host.load("m", TEXT_CONFIG, body(execute))
+    assert dict(host.infer("m", text("x")).one().parameters) == {"k": 1, "s": "v"}
+
+
+@pytest.mark.parametrize("config", [TEXT_CONFIG, DECOUPLED_CONFIG])
+def test_async_execute(host: Host, config: str) -> None:
+    send = """
+import asyncio
+await asyncio.sleep(0)
+response = pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([b"a"], dtype=object))])
+"""
+    decoupled = "decoupled" in config
+    tail = "requests[0].get_response_sender().send(response, flags=1)" if decoupled else "return [response]"
+    host.load("m", config, body(send + tail, is_async=True))
+    assert values(host.infer("m", text("x")).one()) == {"R": [b"a"]}
+    host.load("bad", config, body('raise ValueError("in the coroutine")', is_async=True))
+    error = host.infer("bad", text("x")).one().error
+    assert error is not None and "message: ValueError: in the coroutine\n\nAt:\n" in str(error)
+
+
+def test_non_decoupled_model_may_answer_through_its_sender_once(host: Host) -> None:
+    execute = """
+s = requests[0].get_response_sender()
+r = pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([b"a"], dtype=object))])
+s.send(r)
+try:
+    s.send(r)
+except ValueError as e:
+    assert "cannot send more than one response" in str(e)
+s.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+return [None]
+"""
+    host.load("m", TEXT_CONFIG, body(execute))
+    assert values(host.infer("m", text("x")).one()) == {"R": [b"a"]}
+
+
+def test_auto_complete_config_completes_a_model_without_a_file(host: Host) -> None:
+    rest = """
+    @staticmethod
+    def auto_complete_config(c):
+        c.add_input({"name": "X", "data_type": "TYPE_FP32", "dims": [2]})
+        c.add_output({"name": "Y", "data_type": "TYPE_FP32", "dims": [2]})
+        c.set_max_batch_size(4)
+        c.set_dynamic_batching()
+        return c
+"""
+    host.load("auto", "", ECHO + rest)
+    config = host.server.model_config("auto")
+    assert (config.max_batch_size, config.backend, config.HasField("dynamic_batching")) == (4, "python", True)
+    assert values(host.infer("auto", numbers((1, 2))).one()) == {"Y": [[1, 2]]}
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("return 1", "must return a valid pb.ModelConfig object"),
+        ("c.set_max_batch_size(2); return c", "max_batch_size 2 is less than the 8 of the configuration"),
+        (
+            'c.add_input({"name": "X", "data_type": "TYPE_INT32", "dims": [2]})',
+            "has data_type TYPE_FP32, the model provides",
+        ),
+        ('c.add_output({"name": "Z"})', "is missing the property 'data_type'"),
+        ('c.set_model_transaction_policy({"decoupled": True})', "decoupled True contradicts the False"),
+    ],
+)
+def test_auto_complete_config_that_contradicts_the_file_fails_the_load(host: Host, lines: str, told: str) -> None:
+    config = ECHO_CONFIG + "model_transaction_policy { decoupled: false }\n"
+    rest = f"    @staticmethod\n    def auto_complete_config(c):\n        {lines}\n"
+    with pytest.raises(TritonError, match=told):
+        host.load("m", config, ECHO + rest)
+
+
+def test_two_models_with_helpers_of_the_same_name_do_not_collide(host: Host) -> None:
+    for name in ("one", "two"):
+        folder = host.repository / name / "1"
+        folder.mkdir(parents=True)
+        (folder / "helper_of_model.py").write_text(f"NAME = {name!r}\n")
+        host.load(name, TEXT_CONFIG, "import helper_of_model\n" + body(answer_line("helper_of_model.NAME")))
+    for name in ("one", "two"):
+        assert values(host.infer(name, text("x")).one())["R"] == [name.encode()]
+
+
+def test_reload_after_a_change_runs_the_new_code_and_finalizes_the_old(host: Host, tmp_path: Path) -> None:
+    trace = tmp_path / "finalized"
+    rest = f"    def finalize(self):\n        open({str(trace)!r}, 'a').close()\n"
+    folder = host.load("m", TEXT_CONFIG, body(answer_line('b"old"'), rest=rest))
+    assert values(host.infer("m", text("x")).one())["R"] == [b"old"]
+    (folder / "model.py").write_text(body(answer_line('b"new answer"'), rest=rest))
+    host.server.load_model("m")
+    assert values(host.infer("m", text("x")).one())["R"] == [b"new answer"]
+    host.server.unload_model("m")
+    assert host.server.stop(10.0)
+    assert trace.exists()
+
+
+def test_python_based_backend_serves_models_without_code(tmp_path: Path) -> None:
+    backends = tmp_path / "backends"
+    (backends / "mine").mkdir(parents=True)
+    rest = "    def initialize(self, args):\n        self.where = args['model_repository']\n"
+    code = body(answer_line("self.where + '|' + pb_utils.get_model_dir()"), rest=rest)
+    (backends / "mine" / "model.py").write_text(code)
+    repository = tmp_path / "repo"
+    (repository / "m" / "1").mkdir(parents=True)
+    (repository / "m" / "config.pbtxt").write_text(TEXT_CONFIG.replace('"python"', '"mine"'))
+    host = Host(repository, backends)
+    host.server.load_model("m")
+    where = f"{repository / 'm'}|{repository / 'm' / '1'}"
+    assert values(host.infer("m", text("x")).one())["R"] == [where.encode()]
+    assert host.server.stop(10.0)
+
+
+def test_custom_metrics_and_logger(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    rest = """
+    def initialize(self, args):
+        family = pb_utils.MetricFamily("my_total", "What I count.", pb_utils.MetricFamily.COUNTER)
+        self.metric = family.Metric(labels={"model": args["model_name"]})
+        pb_utils.Logger.log_warn("%s is up")
+"""
+    host.load("m", TEXT_CONFIG, body("self.metric.increment(2)\n" + answer_line(), rest=rest))
+    host.infer("m", text("x")).one()
+    assert host.server.metrics_registry.get_sample_value("my_total", {"model": "m"}) == 2
+    (record,) = [record for record in caplog.records if record.getMessage() == "%s is up"]
+    assert record.filename == "model.py"

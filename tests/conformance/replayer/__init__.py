@@ -1,0 +1,1 @@
+"""Replays recorded transcripts of a real Triton server and compares the answers."""

@@ -1,0 +1,48 @@
+"""The differences we want, each pinned to the text we answer instead.
+
+For: compare.py. Does not know: how answers come about. Invariant: a listed difference is an exact substitution in the
+golden answer; what else changes there is still a difference. A rule that a full run never needs is stale, and
+reported.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from .normalise import normalise
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`golden` empty: `ours` replaces the whole answer. `command` is a part of the command's text, empty: all."""
+
+    name: str
+    reason: str
+    transcripts: tuple[str, ...]
+    command: str
+    golden: str
+    ours: str
+
+    def concerns(self, transcript_number: str, command_text: str) -> bool:
+        return transcript_number in self.transcripts and self.command in command_text
+
+    def apply(self, answer: str) -> str:
+        return answer.replace(self.golden, self.ours) if self.golden else self.ours
+
+
+def read_rules(path: Path) -> list[Rule]:
+    entries = tomllib.loads(path.read_text())["difference"]
+    return [
+        Rule(
+            name=entry["name"],
+            reason=entry["reason"],
+            transcripts=tuple(entry["transcripts"]),
+            command=change.get("command", ""),
+            golden=normalise(change.get("golden", "")),
+            ours=normalise(change["ours"]),
+        )
+        for entry in entries
+        for change in entry["change"]
+    ]

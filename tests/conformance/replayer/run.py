@@ -1,0 +1,143 @@
+"""Replays transcripts in the order in which they were recorded, against servers set up as the recordings' were.
+
+For: the command line and the tests. Does not know: what a right answer is. Invariant: transcripts of a group share
+one server in recorded order, since they depend on what came before (a failed load makes the server unready from then
+on, counters add up).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .by_design import Rule, read_rules
+from .compare import TranscriptOutcome, compare
+from .server import RECORDED_PORTS, Server, make_work_folder
+from .transcript import Command, Transcript, read_transcript
+
+HERE = Path(__file__).resolve().parent.parent
+GOLDEN = HERE / "golden"
+RULES = HERE / "by_design.toml"
+COMMAND_TIMEOUT_S = 60.0
+LONGEST_SLEEP_S = 0.6
+"""The recordings waited seconds for a slower server; nothing that is compared takes this long here."""
+_SLEEP = re.compile(r"\bsleep ([\d.]+)")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One server's life: its arguments ($WORK is filled in), and what was recorded on it, in order."""
+
+    log_name: str
+    arguments: tuple[str, ...]
+    numbers: tuple[str, ...]
+
+
+def _explicit(repositories: Iterable[str], models: Iterable[str]) -> tuple[str, ...]:
+    repository_flags = [flag for name in repositories for flag in ("--model-repository", f"$WORK/{name}")]
+    model_flags = [flag for name in models for flag in ("--load-model", name)]
+    return (*repository_flags, "--model-control-mode", "explicit", *model_flags)
+
+
+GROUPS = (
+    Group(
+        "a",
+        _explicit(["repo"], ["identity", "multi", "llm", "textid", "cached"]),
+        (
+            *("01", "02", "03", "04", "05", "06", "07", "08", "11", "12", "13"),
+            *("20", "21", "22", "23", "24", "30", "31", "32", "33", "34", "09"),
+        ),
+    ),
+    Group(
+        "e1",
+        _explicit(["repo_extra", "repo"], ["auto", "noconf", "vers", "asyncm", "custom", "llm", "viabackend"]),
+        ("57", "61"),
+    ),
+)
+_EMPTY_EVENT_LOG_BEFORE = frozenset({"24", "34"})
+
+
+@dataclass(frozen=True)
+class Report:
+    transcripts: tuple[TranscriptOutcome, ...]
+    stale_rules: tuple[Rule, ...]
+
+
+def replay_all(only: Sequence[str] = ()) -> Report:
+    """Replays every group, or the transcripts whose numbers are in `only`."""
+    rules = read_rules(RULES)
+    transcripts = {path.name[:2]: read_transcript(path) for path in sorted(GOLDEN.glob("*.txt"))}
+    outcomes: list[TranscriptOutcome] = []
+    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+        work = Path(folder)
+        make_work_folder(work, HERE / "models")
+        for group in GROUPS:
+            chosen = [transcripts[number] for number in group.numbers if not only or number in only]
+            if chosen:
+                outcomes += _replay_group(group, chosen, work, rules)
+    used = {rule for outcome in outcomes for command in outcome.commands for rule in command.rules}
+    return Report(tuple(outcomes), tuple(rule for rule in rules if rule not in used))
+
+
+def _replay_group(
+    group: Group, transcripts: Sequence[Transcript], work: Path, rules: Sequence[Rule]
+) -> list[TranscriptOutcome]:
+    arguments = [argument.replace("$WORK", str(work)) for argument in group.arguments]
+    with Server(work, group.log_name, arguments) as server:
+        replay = Replay(server)
+        return [_replay_transcript(replay, transcript, rules) for transcript in transcripts]
+
+
+def _replay_transcript(replay: Replay, transcript: Transcript, rules: Sequence[Rule]) -> TranscriptOutcome:
+    if transcript.number in _EMPTY_EVENT_LOG_BEFORE:
+        os.truncate(replay.server.event_log, 0)
+    return TranscriptOutcome(
+        transcript.name,
+        tuple(compare(transcript.number, command, replay.answer(command), rules) for command in transcript.commands),
+    )
+
+
+class Replay:
+    """Runs recorded commands against one server, with its ports and folder in place of the recorded ones."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._modules = server.work / "gold"
+        self._modules.mkdir(exist_ok=True)
+        (self._modules / "g.py").write_text(self._rewrite((GOLDEN / "g.py").read_text()))
+
+    def answer(self, command: Command) -> str:
+        """What the command prints, in the layout of the recording."""
+        if command.script is not None:
+            output, _ = self._run([sys.executable, "-c", self._rewrite(command.script)])
+            return self._unrewrite(output) + "\n"
+        shell = _SLEEP.sub(lambda match: f"sleep {min(float(match.group(1)), LONGEST_SLEEP_S)}", command.text)
+        output, code = self._run(["bash", "-c", self._rewrite(shell)])
+        status = f"[exit {code}]\n" if code else ""
+        return self._unrewrite(output.replace("\r", "")) + "\n" + status + "\n"
+
+    def _run(self, arguments: list[str]) -> tuple[str, int]:
+        done = subprocess.run(
+            arguments,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=COMMAND_TIMEOUT_S,
+            cwd=self.server.work,
+            env=dict(os.environ, PYTHONPATH=str(self._modules)),
+            check=False,
+        )
+        return done.stdout.decode(errors="replace"), done.returncode
+
+    def _rewrite(self, text: str) -> str:
+        for protocol, recorded in RECORDED_PORTS.items():
+            text = re.sub(rf"\b{recorded}\b", str(getattr(self.server.ports, protocol)), text)
+        return text.replace("$WORK", str(self.server.work))
+
+    def _unrewrite(self, text: str) -> str:
+        return text.replace(str(self.server.work), "$WORK")

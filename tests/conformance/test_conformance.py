@@ -1,0 +1,60 @@
+"""The golden transcripts replayed against this host: every difference must be listed in by_design.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from replayer.by_design import read_rules
+from replayer.compare import compare
+from replayer.normalise import normalise
+from replayer.report import print_report
+from replayer.run import GOLDEN, RULES, Report, replay_all
+from replayer.transcript import Command, read_transcript
+
+
+def test_reading_a_transcript_loses_no_character_of_an_answer() -> None:
+    for path in GOLDEN.glob("*.txt"):
+        text = path.read_text()
+        for command in read_transcript(path).commands:
+            head = f"$ {command.text}\n" + (f"{command.script}PY\n" if command.script is not None else "")
+            assert head + command.answer in text
+
+
+def test_only_header_order_and_case_and_counters_are_normalised_away() -> None:
+    ours = 'HTTP/1.1 200 OK\ndate: today\ncontent-type: text/plain\ncontent-length: 9\n\n{"ns":12}'
+    golden = 'HTTP/1.1 200 OK\nContent-Length: 8\nContent-Type: text/plain\n\n{"ns":5}'
+    assert normalise(ours) == normalise(golden)
+    assert normalise(ours) != normalise(golden.replace("200 OK", "400 Bad Request"))
+    assert normalise(ours) != normalise(golden.replace("text/plain", "application/json"))
+
+
+def test_a_rule_pins_our_answer_and_hides_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(
+        '[[difference]]\nname = "n"\nreason = "r"\ntranscripts = ["01"]\nchange = [{ golden = "a", ours = "b" }]\n'
+    )
+    rules = read_rules(path)
+    command = Command("curl", "a c\n", 1)
+    assert compare("01", command, "b c\n", rules).rules
+    assert compare("01", command, "x c\n", rules).diff
+    assert compare("01", command, "b d\n", rules).diff
+    assert compare("02", command, "b c\n", rules).diff
+
+
+def test_every_difference_by_design_is_explained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text()
+    for rule in read_rules(RULES):
+        assert f"`{rule.name}`" in page
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return replay_all()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_no_answer_differs_but_by_design(report: Report, capsys: pytest.CaptureFixture[str]) -> None:
+    code = print_report(report, partial=False)
+    assert code == 0, capsys.readouterr().out
