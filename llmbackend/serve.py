@@ -12,17 +12,19 @@ import json
 import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
 
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from llmbackend import __version__
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.frontends.http_app import create_http_app
+from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.serving import FrontendServer
 
 from .log_format import configure_logging
@@ -45,17 +47,26 @@ async def _serve(settings: ServerSettings) -> int:
     if not await _load_models(server):
         await asyncio.to_thread(server.stop, settings.exit_timeout_s)
         return 1
-    frontends = FrontendServer(
-        server,
-        http=(settings.http.enabled and (settings.http.address, settings.http.port)) or None,
-        grpc=(settings.grpc.enabled and (settings.grpc.address, settings.grpc.port)) or None,
-        metrics=(settings.metrics.enabled and (settings.metrics.address, settings.metrics.port)) or None,
-        max_input_size_bytes=settings.http_max_input_size_bytes,
-    )
+    frontends = _frontends(server, settings)
     await frontends.start()
-    _announce(server, frontends, time.monotonic() - began_s)
+    _announce(server, _urls(frontends, settings), time.monotonic() - began_s)
     await stop.wait()
     return await _drain(server, frontends, settings.exit_timeout_s)
+
+
+def _frontends(server: InferenceServer, settings: ServerSettings) -> FrontendServer:
+    limit_bytes = settings.http_max_input_size_bytes
+    routers = (create_openai_router(server, limit_bytes),)
+    return FrontendServer(
+        server,
+        http_address=settings.http.address,
+        http_port=settings.http.port_or_none,
+        grpc_address=settings.grpc.address,
+        grpc_port=settings.grpc.port_or_none,
+        metrics_address=settings.metrics.address,
+        metrics_port=settings.metrics.port_or_none,
+        http_app=create_http_app(server, max_input_size_bytes=limit_bytes, routers=routers),
+    )
 
 
 def _stop_on_signal() -> asyncio.Event:
@@ -94,27 +105,39 @@ async def _drain(server: InferenceServer, frontends: FrontendServer, timeout_s: 
     return 0
 
 
-def _announce(server: InferenceServer, frontends: FrontendServer, startup_s: float) -> None:
+def _urls(frontends: FrontendServer, settings: ServerSettings) -> dict[str, str]:
+    """Where each open endpoint listens, by protocol."""
+    found = {
+        "http": (settings.http.address, frontends.http_port),
+        "grpc": (settings.grpc.address, frontends.grpc_port),
+        "metrics": (settings.metrics.address, frontends.metrics_port),
+    }
+    return {name: f"{address}:{port}" for name, (address, port) in found.items() if port is not None}
+
+
+def _announce(server: InferenceServer, urls: dict[str, str], startup_s: float) -> None:
     """Says on standard output what is served and where, and how to try it."""
-    console = Console(highlight=False)
-    console.print(f"[bold]llmbackend {__version__}[/] ready in {startup_s:.1f} s")
-    models = Table("model", "version", "status", box=None, pad_edge=False)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]llmbackend {__version__}[/] is ready after {startup_s:.1f} s")
     for row in server.repository_index():
-        models.add_row(
-            row.name, row.version or "-", f"{row.state or 'not loaded'}{': ' if row.reason else ''}{row.reason}"
-        )
-    console.print(models)
-    for name, url in frontends.urls.items():
-        console.print(f"{name:8s} {url}")
+        state = f"{row.state or 'not loaded'}{': ' if row.reason else ''}{row.reason}"
+        console.print(f"model    {row.name}{' version ' if row.version else ''}{row.version}  {state}", markup=False)
+    for name, hint in (
+        ("http", "KServe v2, generate_stream, OpenAI under /v1"),
+        ("grpc", "KServe v2"),
+        ("metrics", ""),
+    ):
+        if name in urls:
+            console.print(f"{name:8s} {urls[name]}{'/metrics' if name == 'metrics' else ''}  {hint}", markup=False)
     ready = [row.name for row in server.repository_index(ready_only=True)]
-    if ready and "http" in frontends.urls:
-        console.print("\ntry:", style="bold")
-        console.print(_example(frontends.urls["http"], ready[0]), soft_wrap=True, markup=False)
+    if ready and "http" in urls:
+        console.print("\nTry:", _example(urls["http"], ready[0]), sep="\n", markup=False)
+    sys.stdout.flush()
 
 
-def _example(http_url: str, model: str) -> str:
+def _example(http: str, model: str) -> str:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Who are you?"}], "stream": True})
-    return f"  curl -N {http_url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    return f"  curl -N http://{http.replace('0.0.0.0', 'localhost')}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
 
 
 def single_model_repository(model: str, name: str, dtype: str, device: str, max_model_len: int) -> Path:

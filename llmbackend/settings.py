@@ -33,6 +33,10 @@ class Endpoint:
     port: int
     enabled: bool = True
 
+    @property
+    def port_or_none(self) -> int | None:
+        return self.port if self.enabled else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
