@@ -1,0 +1,105 @@
+"""Our attention function in `transformers`' registry, and the hand-over of a step's context to it.
+
+For: any `transformers` model whose layers call `ALL_ATTENTION_FUNCTIONS`; it is run with
+`attn_implementation=PAGED_ATTENTION` inside `active_context(...)`. Does not know: where keys and values are kept. That is
+the context's business. Invariant: outside an active context of the same thread a call fails, so that a model can never
+silently attend to the wrong batch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+PAGED_ATTENTION = "llmbackend_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a layer asks of attention beyond causality.
+
+    scaling: factor on q·k. sliding_window: a query sees this many positions, itself included; None = all.
+    softcap: scores become softcap * tanh(scores / softcap); None = off. sinks: [num_heads], one extra score per head that
+    takes part in the softmax and has no value; None = none. extra: everything else the layer passed.
+    """
+
+    scaling: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    extra: Mapping[str, Any] | None = None
+
+
+class AttentionContext(Protocol):
+    """What the registered function calls: one object per step, which knows the ragged layout of the flattened batch."""
+
+    def attend(
+        self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads, value_dim], in the
+        model's dtype → [tokens, heads, value_dim] in query's dtype."""
+
+
+class _Active(threading.local):
+    context: AttentionContext | None = None
+
+
+_active = _Active()
+
+
+@contextmanager
+def active_context(context: AttentionContext) -> Iterator[None]:
+    """Attention calls of this thread go to `context` until the block ends."""
+    previous, _active.context = _active.context, context
+    try:
+        yield
+    finally:
+        _active.context = previous
+
+
+def _attention_function(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **extra: Any,
+) -> tuple[torch.Tensor, None]:
+    """The signature `transformers` expects: query [1, heads, tokens, head_dim]; returns ([1, tokens, heads, dim], None)."""
+    context = _active.context
+    if context is None:
+        raise RuntimeError(f"attention '{PAGED_ATTENTION}' was called outside a step of the engine")
+    options = AttentionOptions(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        sliding_window=sliding_window or None,
+        softcap=softcap or None,
+        sinks=s_aux,
+        mask=attention_mask,
+        extra=extra,
+    )
+    flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return context.attend(module, *flat, options).unsqueeze(0), None
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """Causality and sequence borders are known to the context alone."""
+
+
+def register() -> None:
+    """Makes PAGED_ATTENTION known to `transformers`; may be called any number of times."""
+    ALL_ATTENTION_FUNCTIONS.register(PAGED_ATTENTION, _attention_function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(PAGED_ATTENTION, _no_mask)

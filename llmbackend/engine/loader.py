@@ -1,0 +1,157 @@
+"""From a checkpoint to a model that is ready to run in flattened batches.
+
+For: the model runner. Does not know: KV memory, rows, steps. Invariant: safetensors only, no remote code unless the
+config allows it, and a loaded model has passed `compatibility`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .attention import interface
+from .attention.kv_cache import LayerShape
+from .compatibility import architecture_name, check_config, check_model
+from .config import EngineConfig
+from .packed_linear import pack_linears
+
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+# With these, the angle of every position depends on the longest sequence of the batch, once it passes the original limit.
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """layer_shapes: KV shape by attention module, in the order of the layers. linear_kind: how linear layers compute."""
+
+    model: Any
+    layer_shapes: Mapping[nn.Module, LayerShape]
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    model_type: str
+    linear_kind: str
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Raises ValueError (naming the argument or the architecture) or OSError (missing or unreadable files)."""
+    interface.register()
+    device = _device(config.device)
+    hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    check_config(hf_config)
+    max_model_len = _max_model_len(config, hf_config.get_text_config(decoder=True))
+    model = _instantiate(config, hf_config).to(device).eval()
+    dtype = next(model.parameters()).dtype
+    if not isinstance(model.get_output_embeddings(), nn.Module):
+        raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
+    layer_shapes = check_model(model)
+    linear_kind = pack_linears(model, dtype) if device.type == "cpu" else "torch"
+    return LoadedModel(
+        model=model,
+        layer_shapes=layer_shapes,
+        dtype=dtype,
+        device=device,
+        vocab_size=int(hf_config.get_text_config(decoder=True).vocab_size),
+        max_model_len=max_model_len,
+        eos_token_ids=_eos_token_ids(model, hf_config),
+        model_type=str(hf_config.model_type),
+        linear_kind=linear_kind,
+    )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"engine argument 'device' is '{name}', expected 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"engine argument 'device' is '{name}', expected 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"engine argument 'device' is '{name}', but this torch ({torch.__version__}) sees no CUDA device"
+        )
+    return device
+
+
+def _instantiate(config: EngineConfig, hf_config: Any) -> Any:
+    dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    if config.load_format == "dummy":
+        return _random_model(config, hf_config, dtype)
+    if Path(config.model).is_dir() and not any(Path(config.model).glob("*.safetensors")):
+        raise ValueError(f"engine argument 'model' is '{config.model}', which holds no safetensors file")
+    transformers.utils.logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(
+        config.model,
+        config=hf_config,
+        dtype=dtype,
+        attn_implementation=interface.PAGED_ATTENTION,
+        use_safetensors=True,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def _random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str) -> Any:
+    if isinstance(dtype, str):
+        dtype = getattr(hf_config, "dtype", None) or torch.float32
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return AutoModelForCausalLM.from_config(
+            hf_config,
+            dtype=dtype,
+            attn_implementation=interface.PAGED_ATTENTION,
+            trust_remote_code=config.trust_remote_code,
+        )
+
+
+def _max_model_len(config: EngineConfig, text_config: Any) -> int:
+    limit = _model_limit(text_config)
+    wanted = config.max_model_len
+    if limit is None:
+        if wanted is None:
+            raise ValueError("engine argument 'max_model_len' is not set, and the model's config states no limit")
+        return wanted
+    if wanted is not None and wanted > limit:
+        raise ValueError(f"engine argument 'max_model_len' is {wanted}, expected at most {limit}, the model's limit")
+    return wanted or limit
+
+
+def _model_limit(text_config: Any) -> int | None:
+    limits = [value for name in _LENGTH_NAMES if isinstance(value := getattr(text_config, name, None), int)]
+    limit = limits[0] if limits else None
+    for rope in _rope_parameters(getattr(text_config, "rope_parameters", None)):
+        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            original = rope.get("original_max_position_embeddings") or getattr(
+                text_config, "original_max_position_embeddings", None
+            )
+            limit = min(limit or original, original) if original else limit
+    return limit
+
+
+def _rope_parameters(parameters: Any) -> Iterator[Mapping[str, Any]]:
+    """A config has one set of rotary parameters, or one per layer type."""
+    if not isinstance(parameters, Mapping):
+        return
+    if "rope_type" in parameters:
+        yield parameters
+    for value in parameters.values():
+        if isinstance(value, Mapping):
+            yield value
+
+
+def _eos_token_ids(model: Any, hf_config: Any) -> tuple[int, ...]:
+    """generation_config.json wins over config.json, as in transformers' generate."""
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if given is None:
+        given = getattr(hf_config.get_text_config(decoder=True), "eos_token_id", None)
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list | tuple) else (int(given),)
