@@ -1,28 +1,29 @@
 """THE contract between the host and a backend: what a backend sees, and what it must export.
 
-For: backend authors and the host; nothing else of the host may be imported by a backend. Does not know: LLMs, wire protocols,
-how the host is built. Source: Triton's `tritonbackend.h` (API 1.19), names kept; a C function `TRITONBACKEND_XDoY(x, …)` is
-the method `X.do_y(…)` here.
+For: backend authors and the host; nothing else of the host may be imported by a backend. Does not know: LLMs, wire
+protocols, how the host is built. Source: Triton's `tritonbackend.h` (API 1.19), names kept; a C function
+`TRITONBACKEND_XDoY(x, …)` is the method `X.do_y(…)` here.
 
 A backend is a Python module with these functions; only Execute is required, the others may be missing:
 
     TRITONBACKEND_Initialize(backend: Backend) -> None                    once per backend, before any model of it
     TRITONBACKEND_GetBackendAttribute(backend, attributes: BackendAttributes) -> None
     TRITONBACKEND_Finalize(backend) -> None                               at server teardown
-    TRITONBACKEND_ModelInitialize(model: Model) -> None                   once per model version; may call model.set_config
-    TRITONBACKEND_ModelFinalize(model) -> None                            after its instances
+    TRITONBACKEND_ModelInitialize(model: Model) -> None                   once per model version; may call
+    model.set_config TRITONBACKEND_ModelFinalize(model) -> None                            after its instances
     TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None
     TRITONBACKEND_ModelInstanceExecute(instance, requests: Sequence[Request]) -> None
     TRITONBACKEND_ModelInstanceReady(instance) -> None                    raise TritonError = not ready; any thread
     TRITONBACKEND_ModelInstanceFinalize(instance) -> None
 
-An entry point fails by raising TritonError (any other exception counts as INTERNAL). After a failed Initialize, at each of the
-three levels, the matching Finalize IS still called, so it must accept a `state` that is still None.
+An entry point fails by raising TritonError (any other exception counts as INTERNAL). After a failed Initialize, at
+each of the three levels, the matching Finalize IS still called, so it must accept a `state` that is still None.
 
-Ownership: before Execute the host owns the requests. If Execute returns, the backend owns every one of them: it must complete
-each (a response or flags with ResponseFlag.FINAL) and release each exactly once. If Execute raises, the host still owns all of
-them and answers each with that error; the backend must have sent and released none. A request may be released as soon as
-its inputs are no longer needed; a ResponseFactory made before the release lives on until it is closed.
+Ownership: before Execute the host owns the requests. If Execute returns, the backend owns every one of them: it must
+complete each (a response or flags with ResponseFlag.FINAL) and release each exactly once. If Execute raises, the host
+still owns all of them and answers each with that error; the backend must have sent and released none. A request may
+be released as soon as its inputs are no longer needed; a ResponseFactory made before the release lives on until it is
+closed.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ ParameterValue = str | int | bool | float
 
 
 class ExecutionPolicy(Enum):
-    """BLOCKING: Execute blocks until the instance can take another call. DEVICE_BLOCKING: instances of one device share a thread."""
+    """BLOCKING: Execute blocks until the instance can take another call. DEVICE_BLOCKING: instances of one device
+    share a thread.
+    """
 
     BLOCKING = "BLOCKING"
     DEVICE_BLOCKING = "DEVICE_BLOCKING"
@@ -174,7 +177,9 @@ class Backend(Protocol):
 
 @dataclass
 class BackendAttributes:
-    """What TRITONBACKEND_GetBackendAttribute may fill in: instance groups for models that name none, and parallel loading."""
+    """What TRITONBACKEND_GetBackendAttribute may fill in: instance groups for models that name none, and parallel
+    loading.
+    """
 
     preferred_groups: list[tuple[InstanceGroupKind, int]] = field(default_factory=list)
     parallel_instance_loading: bool = False
@@ -234,8 +239,8 @@ class ModelInstance(Protocol):
         compute_end_ns: int,
         exec_end_ns: int,
     ) -> None:
-        """Once per request, BEFORE its release; times are time.monotonic_ns(). With success=False they are ignored and a
-        failure with reason BACKEND is counted."""
+        """Once per request, BEFORE its release; times are time.monotonic_ns(). With success=False they are ignored
+        and a failure with reason BACKEND is counted."""
 
     def report_batch_statistics(
         self, batch_size: int, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int
@@ -281,8 +286,8 @@ class Request(Protocol):
     def is_cancelled(self) -> bool: ...
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once, on the canceller's thread, when the request is cancelled (at once if it already is).
-        It must only enqueue. It outlives release, and is dropped when the request completes. Ours, not in Triton's header,
-        where a backend can only poll."""
+        It must only enqueue. It outlives release, and is dropped when the request completes. Ours, not in Triton's
+        header, where a backend can only poll."""
 
     def new_response(self) -> Response: ...
     def response_factory(self) -> ResponseFactory:

@@ -1,7 +1,8 @@
 """The one error type that crosses the host, with Triton's eight codes.
 
-For: every failure that a client or a backend can see. Does not know: HTTP or gRPC; each frontend maps `ErrorCode` to its
-own status in one table. Invariant: an error carries the text a client may read, and nothing else (no stack, no path of ours).
+For: every failure that a client or a backend can see. Does not know: HTTP or gRPC; each frontend maps `ErrorCode` to
+its own status in one table. Invariant: an error carries the text a client may read, and nothing else (no stack, no
+path of ours).
 Source: TRITONSERVER_Error_Code in Triton's tritonserver.h.
 """
 

@@ -1,8 +1,9 @@
 """What frontends and the host say to each other: an inference request, its responses, and the options of a server.
 
-For: frontends (they build `InferenceRequest` and receive `InferenceResponse`) and the host. Does not know: wire protocols.
-Invariant: both are frozen once handed over; the callback of a request is called from any thread, ends with exactly one call
-that carries ResponseFlag.FINAL, and must only enqueue.
+For: frontends (they build `InferenceRequest` and receive `InferenceResponse`) and the host. Does not know: wire
+protocols.
+Invariant: both are frozen once handed over; the callback of a request is called from any thread, ends with exactly
+one call that carries ResponseFlag.FINAL, and must only enqueue.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ __all__ = [
     "ServerOptions",
     "TensorMetadata",
 ]
+
+NO_FLAGS = RequestFlag(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class InferenceRequest:
     requested_outputs: tuple[str, ...] = ()
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
     correlation_id: int | str = 0
-    flags: RequestFlag = RequestFlag(0)
+    flags: RequestFlag = NO_FLAGS
     priority: int = 0
     timeout_us: int = 0
     raw_input: bytes | None = None
@@ -73,8 +76,8 @@ class InferenceHandle(Protocol):
     """What infer_async gives back: the way to cancel."""
 
     def cancel(self) -> None:
-        """Asks for cancellation; idempotent, any thread. The FINAL callback still comes (a CANCELLED error, or whatever the
-        backend had in flight)."""
+        """Asks for cancellation; idempotent, any thread. The FINAL callback still comes (a CANCELLED error, or
+        whatever the backend had in flight)."""
 
 
 @dataclass(frozen=True, slots=True)

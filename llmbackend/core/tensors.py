@@ -1,8 +1,9 @@
 """Named tensors as they travel through the host, and Triton's datatypes.
 
-For: one tensor type for frontends, schedulers and backends. Does not know: where bytes come from (JSON, gRPC, shared memory).
-Invariant: `data` always has `shape`, and its dtype is the one that `NUMPY_DTYPE` names for `datatype`; BYTES tensors are
-object arrays of `bytes`. Tensors are never written to after they were made.
+For: one tensor type for frontends, schedulers and backends. Does not know: where bytes come from (JSON, gRPC, shared
+memory).
+Invariant: `data` always has `shape`, and its dtype is the one that `NUMPY_DTYPE` names for `datatype`; BYTES tensors
+are object arrays of `bytes`. Tensors are never written to after they were made.
 Source: KServe v2 "Tensor Data Types" and Triton's model configuration.
 """
 
@@ -35,7 +36,9 @@ NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
     "BYTES": np.dtype(np.object_),
 }
 DATATYPE_OF_DTYPE: dict[np.dtype[Any], str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
-"""Numpy dtype → wire datatype. Unicode and byte-string arrays are not in it: convert them to object arrays of bytes first."""
+"""Numpy dtype → wire datatype. Unicode and byte-string arrays are not in it: convert them to object arrays of bytes
+first.
+"""
 
 CONFIG_TYPE_OF_DATATYPE: dict[str, str] = {
     name: "TYPE_STRING" if name == "BYTES" else f"TYPE_{name}" for name in NUMPY_DTYPE
@@ -77,8 +80,9 @@ class Tensor:
 class RawTensor:
     """A tensor as it came over a wire: not yet checked, and `raw` not yet decoded.
 
-    Frontends hand it to the core, which knows the model's configuration and so reports dtype and shape errors before size
-    errors, in Triton's words. `datatype` may be unknown and `shape` may hold negative numbers: the core refuses them.
+    Frontends hand it to the core, which knows the model's configuration and so reports dtype and shape errors before
+    size errors, in Triton's words. `datatype` may be unknown and `shape` may hold negative numbers: the core refuses
+    them.
     """
 
     name: str
@@ -126,7 +130,8 @@ def split_strings(raw: bytes, limit: int) -> tuple[list[bytes], int]:
 
 
 def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> Tensor:
-    """The tensor behind its raw little-endian bytes; the inverse of `to_wire`. The data of a fixed-size type is a view of `raw`.
+    """The tensor behind its raw little-endian bytes; the inverse of `to_wire`. The data of a fixed-size type is a
+    view of `raw`.
 
     Raises TritonError INVALID_ARG for an unknown datatype or when `raw` does not hold exactly `shape`.
     """

@@ -1,0 +1,1 @@
+"""Schedulers: which requests an instance executes next."""

@@ -1,0 +1,205 @@
+"""Loads backends and binds their TRITONBACKEND_* functions: the dlopen and dlsym step, in Python.
+
+For: model loading, which asks for the backend of a model. Does not know: models' life cycle, requests. Owner of every
+loaded backend. Invariants: a backend is initialised once per path, one at a time; a failed Initialize is followed by
+Finalize and not remembered; every remembered backend is finalised at `close`, and at no other time.
+Source: Triton's backend manager (backend API contract §2.1 to §2.4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .backend_api import (
+    API_VERSION,
+    BackendAttributes,
+    ExecutionPolicy,
+    MetricFamily,
+    MetricKind,
+    ModelInstance,
+    Request,
+)
+from .backend_discovery import BackendLocation, find_backend
+from .errors import TritonError, internal, not_found
+from .metric_family import MetricFamilies
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MAX_BATCH_SIZE = "4"
+
+
+class EntryPoints:
+    """The functions of one backend module, found by name. Any exception of theirs comes out as a TritonError."""
+
+    def __init__(self, module: ModuleType, backend: str) -> None:
+        self._module = module
+        self.backend = backend
+        if not callable(getattr(module, "TRITONBACKEND_ModelInstanceExecute", None)):
+            raise not_found(
+                f"unable to find required entrypoint 'TRITONBACKEND_ModelInstanceExecute' in backend library "
+                f"of '{backend}'"
+            )
+
+    def has(self, name: str) -> bool:
+        return callable(getattr(self._module, f"TRITONBACKEND_{name}", None))
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls TRITONBACKEND_<name> if the module has it."""
+        function: Callable[..., None] | None = getattr(self._module, f"TRITONBACKEND_{name}", None)
+        if function is None:
+            return
+        try:
+            function(*arguments)
+        except TritonError as error:
+            raise TritonError(error.message, error.code) from None
+        except Exception as error:
+            log.exception("TRITONBACKEND_%s of backend '%s' failed", name, self.backend)
+            raise internal(f"{type(error).__name__}: {error}") from None
+
+    def execute(self, instance: ModelInstance, requests: Sequence[Request]) -> None:
+        self.call("ModelInstanceExecute", instance, requests)
+
+    def finalize(self, name: str, subject: Any) -> None:
+        """A Finalize: its error is logged, since there is nobody left to tell."""
+        try:
+            self.call(name, subject)
+        except TritonError as error:
+            log.error("failed to finalize backend '%s' (%s): %s", self.backend, name, error.status)
+
+
+class LoadedBackend:
+    """A backend as it sees itself (backend_api.Backend), with its entry points for the host."""
+
+    api_version = API_VERSION
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        config: Mapping[str, str],
+        entry_points: EntryPoints,
+        families: MetricFamilies,
+    ) -> None:
+        self.state: Any = None
+        self.execution_policy = ExecutionPolicy.BLOCKING
+        self.name = name
+        self.directory = directory
+        self.config = config
+        self.entry_points = entry_points
+        self._families = families
+
+    def metric_family(
+        self,
+        kind: MetricKind,
+        name: str,
+        description: str,
+        label_names: Sequence[str] = (),
+        buckets: Sequence[float] | None = None,
+    ) -> MetricFamily:
+        return self._families.get(kind, name, description, tuple(label_names), buckets)
+
+    def attributes(self) -> BackendAttributes:
+        """What GetBackendAttribute says; its error is ignored, and so are the attributes of a failing call."""
+        attributes = BackendAttributes()
+        try:
+            self.entry_points.call("GetBackendAttribute", self, attributes)
+        except TritonError as error:
+            log.warning("backend '%s': attributes are ignored: %s", self.name, error.status)
+            return BackendAttributes()
+        return attributes
+
+
+class BackendManager:
+    def __init__(
+        self,
+        directory: Path | None,
+        settings: Mapping[str, Mapping[str, str]],
+        auto_complete_config: bool,
+        families: MetricFamilies,
+    ) -> None:
+        self._directory = directory
+        self._settings = settings
+        self._auto_complete_config = auto_complete_config
+        self._families = families
+        self._lock = threading.Lock()
+        self._backends: dict[tuple[str, str], LoadedBackend] = {}
+
+    def get(self, backend: str, model: str, version_directory: Path, runtime: str) -> LoadedBackend:
+        """The backend for a model, loaded and initialised at its first use.
+
+        Raises TritonError when it can not be found, lacks Execute, or fails to initialise.
+        """
+        location = find_backend(backend, model, version_directory, self._directory, runtime)
+        with self._lock:
+            key = (backend, location.key)
+            if key not in self._backends:
+                self._backends[key] = self._load(backend, location)
+            return self._backends[key]
+
+    def close(self) -> None:
+        """Finalises every backend, the last loaded first."""
+        with self._lock:
+            for loaded in reversed(self._backends.values()):
+                loaded.entry_points.finalize("Finalize", loaded)
+            self._backends.clear()
+
+    def _load(self, backend: str, location: BackendLocation) -> LoadedBackend:
+        module = _import(location)
+        directory = location.directory
+        if location.file is None and directory == Path():
+            directory = Path(module.__file__ or ".").parent
+        loaded = LoadedBackend(backend, directory, self._config(location), EntryPoints(module, backend), self._families)
+        try:
+            loaded.entry_points.call("Initialize", loaded)
+        except TritonError:
+            loaded.entry_points.finalize("Finalize", loaded)
+            raise
+        return loaded
+
+    def _config(self, location: BackendLocation) -> dict[str, str]:
+        """Settings for every backend, then this backend's, then the defaults that Triton injects."""
+        config = {
+            "backend-directory": str(self._directory or ""),
+            "min-compute-capability": "6.0",
+            "auto-complete-config": str(self._auto_complete_config).lower(),
+            **self._settings.get("", {}),
+            **self._settings.get(location.settings_name, {}),
+        }
+        config.setdefault("default-max-batch-size", DEFAULT_MAX_BATCH_SIZE)
+        return config
+
+
+def _import(location: BackendLocation) -> ModuleType:
+    try:
+        if location.file is None:
+            assert location.entry_point is not None
+            module = location.entry_point.load()
+            assert isinstance(module, ModuleType), "an entry point of a backend names a module"
+            return module
+        return _import_file(location.file)
+    except Exception as error:
+        log.exception("unable to load backend library %s", location.key)
+        raise internal(f"unable to load backend library: {type(error).__name__}: {error}") from None
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Imports `file` under a name of its own, as a package, so that it may import its neighbours relatively."""
+    name = f"llmbackend_backend_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look a module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,199 @@
+"""The concrete Request, Response and ResponseFactory that backends see.
+
+For: schedulers (they queue an InferRequest) and backends (through the protocols of backend_api). Does not know: where
+requests come from, what a model does. Invariants: a request is released exactly once, a response sent at most once;
+each object is one handle on its ResponseChannel, given back by release, send and close, or, when a backend loses it,
+by the reaper.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+
+from .backend_api import ParameterValue, ReleaseFlag, RequestFlag, ResponseFlag, Tensor
+from .errors import TritonError, invalid_argument, request_tag
+from .messages import InferenceRequest, InferenceResponse
+from .response_channel import ResponseChannel
+from .statistics import FailureReason
+
+log = logging.getLogger(__name__)
+
+
+class InferRequest:
+    """A validated request. The host owns it until Execute returns; then the backend does, until it releases it.
+
+    `batch_size` is 0 for a model that does not batch. Times are time.monotonic_ns(), set by the scheduler.
+    """
+
+    def __init__(
+        self,
+        message: InferenceRequest,
+        channel: ResponseChannel,
+        inputs: Mapping[str, Tensor],
+        requested_outputs: tuple[str, ...],
+        batch_size: int,
+    ) -> None:
+        self.channel = channel
+        self.batch_size = batch_size
+        self.queue_start_ns = 0
+        self.deadline_ns = 0
+        self.id = message.id
+        self.correlation_id = message.correlation_id
+        self.flags: RequestFlag = message.flags
+        self.priority = message.priority
+        self.timeout_us = message.timeout_us
+        self.parameters: Mapping[str, ParameterValue] = message.parameters
+        self.requested_outputs = requested_outputs
+        self._inputs: Mapping[str, Tensor] | None = inputs
+        channel.retain()
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]:
+        """The input tensors by name. Raises TritonError INVALID_ARG after release."""
+        if self._inputs is None:
+            raise invalid_argument(f"{request_tag(self.id)}inputs must not be used after the request was released")
+        return self._inputs
+
+    @property
+    def is_released(self) -> bool:
+        return self._inputs is None
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.channel.is_cancelled
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        self.channel.on_cancel(callback)
+
+    def new_response(self) -> InferResponse:
+        self._check_owned("make a response")
+        return InferResponse(self.channel)
+
+    def response_factory(self) -> InferResponseFactory:
+        self._check_owned("make a response factory")
+        return InferResponseFactory(self.channel)
+
+    def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
+        """Gives the request back. Raises TritonError INVALID_ARG when released before, or for RESCHEDULE."""
+        if ReleaseFlag.RESCHEDULE in flags:
+            raise invalid_argument(
+                f"{request_tag(self.id)}request release flag RESCHEDULE is only for models with iterative sequences"
+            )
+        self._check_owned("release it again")
+        self._inputs = None
+        self.channel.drop()
+
+    @cached_property
+    def batch_key(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """What two requests of one batch have in common: the inputs' names and shapes without the batch dimension."""
+        return tuple((name, tensor.shape[1:]) for name, tensor in self.inputs.items())
+
+    def fail(self, error: TritonError, reason: FailureReason) -> None:
+        """The host's way to end a request that it owns: an error response with FINAL, counted, then release."""
+        self.channel.when_final(partial(self._count_failure, reason))
+        self.channel.fail(error)
+        if not self.is_released:
+            self.release()
+
+    def _count_failure(self, reason: FailureReason, final_ns: int) -> None:
+        self.channel.owner.statistics.record_failure(final_ns - self.channel.start_ns, reason)
+
+    def _check_owned(self, action: str) -> None:
+        if self._inputs is None:
+            raise invalid_argument(f"{request_tag(self.id)}the request was released, can not {action}")
+
+    def __del__(self) -> None:
+        if getattr(self, "_inputs", None) is not None:
+            self.channel.owner.reaper.submit(partial(_abandoned, self.channel, "request", "releasing"))
+
+
+class InferResponse:
+    """One response under construction. `send` ends its life, also when sending fails; dropping it unsent is allowed."""
+
+    def __init__(self, channel: ResponseChannel) -> None:
+        self._channel = channel
+        self._outputs: list[Tensor] = []
+        self._parameters: dict[str, ParameterValue] = {}
+        self._sent = False
+        channel.retain()
+
+    def add_output(self, tensor: Tensor) -> None:
+        self._check_unsent()
+        self._outputs.append(tensor)
+
+    def set_parameter(self, name: str, value: ParameterValue) -> None:
+        self._check_unsent()
+        self._parameters[name] = value
+
+    def send(self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None) -> None:
+        """Hands the response to the client; after FINAL it is logged and dropped. INVALID_ARG when sent before."""
+        self._check_unsent()
+        self._sent = True
+        owner = self._channel.owner
+        response = InferenceResponse(
+            model_name=owner.name,
+            model_version=owner.version,
+            request_id=self._channel.request_id,
+            outputs=() if error is not None else tuple(self._outputs),
+            parameters=self._parameters,
+            # A fresh error: the traceback of the backend's holds frames, and they hold requests.
+            error=None if error is None else TritonError(error.message, error.code),
+        )
+        self._channel.deliver(response, flags)
+        self._channel.drop()
+
+    def _check_unsent(self) -> None:
+        if self._sent:
+            raise invalid_argument(f"{request_tag(self._channel.request_id)}the response was already sent")
+
+    def __del__(self) -> None:
+        if not getattr(self, "_sent", True):
+            self._channel.owner.reaper.submit(self._channel.drop)
+
+
+class InferResponseFactory:
+    """Makes the responses of one request after its release. An open factory keeps its model from unloading."""
+
+    def __init__(self, channel: ResponseChannel) -> None:
+        self.channel = channel
+        self._closed = False
+        channel.retain()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.channel.is_cancelled
+
+    def new_response(self) -> InferResponse:
+        self._check_open()
+        return InferResponse(self.channel)
+
+    def send_flags(self, flags: ResponseFlag) -> None:
+        """Completes without one more response; after FINAL it is logged and dropped. INVALID_ARG after `close`."""
+        self._check_open()
+        self.channel.deliver(None, flags)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.channel.drop()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise invalid_argument(f"{request_tag(self.channel.request_id)}the response factory was closed")
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.channel.owner.reaper.submit(partial(_abandoned, self.channel, "response factory", "closing"))
+
+
+def _abandoned(channel: ResponseChannel, what: str, duty: str) -> None:
+    log.error(
+        "%sthe backend of model '%s' lost its %s without %s it",
+        request_tag(channel.request_id),
+        channel.owner.name,
+        what,
+        duty,
+    )
+    channel.drop()

@@ -1,0 +1,205 @@
+"""One version of a model: the shell around the backend's model, its instances, scheduler and statistics.
+
+For: the life cycle (load, finalise) and the server (infer). Does not know: other versions, repositories, protocols.
+Invariants: what was initialised is finalised, in reverse order, once, also when a later step of the load failed;
+every request in this model counts in `in_flight` until its last handle is gone. Source: backend API contract §2.1,
+§2.2, §2.10.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+
+from .backend_api import ExecutionPolicy, InstanceGroupKind
+from .backend_manager import LoadedBackend
+from .errors import ErrorCode, TritonError, unsupported
+from .in_flight import InFlight
+from .infer_request import InferRequest
+from .messages import InferenceRequest
+from .model_config import merge_auto_complete, set_instance_groups
+from .model_config_rules import validate_config, warn_of_ignored_fields
+from .model_instance import InstanceThread, LoadedInstance, Scheduler
+from .model_repository import ModelSpec
+from .reaper import Reaper
+from .request_validation import RequestValidator
+from .response_channel import ResponseChannel
+from .scheduling.dynamic_batcher import DynamicBatcher
+from .scheduling.request_queue import QueuePolicy, RequestQueue
+from .statistics import Statistics
+
+log = logging.getLogger(__name__)
+
+
+class LoadedModel:
+    """A model version as the backend sees it (backend_api.Model). `load` it, then `infer`, then `finalize`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        version: int,
+        backend: LoadedBackend,
+        reaper: Reaper,
+        auto_complete_config: bool,
+    ) -> None:
+        self.state: Any = None
+        self.name = spec.name
+        self.version = version
+        self.backend = backend
+        self.directory = spec.directory
+        self.version_directory = spec.directory / str(version)
+        self.auto_complete_config = auto_complete_config
+        self.reaper = reaper
+        self.statistics = Statistics()
+        self.in_flight = InFlight()
+        self.instances: list[LoadedInstance] = []
+        self._spec = spec  # keeps a directory that was made for this model alive
+        self._config = ModelConfig()
+        self._config.CopyFrom(spec.config)
+        self._initializing = False
+        self._threads: list[InstanceThread] = []
+        self._scheduler: Scheduler | None = None
+        self._validator: RequestValidator | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        copy = ModelConfig()
+        copy.CopyFrom(self._config)
+        return copy
+
+    def set_config(self, config: ModelConfig) -> None:
+        """Raises TritonError UNSUPPORTED outside of ModelInitialize, or when auto-complete is off."""
+        if not self._initializing or not self.auto_complete_config:
+            raise unsupported(f"the configuration of model '{self.name}' can only be set in ModelInitialize")
+        merge_auto_complete(self._config, config)
+
+    def load(self) -> None:
+        """Initialises model and instances and starts serving. Raises TritonError after undoing what was done."""
+        start_s = time.monotonic()
+        attributes = self.backend.attributes()
+        try:
+            set_instance_groups(self._config, attributes.preferred_groups)
+            self._initialize_model()
+            validate_config(self._config)
+            warn_of_ignored_fields(self._config)
+            self.instances = list(self._new_instances())
+            self._initialize_instances(attributes.parallel_instance_loading)
+            self._start_serving()
+        except BaseException:
+            self.finalize()
+            raise
+        self.statistics.load_duration_s = time.monotonic() - start_s
+
+    def infer(self, message: InferenceRequest) -> ResponseChannel:
+        """Validates and enqueues. The caller has entered `in_flight` for the request; it leaves with its last handle.
+
+        Raises TritonError when refused; then the callback is never called and `in_flight` is left.
+        """
+        assert self._validator is not None and self._scheduler is not None, "load() comes first"
+        try:
+            valid = self._validator.validate(message)
+        except TritonError:
+            self.in_flight.leave()
+            raise
+        channel = ResponseChannel(message, self)
+        request = InferRequest(message, channel, valid.inputs, valid.requested_outputs, valid.batch_size)
+        try:
+            self._scheduler.enqueue(request)
+        except TritonError:
+            channel.withdraw()
+            request.release()
+            raise
+        return channel
+
+    def request_done(self) -> None:
+        self.in_flight.leave()
+
+    def is_ready(self) -> bool:
+        """What the backend says of every instance (ModelInstanceReady)."""
+        try:
+            for instance in self.instances:
+                instance.check_ready()
+        except TritonError as error:
+            log.warning("model '%s' version %d is not ready: %s", self.name, self.version, error.status)
+            return False
+        return True
+
+    def finalize(self) -> None:
+        """Stops the instance threads, then finalises instances and model. The caller has waited for `in_flight`."""
+        if self._scheduler is not None:
+            self._scheduler.stop()
+        for thread in self._threads:
+            thread.join()
+        for instance in self.instances:
+            instance.finalize()
+        self.instances = []
+        self.backend.entry_points.finalize("ModelFinalize", self)
+
+    def _initialize_model(self) -> None:
+        self._initializing = True
+        try:
+            self.backend.entry_points.call("ModelInitialize", self)
+        finally:
+            self._initializing = False
+
+    def _new_instances(self) -> Sequence[LoadedInstance]:
+        instances = []
+        for group in self._config.instance_group:
+            kind = InstanceGroupKind(ModelInstanceGroup.Kind.Name(group.kind))
+            devices = list(group.gpus) if kind is InstanceGroupKind.GPU and group.gpus else [0]
+            for index in range(group.count * len(devices)):
+                name = f"{group.name}_{index}"
+                device_id = devices[index // group.count]
+                instances.append(LoadedInstance(self, name, kind, device_id, group.passive))
+        return instances
+
+    def _initialize_instances(self, parallel: bool) -> None:
+        """Initialises every instance even when one fails; the last error wins, as in Triton."""
+        workers = len(self.instances) if parallel else 1
+        with ThreadPoolExecutor(max(workers, 1), thread_name_prefix=f"load-{self.name}") as pool:
+            futures = [pool.submit(instance.initialize) for instance in self.instances]
+            errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors:
+            log.error("ERROR: Failed to create instance: %s", error)
+        if errors:
+            raise errors[-1]
+
+    def _start_serving(self) -> None:
+        self._validator = RequestValidator(self._config)
+        self._scheduler = self._new_scheduler()
+        for instances in self._thread_groups():
+            thread = InstanceThread(instances, self._scheduler)
+            thread.start()
+            self._threads.append(thread)
+
+    def _new_scheduler(self) -> Scheduler:
+        if self._config.HasField("dynamic_batching"):
+            if self._config.max_batch_size > 1:
+                return DynamicBatcher(self._config, self.statistics)
+            policy = QueuePolicy.of(self._config.dynamic_batching.default_queue_policy)
+            return RequestQueue(policy, self.statistics)
+        return RequestQueue(QueuePolicy(), self.statistics)
+
+    def _thread_groups(self) -> list[list[LoadedInstance]]:
+        """Which instances share a thread: those of one GPU under DEVICE_BLOCKING, otherwise none. Passive ones have
+        none.
+        """
+        groups: dict[object, list[LoadedInstance]] = {}
+        blocking = self.backend.execution_policy is ExecutionPolicy.DEVICE_BLOCKING
+        for instance in self.instances:
+            if not instance.is_passive:
+                shared = blocking and instance.kind is InstanceGroupKind.GPU
+                groups.setdefault(instance.device_id if shared else instance.name, []).append(instance)
+        return list(groups.values())
+
+
+def as_triton_error(error: BaseException) -> TritonError:
+    """Any exception as one that a client may read."""
+    if isinstance(error, TritonError):
+        return error
+    return TritonError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)

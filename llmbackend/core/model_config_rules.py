@@ -1,0 +1,114 @@
+"""What a model configuration must fulfil before a model is loaded from it.
+
+For: the repository (before a load) and model loading (after auto-complete). Does not know: backends, files.
+Invariant: a rule names the field, its value and the model; a field that this host does not serve is refused or warned
+about, never ignored in silence. Source: ValidateModelConfig in Triton's core.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
+
+from .errors import invalid_argument, unsupported
+
+log = logging.getLogger(__name__)
+
+REFUSED_FIELDS = ("sequence_batching", "ensemble_scheduling")
+
+
+def validate_config(config: ModelConfig) -> None:
+    """Raises TritonError INVALID_ARG for a broken rule, UNSUPPORTED for a scheduling choice that is not served."""
+    name = config.name
+    for field in REFUSED_FIELDS:
+        if config.HasField(field):
+            raise unsupported(f"model '{name}': '{field}' in the model configuration is not supported by this server")
+    if not config.backend:
+        raise invalid_argument(f"must specify 'backend' for '{name}'")
+    if config.max_batch_size < 0:
+        raise invalid_argument(
+            f"'max_batch_size' must be non-negative value in model configuration for '{name}', "
+            f"got {config.max_batch_size}"
+        )
+    if config.version_policy.HasField("latest") and config.version_policy.latest.num_versions == 0:
+        raise invalid_argument(f"version policy 'latest' must have 'num_versions' >= 1 for model '{name}'")
+    if config.version_policy.HasField("specific") and not config.version_policy.specific.versions:
+        raise invalid_argument(f"version policy 'specific' must list at least one version for model '{name}'")
+    _validate_dynamic_batching(config)
+    for group in config.instance_group:
+        _validate_group(name, group)
+    validate_tensors(config)
+
+
+def validate_tensors(config: ModelConfig) -> None:
+    """The rules for `input` and `output`. Raises TritonError INVALID_ARG."""
+    _validate_io(config.name, "input", config.input)
+    _validate_io(config.name, "output", config.output)
+
+
+def _validate_io(model: str, what: str, tensors: Iterable[ModelInput | ModelOutput]) -> None:
+    seen: set[str] = set()
+    for tensor in tensors:
+        if not tensor.name:
+            raise invalid_argument(f"model {what} must specify 'name' for '{model}'")
+        if tensor.name in seen:
+            raise invalid_argument(f"model {what} '{tensor.name}' is given twice for '{model}'")
+        seen.add(tensor.name)
+        if tensor.data_type == DataType.TYPE_INVALID:
+            raise invalid_argument(f"model {what} '{tensor.name}' must specify 'data_type' for '{model}'")
+        if not tensor.dims:
+            raise invalid_argument(f"model {what} '{tensor.name}' must specify 'dims' for '{model}'")
+        for dim in tensor.dims:
+            if dim < 1 and dim != -1:
+                raise invalid_argument(
+                    f"model {what} '{tensor.name}' dimension must be integer >= 1, or -1 to indicate a variable-size "
+                    f"dimension for '{model}', got {dim}"
+                )
+
+
+def _validate_dynamic_batching(config: ModelConfig) -> None:
+    for size in config.dynamic_batching.preferred_batch_size:
+        if size <= 0:
+            raise invalid_argument(f"dynamic batching preferred size must be positive for '{config.name}', got {size}")
+        if size > config.max_batch_size:
+            raise invalid_argument(
+                f"dynamic batching preferred size must be <= max batch size for '{config.name}', "
+                f"got {size} > {config.max_batch_size}"
+            )
+
+
+def _validate_group(model: str, group: ModelInstanceGroup) -> None:
+    if group.count < 0:
+        raise invalid_argument(f"instance group '{group.name}' of model '{model}' has invalid count {group.count}")
+    if group.gpus and group.kind in (ModelInstanceGroup.KIND_CPU, ModelInstanceGroup.KIND_MODEL):
+        kind = ModelInstanceGroup.Kind.Name(group.kind)
+        raise invalid_argument(
+            f"instance group '{group.name}' of model '{model}' has kind {kind} but specifies one or more GPUs"
+        )
+
+
+def warn_of_ignored_fields(config: ModelConfig) -> None:
+    """One WARNING for each configured field that this host serves without."""
+    batching = config.dynamic_batching
+    ignored = {
+        "response_cache": config.response_cache.enable,
+        "model_warmup": bool(config.model_warmup),
+        "instance_group.rate_limiter": any(group.HasField("rate_limiter") for group in config.instance_group),
+        "batch_input": bool(config.batch_input),
+        "batch_output": bool(config.batch_output),
+        "input.reshape": any(tensor.HasField("reshape") for tensor in config.input),
+        "output.reshape": any(tensor.HasField("reshape") for tensor in config.output),
+        "input.allow_ragged_batch": any(tensor.allow_ragged_batch for tensor in config.input),
+        "dynamic_batching.preserve_ordering": batching.preserve_ordering,
+        "dynamic_batching.priority_levels": batching.priority_levels > 0,
+        "dynamic_batching.priority_queue_policy": bool(batching.priority_queue_policy),
+        "model_repository_agents": bool(config.model_repository_agents.agents),
+        "model_operations": bool(config.model_operations.op_library_filename),
+        "model_metrics": config.HasField("model_metrics"),
+        "metric_tags": bool(config.metric_tags),
+    }
+    for field, is_set in ignored.items():
+        if is_set:
+            log.warning("model '%s': '%s' in the model configuration is not supported and ignored", config.name, field)

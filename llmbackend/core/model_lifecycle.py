@@ -1,0 +1,278 @@
+"""The state of every version of every model, and the only way from one state to another.
+
+For: the server (load, unload, look-up). Does not know: repositories, protocols. Owner of every LoadedModel.
+Invariants: a new version serves before the old one stops (no downtime); a load changes all of its versions or none; a
+model is finalised only when its last in-flight handle is gone, on a thread of its own; a load that was overtaken by a
+newer operation undoes itself.
+Source: Triton's model life cycle (reference §1.6, §2.10); golden transcripts 06, 07, 50, 51.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+
+from .errors import TritonError, internal, invalid_argument, not_found, unavailable
+from .in_flight import InFlight
+from .model import LoadedModel, as_triton_error
+from .model_repository import ModelSpec
+
+log = logging.getLogger(__name__)
+
+UNLOADED = "unloaded"
+OUTDATED = "Newer operation has been applied to the model lifecycle, current load operation is out-dated."
+ModelFactory = Callable[[ModelSpec, int], LoadedModel]
+"""Makes and loads one version; raises TritonError."""
+
+
+class ModelState(Enum):
+    LOADING = "LOADING"
+    READY = "READY"
+    UNLOADING = "UNLOADING"
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass
+class VersionEntry:
+    """`model` serves while READY and drains while UNLOADING."""
+
+    state: ModelState = ModelState.LOADING
+    reason: str = ""
+    model: LoadedModel | None = None
+
+
+@dataclass
+class ModelEntry:
+    """`operation` counts loads and unloads of the model: an operation that finds it changed was overtaken."""
+
+    versions: dict[int, VersionEntry]
+    spec: ModelSpec | None = None
+    operation: int = 0
+
+
+class ModelLifecycle:
+    def __init__(self, make_model: ModelFactory, load_thread_count: int, load_retry_count: int) -> None:
+        self._make_model = make_model
+        self._retries = load_retry_count
+        self._pool = ThreadPoolExecutor(max(load_thread_count, 1), thread_name_prefix="model-load")
+        self._lock = threading.Lock()
+        self._models: dict[str, ModelEntry] = {}
+        self._draining: set[LoadedModel] = set()
+        self._retirements = InFlight()
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def load(self, spec: ModelSpec) -> None:
+        """Loads the versions of `spec` and swaps them in together; blocks until done.
+
+        Raises TritonError INVALID_ARG with Triton's text when a version fails; what served before then still serves.
+        """
+        if not spec.versions:
+            raise invalid_argument(
+                f"load failed for model '{spec.name}': at least one version must be available under the version "
+                f"policy of model '{spec.name}'"
+            )
+        operation = self._begin_load(spec)
+        futures = {version: self._pool.submit(self._build, spec, version) for version in spec.versions}
+        errors = {version: error for version, future in futures.items() if (error := _error_of(future)) is not None}
+        models = {version: future.result() for version, future in futures.items() if version not in errors}
+        with self._lock:
+            entry = self._models[spec.name]
+            is_outdated = entry.operation != operation
+            if is_outdated or errors:
+                retired = list(models.values())
+                if errors and not is_outdated:
+                    self._mark_failed(entry, spec, errors)
+            else:
+                retired = self._swap(entry, spec, models)
+        for model in retired:
+            self._retire(model)
+        if is_outdated:
+            raise invalid_argument(f"load failed for model '{spec.name}': {OUTDATED}\n")
+        if errors:
+            details = "".join(
+                f"version {version} is at UNAVAILABLE state: {error.status};\n" for version, error in errors.items()
+            )
+            raise invalid_argument(f"load failed for model '{spec.name}': {details}")
+        log.info("successfully loaded '%s'", spec.name)
+
+    def unload(self, name: str) -> None:
+        """Begins to unload every version; unknown models are fine. In-flight requests run to their end."""
+        with self._lock:
+            entry = self._models.get(name)
+            if entry is None:
+                return
+            entry.operation += 1
+            entry.spec = None
+            retired = [model for version in entry.versions.values() if (model := _stop_serving(version)) is not None]
+        for model in retired:
+            self._retire(model)
+
+    def unload_all(self) -> None:
+        for name in self.names():
+            self.unload(name)
+
+    def wait_retired(self, timeout_s: float | None = None) -> bool:
+        """Waits until every unloaded model is finalised."""
+        return self._retirements.wait_for_zero(timeout_s)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    # --- look-up ----------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        with self._lock:
+            return sorted(self._models)
+
+    def versions(self, name: str) -> dict[int, tuple[ModelState, str]]:
+        """State and reason of each known version, ascending; {} for a model that was never loaded."""
+        with self._lock:
+            entry = self._models.get(name)
+            versions = entry.versions if entry is not None else {}
+            return {number: (version.state, version.reason) for number, version in sorted(versions.items())}
+
+    def loaded_spec(self, name: str) -> ModelSpec | None:
+        """What the serving versions were loaded from; None when nothing serves."""
+        with self._lock:
+            entry = self._models.get(name)
+            return entry.spec if entry is not None else None
+
+    def acquire(self, name: str, version: int = -1) -> LoadedModel:
+        """A READY model with its `in_flight` entered; the caller leaves it. -1 = the highest READY version.
+
+        Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts.
+        """
+        with self._lock:
+            model = self._ready_model(name, version)
+            model.in_flight.enter()
+            return model
+
+    def get(self, name: str, version: int = -1) -> LoadedModel:
+        """As `acquire`, for those who only read what stays valid after an unload."""
+        with self._lock:
+            return self._ready_model(name, version)
+
+    def ready_models(self, name: str = "") -> list[LoadedModel]:
+        """Every serving version (of one model, or of all), sorted by name and version."""
+        with self._lock:
+            found = [
+                version.model
+                for model_name, entry in self._models.items()
+                for version in entry.versions.values()
+                if version.model is not None and version.state is ModelState.READY and name in ("", model_name)
+            ]
+        return sorted(found, key=lambda model: (model.name, model.version))
+
+    def live_models(self) -> list[LoadedModel]:
+        """Serving and draining ones: all that may hold requests."""
+        ready = self.ready_models()
+        with self._lock:
+            return ready + [model for model in self._draining if model not in ready]
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _begin_load(self, spec: ModelSpec) -> int:
+        with self._lock:
+            entry = self._models.setdefault(spec.name, ModelEntry({}))
+            entry.operation += 1
+            for number in spec.versions:
+                version = entry.versions.setdefault(number, VersionEntry())
+                if version.state is not ModelState.READY:
+                    entry.versions[number] = VersionEntry(ModelState.LOADING)
+            return entry.operation
+
+    def _build(self, spec: ModelSpec, version: int) -> LoadedModel:
+        log.info("loading: %s:%d", spec.name, version)
+        for attempt in range(self._retries + 1):
+            try:
+                return self._make_model(spec, version)
+            except Exception as error:
+                status = as_triton_error(error).status
+                log.error("failed to load '%s' version %d: %s", spec.name, version, status)
+                if attempt == self._retries:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _mark_failed(self, entry: ModelEntry, spec: ModelSpec, errors: dict[int, TritonError]) -> None:
+        for number in spec.versions:
+            version = entry.versions[number]
+            if version.model is None:
+                version.state = ModelState.UNAVAILABLE
+                version.reason = errors[number].status if number in errors else UNLOADED
+
+    def _swap(self, entry: ModelEntry, spec: ModelSpec, models: dict[int, LoadedModel]) -> list[LoadedModel]:
+        """Puts the new models in place; what they replace, and versions no longer wanted, are to be retired."""
+        retired: list[LoadedModel] = []
+        for number, version in entry.versions.items():
+            if number in models:
+                if version.model is not None:
+                    retired.append(version.model)
+                entry.versions[number] = VersionEntry(ModelState.READY, model=models[number])
+            elif (model := _stop_serving(version)) is not None:
+                retired.append(model)
+        entry.spec = spec
+        return retired
+
+    def _retire(self, model: LoadedModel) -> None:
+        """Waits for the model's last request and finalises it, on a thread of its own."""
+        self._retirements.enter()
+        with self._lock:
+            self._draining.add(model)
+        threading.Thread(target=self._drain, args=(model,), name=f"unload-{model.name}", daemon=True).start()
+
+    def _drain(self, model: LoadedModel) -> None:
+        try:
+            model.in_flight.wait_for_zero()
+            model.finalize()
+            log.info("successfully unloaded '%s' version %d", model.name, model.version)
+        except Exception:
+            log.exception("failed to unload '%s' version %d", model.name, model.version)
+        with self._lock:
+            self._draining.discard(model)
+            for version in self._models[model.name].versions.values():
+                if version.model is model:
+                    version.model = None
+                    version.state, version.reason = ModelState.UNAVAILABLE, UNLOADED
+        self._retirements.leave()
+
+    def _ready_model(self, name: str, version: int) -> LoadedModel:
+        entry = self._models.get(name)
+        prefix = f"Request for unknown model: '{name}'"
+        if entry is None:
+            raise not_found(f"{prefix} is not found")
+        if version >= 0:
+            found = entry.versions.get(version)
+            if found is None:
+                raise not_found(f"{prefix} version {version} is not found")
+            if found.state is not ModelState.READY or found.model is None:
+                raise unavailable(f"{prefix} version {version} is not at ready state")
+            return found.model
+        ready = [number for number, found in entry.versions.items() if found.state is ModelState.READY]
+        model = entry.versions[max(ready)].model if ready else None
+        if model is None:
+            raise not_found(f"{prefix} has no available versions")
+        return model
+
+
+def _stop_serving(version: VersionEntry) -> LoadedModel | None:
+    """Takes a version out of service; the model that must be retired, if one served."""
+    if version.state is ModelState.READY:
+        version.state = ModelState.UNLOADING
+        return version.model
+    if version.state is ModelState.LOADING:
+        version.state, version.reason = ModelState.UNAVAILABLE, UNLOADED
+    return None
+
+
+def _error_of(future: Future[LoadedModel]) -> TritonError | None:
+    error = future.exception()
+    if error is None:
+        return None
+    if not isinstance(error, Exception):
+        return internal(f"{type(error).__name__}: {error}")
+    return as_triton_error(error)

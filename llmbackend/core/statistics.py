@@ -1,0 +1,154 @@
+"""Counts and times of one model version, as Triton's statistics extension reports them.
+
+For: the statistics RPC and the nv_* metrics, which read the same counters. Does not know: Prometheus, protocols.
+Invariant: every request is counted at most once, as a success or as a failure with one reason; all times are
+nanoseconds.
+Source: Triton's statistics extension and infer_stats. By design different: a request's duration ends at its FINAL
+response, not at its release, so that a backend that releases early still reports true durations.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tritonclient.grpc.service_pb2 import InferResponseStatistics, ModelStatistics, StatisticDuration
+
+PhaseTimes = tuple[int, int, int, int]
+"""exec_start, compute_start, compute_end, exec_end: monotonic ns."""
+
+
+class FailureReason(Enum):
+    """Label values of nv_inference_request_failure, in the order Triton prints them."""
+
+    REJECTED = "REJECTED"
+    OTHER = "OTHER"
+    BACKEND = "BACKEND"
+    CANCELED = "CANCELED"
+
+
+@dataclass(slots=True)
+class Duration:
+    count: int = 0
+    ns: int = 0
+
+    def add(self, ns: int) -> None:
+        self.count += 1
+        self.ns += max(ns, 0)
+
+    def write(self, message: StatisticDuration) -> None:
+        message.SetInParent()
+        message.count = self.count
+        message.ns = self.ns
+
+
+@dataclass(slots=True)
+class ComputeTimes:
+    """The three phases of one execution: exec_start → compute_start → compute_end → exec_end."""
+
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+
+    def add(self, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int) -> None:
+        self.compute_input.add(compute_start_ns - exec_start_ns)
+        self.compute_infer.add(compute_end_ns - compute_start_ns)
+        self.compute_output.add(exec_end_ns - compute_end_ns)
+
+
+@dataclass(slots=True)
+class ResponseTimes:
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    empty_response: Duration = field(default_factory=Duration)
+    cancel: Duration = field(default_factory=Duration)
+
+
+class Statistics:
+    """Owner of one model version's counters; any thread may write or read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.last_inference_ms = 0
+        self.inference_count = 0
+        self.execution_count = 0
+        self.pending_count = 0
+        self.load_duration_s = 0.0
+        self.success = Duration()
+        self.fail = Duration()
+        self.queue = Duration()
+        self.compute = ComputeTimes()
+        self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
+        self._batches: dict[int, ComputeTimes] = {}
+        self._responses: dict[int, ResponseTimes] = {}
+
+    def add_pending(self, change: int) -> None:
+        with self._lock:
+            self.pending_count += change
+
+    def record_success(self, batch_size: int, duration_ns: int, queue_ns: int, times_ns: PhaseTimes) -> None:
+        with self._lock:
+            self.last_inference_ms = time.time_ns() // 1_000_000
+            self.inference_count += batch_size
+            self.success.add(duration_ns)
+            self.queue.add(queue_ns)
+            self.compute.add(*times_ns)
+
+    def record_failure(self, duration_ns: int, reason: FailureReason) -> None:
+        with self._lock:
+            self.last_inference_ms = time.time_ns() // 1_000_000
+            self.fail.add(duration_ns)
+            self.failures[reason] += 1
+
+    def record_batch(self, batch_size: int, times_ns: PhaseTimes) -> None:
+        with self._lock:
+            self.last_inference_ms = time.time_ns() // 1_000_000
+            self.execution_count += 1
+            self._batches.setdefault(batch_size, ComputeTimes()).add(*times_ns)
+
+    def record_response(self, index: int, start_ns: int, output_start_ns: int, end_ns: int, outcome: str) -> None:
+        """`outcome` names the counter: success, fail, empty_response or cancel."""
+        with self._lock:
+            times = self._responses.setdefault(index, ResponseTimes())
+            duration: Duration = getattr(times, outcome)
+            duration.add(end_ns - start_ns)
+            if output_start_ns > 0:
+                times.compute_infer.add(output_start_ns - start_ns)
+                times.compute_output.add(end_ns - output_start_ns)
+
+    def snapshot(self, name: str, version: int) -> ModelStatistics:
+        """All counters as the protocol's message; duration fields are present even when zero, as Triton's are."""
+        with self._lock:
+            message = ModelStatistics(
+                name=name,
+                version=str(version),
+                last_inference=self.last_inference_ms,
+                inference_count=self.inference_count,
+                execution_count=self.execution_count,
+            )
+            totals = message.inference_stats
+            self.success.write(totals.success)
+            self.fail.write(totals.fail)
+            self.queue.write(totals.queue)
+            _write_compute(self.compute, totals)
+            Duration().write(totals.cache_hit)
+            Duration().write(totals.cache_miss)
+            for batch_size, times in sorted(self._batches.items()):
+                _write_compute(times, message.batch_stats.add(batch_size=batch_size))
+            for index, response in sorted(self._responses.items()):
+                _write_response(response, message.response_stats[str(index)])
+        return message
+
+
+def _write_compute(times: ComputeTimes, message: object) -> None:
+    for name in ("compute_input", "compute_infer", "compute_output"):
+        getattr(times, name).write(getattr(message, name))
+
+
+def _write_response(times: ResponseTimes, message: InferResponseStatistics) -> None:
+    for name in ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"):
+        getattr(times, name).write(getattr(message, name))

@@ -1,0 +1,125 @@
+"""Helpers of the core's tests: model repositories in a temporary directory, backends as real files, and a server on them."""
+
+from __future__ import annotations
+
+import queue
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.errors import TritonError
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ServerOptions
+from llmbackend.core.tensors import RawTensor, Tensor
+
+WAIT_S = 20.0
+"""How long a test waits for something that must happen; never a measure of speed."""
+
+IDENTITY_IO = """
+input [ { name: "X" data_type: TYPE_FP32 dims: [ -1 ] } ]
+output [ { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] } ]
+"""
+
+ECHO_BACKEND = """
+import time
+from llmbackend.core.backend_api import ResponseFlag, Tensor
+
+def TRITONBACKEND_ModelInstanceExecute(instance, requests):
+    start = time.monotonic_ns()
+    for request in requests:
+        response = request.new_response()
+        x = request.inputs["X"]
+        response.add_output(Tensor("Y", x.datatype, x.shape, x.data))
+        response.set_parameter("batch", len(requests))
+        response.set_parameter("instance", instance.name)
+        response.send(ResponseFlag.FINAL)
+        end = time.monotonic_ns()
+        instance.report_statistics(request, True, start, start, end, end)
+        request.release()
+    end = time.monotonic_ns()
+    instance.report_batch_statistics(len(requests), start, start, end, end)
+"""
+
+
+class Repository:
+    """A model repository and a backend directory under `root`, written file by file."""
+
+    def __init__(self, root: Path) -> None:
+        self.models = root / "models"
+        self.backends = root / "backends"
+        self.models.mkdir(exist_ok=True)
+        self.backends.mkdir(exist_ok=True)
+
+    def backend(self, name: str, source: str, file: str = "backend.py") -> Path:
+        path = self.backends / name / file
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    def model(
+        self, name: str, backend: str, config: str = "", versions: tuple[int | str, ...] = (1,), io: str = IDENTITY_IO
+    ) -> Path:
+        directory = self.models / name
+        for version in versions:
+            (directory / str(version)).mkdir(parents=True, exist_ok=True)
+        (directory / "config.pbtxt").write_text(f'backend: "{backend}"\n{io}\n{config}\n')
+        return directory
+
+    def options(self, **options: Any) -> ServerOptions:
+        options.setdefault("model_control_mode", "explicit")
+        return ServerOptions(model_repositories=[self.models], backend_directory=self.backends, **options)
+
+
+@contextmanager
+def serving(repository: Repository, *startup_models: str, **options: Any) -> Iterator[InferenceServer]:
+    """A started server; stopped, with everything finalised, at the end."""
+    server = InferenceServer(repository.options(startup_models=startup_models, **options))
+    server.start()
+    try:
+        yield server
+    finally:
+        assert server.stop(WAIT_S)
+
+
+class Client:
+    """Collects the callbacks of one request."""
+
+    def __init__(self) -> None:
+        self.events: queue.Queue[tuple[InferenceResponse | None, ResponseFlag]] = queue.Queue()
+        self.handle: InferenceHandle | None = None
+
+    def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        self.events.put((response, flags))
+
+    def next(self) -> tuple[InferenceResponse | None, ResponseFlag]:
+        return self.events.get(timeout=WAIT_S)
+
+    def responses(self) -> list[InferenceResponse]:
+        """Every response up to FINAL."""
+        found = []
+        while True:
+            response, flags = self.next()
+            if response is not None:
+                found.append(response)
+            if ResponseFlag.FINAL in flags:
+                return found
+
+    def error(self) -> TritonError:
+        (response,) = self.responses()
+        assert response.error is not None
+        return response.error
+
+
+def x(*values: float) -> Tensor:
+    return Tensor.of("X", np.array(values, dtype=np.float32))
+
+
+def send(server: InferenceServer, model: str, *inputs: Tensor | RawTensor, **fields: Any) -> Client:
+    client = Client()
+    client.handle = server.infer_async(InferenceRequest(model, client, inputs=inputs or (x(1, 2),), **fields))
+    return client
