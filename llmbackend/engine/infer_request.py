@@ -17,9 +17,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens. Defaults leave the model's distribution as it is.
 
-    temperature 0 is greedy. top_k 0 = off. `seed` is always set by the caller: the draw of the token at position p depends
-    on (seed, p) alone. `logprobs` None = none, n = the sampled token's and the n most likely ones'. Logprobs are those of the
-    raw distribution (before penalties and temperature), as vLLM's default.
+    temperature 0 is greedy. top_k 0 = off. `seed` is always set by the caller: the draw of the token at position p
+    depends on (seed, p) alone. `logprobs` None = none, n = the sampled token's and the n most likely ones'. Logprobs
+    are those of the raw distribution (before penalties and temperature), as vLLM's default. max_tokens is cut to what
+    max_model_len leaves after the prompt.
     """
 
     max_tokens: int = 16
@@ -52,7 +53,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at one output position. `top` are (token id, logprob), most likely first; `rank` starts at 1."""
+    """Log probabilities at one output position. `top`: (token id, logprob), most likely first; `rank` from 1 on."""
 
     token_id: int
     logprob: float
@@ -63,9 +64,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """What one step did for one request.
 
-    token_ids: the new tokens, the end-of-sequence or stop token included when there is one. logprobs: one per new token, or
-    empty. stop_token_id: the token that ended the request, when finish_reason is "stop". A request whose finish_reason is set
-    is over: its KV blocks are free and no more outputs follow. error: a message for its client, with finish_reason "error".
+    token_ids: the new tokens, the end-of-sequence or stop token included when there is one. logprobs: one per new
+    token, or empty. stop_token_id: the token that ended the request, when finish_reason is "stop". A request whose
+    finish_reason is set is over: its KV blocks are free and no more outputs follow. error: a message for its client,
+    with finish_reason "error".
     """
 
     request_id: str
@@ -126,3 +128,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float
     description: str = ""
     """One line for the log: device, dtype, threads, instruction set."""
+
+
+class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):
+    """Engine → host, the first message: the loaded model, or why it cannot be loaded (and then the engine ends)."""
+
+    info: ModelInfo | None = None
+    error: str = ""

@@ -1,0 +1,63 @@
+"""An engine core at the end of a socket: one message in, one message out, per step.
+
+For: the engine's process and the inline thread, which run the same loop. Does not know: which of the two it is in.
+Invariant: it sends exactly one EngineStarted first, then one StepResult per step; it blocks on the socket while there
+is nothing to compute, and only looks into it, without waiting, between the steps of a busy engine.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import zmq
+
+from .config import EngineConfig
+from .engine_core import EngineCore, make_runner
+from .infer_request import EngineInput, EngineStarted
+
+logger = logging.getLogger(__name__)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_input = msgspec.msgpack.Decoder(EngineInput).decode
+
+
+def serve(config: EngineConfig, socket: zmq.Socket[bytes]) -> None:
+    """Loads the model and runs until the shutdown message. Returns after a model that cannot be loaded was reported."""
+    core = _load(config, socket)
+    if core is None:
+        return
+    try:
+        while _take_inputs(core, socket):
+            socket.send(_encode(core.step()))
+    finally:
+        core.close()
+
+
+def _load(config: EngineConfig, socket: zmq.Socket[bytes]) -> EngineCore | None:
+    try:
+        core = EngineCore(config, make_runner(config))
+    except Exception as error:
+        text = str(error)
+        if not isinstance(error, ValueError | OSError | RuntimeError | ImportError):
+            logger.exception("loading the model failed in an unexpected way")
+            text = f"{type(error).__name__}: {error}"
+        socket.send(_encode(EngineStarted(error=text or type(error).__name__)))
+        return None
+    socket.send(_encode(EngineStarted(info=core.info)))
+    return core
+
+
+def _take_inputs(core: EngineCore, socket: zmq.Socket[bytes]) -> bool:
+    """Applies all messages that are there; waits for one when the core has nothing to do. False = shut down."""
+    while True:
+        try:
+            message = _decode_input(socket.recv(zmq.NOBLOCK if core.has_work else 0))
+        except zmq.Again:
+            return True
+        if message.shutdown:
+            return False
+        for request in message.add:
+            core.add(request)
+        for request_id in message.abort:
+            core.abort(request_id)

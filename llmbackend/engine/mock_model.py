@@ -1,0 +1,137 @@
+"""A model without weights: its logits are a hash of all tokens so far, read back through the paged KV.
+
+For: tests of scheduler, adapter and every protocol in milliseconds, with an exact oracle (`mock_generate`). Does not
+know: torch. Invariant: it keeps nothing about a sequence but what lies in its KV slots, so a wrong block table, a lost
+block or a bad recompute changes the tokens.
+
+The vocabulary ends with bos, eos, pad (256, 257, 258 of 259: ids below are bytes). Printable ASCII is likelier than
+other ids, and about one position in 32 has eos as its clear favourite.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from .config import EngineConfig
+from .infer_request import FinishReason, InferRequest, ModelInfo, TokenLogprobs
+from .mock_sampler import FloatArray, sample, splitmix64
+from .step import Int32Array, RowTable, SampledTokens, StepPlan
+
+DEFAULT_MAX_MODEL_LEN = 4096
+EOS_PERIOD = 32
+
+
+class MockRunner:
+    """A Runner over an int32 array of slots that hold token ids."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        max_model_len = config.max_model_len or DEFAULT_MAX_MODEL_LEN
+        num_blocks = config.num_kv_blocks or config.max_num_seqs * -(-max_model_len // config.block_size)
+        self.info = ModelInfo(
+            model_type="mock",
+            vocab_size=config.mock_vocab_size,
+            max_model_len=max_model_len,
+            eos_token_ids=(mock_eos_token_id(config.mock_vocab_size),),
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            dtype="int32",
+            device="cpu",
+            load_s=0.0,
+            description="mock model: logits are a hash of the tokens",
+        )
+        self._step_s = config.mock_step_ms / 1e3
+        self._requests: dict[int, InferRequest] = {}
+        self._slots: Int32Array = np.full(num_blocks * config.block_size, -1, np.int32)
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        for token_id in request.sampling.logit_bias:
+            if not 0 <= token_id < self.info.vocab_size:
+                raise ValueError(f"logit_bias names token {token_id}, expected 0 to {self.info.vocab_size - 1}")
+        assert row not in self._requests, f"row {row} is taken"
+        self._requests[row] = request
+
+    def remove_row(self, row: int) -> None:
+        del self._requests[row]
+
+    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        if self._step_s:
+            time.sleep(self._step_s)
+        self._write_kv(plan, table)
+        token_ids: list[int] = []
+        logprobs: dict[int, TokenLogprobs] = {}
+        for row in plan.rows[plan.sample_rows].tolist():
+            request = self._requests[row]
+            context = self._read_kv(row, int(table.num_tokens[row]), table)
+            logits = mock_logits(context, self.info.vocab_size)
+            token_id, row_logprobs = sample(
+                logits, context, len(request.prompt_token_ids), request.sampling, self.info.eos_token_ids
+            )
+            token_ids.append(token_id)
+            if row_logprobs is not None:
+                logprobs[row] = row_logprobs
+        return SampledTokens(np.array(token_ids, np.int32), logprobs)
+
+    def close(self) -> None:
+        pass
+
+    def _write_kv(self, plan: StepPlan, table: RowTable) -> None:
+        counts = plan.num_scheduled_tokens
+        rows = np.repeat(plan.rows, counts)
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = table.num_computed_tokens[rows] + offsets
+        slots = table.block_table[rows, positions // table.block_size] * table.block_size + positions % table.block_size
+        self._slots[slots] = table.token_ids[rows, positions]
+
+    def _read_kv(self, row: int, num_tokens: int, table: RowTable) -> Int32Array:
+        blocks = table.block_table[row, : -(-num_tokens // table.block_size)]
+        slots = (blocks[:, None] * table.block_size + np.arange(table.block_size)).ravel()[:num_tokens]
+        tokens: Int32Array = self._slots[slots]
+        return tokens
+
+
+def mock_eos_token_id(vocab_size: int) -> int:
+    return vocab_size - 2
+
+
+def mock_logits(token_ids: Int32Array, vocab_size: int) -> FloatArray:
+    """float64 [vocab_size] from the tokens so far, int32 [n]."""
+    digest = zlib.crc32(token_ids.astype("<i4").tobytes())
+    noise = splitmix64((np.uint64(digest) << np.uint64(20)) + np.arange(vocab_size, dtype=np.uint64))
+    logits: FloatArray = (noise >> np.uint64(11)).astype(np.float64) / float(1 << 53) * 8.0
+    logits[32:127] += 4.0
+    logits[mock_eos_token_id(vocab_size)] = 24.0 if digest % EOS_PERIOD == 0 else 0.0
+    return logits
+
+
+@dataclass(frozen=True, slots=True)
+class MockGeneration:
+    """What a request must give: all its output tokens, resumed ones included, and why it ends."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+def mock_generate(
+    request: InferRequest, vocab_size: int = 259, max_model_len: int = DEFAULT_MAX_MODEL_LEN
+) -> MockGeneration:
+    """The oracle: the same tokens with no rows, no blocks, no steps. `request` must be one that can run."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    eos = (mock_eos_token_id(vocab_size),)
+    stop_token_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
+    output = list(request.output_token_ids)
+    logprobs: list[TokenLogprobs] = []
+    while True:
+        if output and output[-1] in stop_token_ids and len(output) > sampling.min_tokens:
+            return MockGeneration(tuple(output), "stop", tuple(logprobs))
+        if len(output) >= min(sampling.max_tokens, max_model_len - len(prompt)):
+            return MockGeneration(tuple(output), "length", tuple(logprobs))
+        context = np.array([*prompt, *output], np.int32)
+        token_id, token_logprobs = sample(mock_logits(context, vocab_size), context, len(prompt), sampling, eos)
+        output.append(token_id)
+        if token_logprobs is not None:
+            logprobs.append(token_logprobs)

@@ -1,0 +1,182 @@
+"""Which tokens the next step computes.
+
+For: the engine core. One idea: a request has num_tokens and chases it with num_computed_tokens. Prefill, chunked
+prefill, decode and recompute after a preemption are that one chase, under one token budget per step: running requests
+first, then waiting ones, both in the order of (priority, arrival). Does not know: logits, finish rules, processes.
+
+Invariants: a step's tokens have their blocks reserved before it runs, and no others; only running sequences hold
+blocks; a step that had to preempt admits nobody, and the first running sequence is never preempted, so some request
+always comes nearer to its end. Owner of the waiting and running lists, and of num_computed_tokens going back to 0.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from .kv_cache import KVCacheManager
+from .sequence import Rows, Sequence
+from .step import Int32Array, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`plan` is None when nothing can run. `refused` are requests that ended here, with the text for their client."""
+
+    plan: StepPlan | None
+    refused: list[tuple[Sequence, str]]
+
+
+class Scheduler:
+    def __init__(self, rows: Rows, kv_cache: KVCacheManager, max_num_batched_tokens: int) -> None:
+        self._rows = rows
+        self._table = rows.table
+        self._kv_cache = kv_cache
+        self._budget = max_num_batched_tokens
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._running_rows: Int32Array | None = None
+        self._refused: list[tuple[Sequence, str]] = []
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._waiting, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence is over, in whatever state it was: its blocks and its row are free at once."""
+        if not self._discard(self._running, sequence):
+            self._discard(self._waiting, sequence)
+        if sequence.row >= 0:
+            self._kv_cache.release(sequence.row)
+            self._rows.release(sequence)
+
+    def schedule(self) -> Schedule:
+        """Plans one step and reserves its blocks."""
+        self._refused = []
+        rows, chunks, preempted = self._continue_running()
+        if not preempted:
+            new_rows, new_chunks = self._admit_waiting(self._budget - int(chunks.sum()))
+            rows = np.concatenate([rows, new_rows])
+            chunks = np.concatenate([chunks, new_chunks])
+        return Schedule(self._plan(rows, chunks) if len(rows) else None, self._refused)
+
+    def _plan(self, rows: Int32Array, chunks: Int32Array) -> StepPlan:
+        table = self._table
+        return StepPlan(rows, chunks, table.num_computed_tokens[rows] + chunks == table.num_tokens[rows])
+
+    def _continue_running(self) -> tuple[Int32Array, Int32Array, bool]:
+        """Rows and chunks of running sequences, their blocks reserved, and whether any had to be preempted for it."""
+        preempted = False
+        while True:
+            rows, chunks = self._running_chunks()
+            if self._kv_cache.reserve(rows, self._table.num_computed_tokens[rows] + chunks):
+                return rows, chunks, preempted
+            last = self._running[-1]
+            if len(self._running) == 1:
+                self._refuse(last, int(self._table.num_tokens[last.row]))
+            else:
+                self._preempt(last)
+                preempted = True
+
+    def _running_chunks(self) -> tuple[Int32Array, Int32Array]:
+        """How far each running row gets in this step; rows that the budget does not reach are left out."""
+        rows = self._rows_of_running()
+        wanted = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
+        budget_left = self._budget - (np.cumsum(wanted, dtype=np.int32) - wanted)
+        chunks = np.clip(budget_left, 0, wanted)
+        reached = chunks > 0
+        return rows[reached], chunks[reached]
+
+    def _admit_waiting(self, budget: int) -> tuple[Int32Array, Int32Array]:
+        """Admits from the head of the queue while budget, rows and blocks last. The head waits until it fits.
+
+        A request is admitted when all its known tokens would fit beside what running prefills still need; only the
+        blocks of its first chunk are reserved. Otherwise a long prompt would be admitted and preempted over and over.
+        """
+        promised = self._blocks_promised()
+        rows: list[int] = []
+        chunks: list[int] = []
+        while self._waiting and budget > 0:
+            head = self._waiting[0]
+            num_tokens = self._num_tokens(head)
+            needed = self._kv_cache.blocks_for(num_tokens)
+            if needed > self._kv_cache.num_blocks:
+                self._refuse(head, num_tokens)
+            elif needed + promised > self._kv_cache.num_free_blocks or not self._has_row(head):
+                break
+            elif self._take_row(head):
+                chunk = min(budget, num_tokens)
+                self._kv_cache.reserve(np.array([head.row], np.int32), np.array([chunk], np.int32))
+                promised += needed - self._kv_cache.blocks_for(chunk)
+                budget -= chunk
+                rows.append(head.row)
+                chunks.append(chunk)
+        return np.array(rows, np.int32), np.array(chunks, np.int32)
+
+    def _blocks_promised(self) -> int:
+        """Blocks that running sequences still need for the tokens they already have."""
+        if not self._waiting:
+            return 0
+        rows = self._rows_of_running()
+        return int(self._kv_cache.missing_blocks(rows, self._table.num_tokens[rows]).sum())
+
+    def _has_row(self, sequence: Sequence) -> bool:
+        return sequence.row >= 0 or self._rows.num_free > 0
+
+    def _take_row(self, head: Sequence) -> bool:
+        """Moves the head of the queue to the running sequences. False when the runner refused it, which ends it."""
+        if head.row < 0 and (error := self._rows.fill(head)):
+            self._waiting.pop(0)
+            self._refused.append((head, error))
+            return False
+        self._waiting.pop(0)
+        insort(self._running, head)
+        self._running_rows = None
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue, at the place of its key, with its tokens and its row but without its blocks."""
+        self._discard(self._running, sequence)
+        self._kv_cache.release(sequence.row)
+        self._table.num_computed_tokens[sequence.row] = 0
+        insort(self._waiting, sequence)
+        self.num_preemptions += 1
+
+    def _refuse(self, sequence: Sequence, num_tokens: int) -> None:
+        """Ends a request that cannot go on even with the whole KV cache to itself."""
+        self.remove(sequence)
+        needed, kv_cache = self._kv_cache.blocks_for(num_tokens), self._kv_cache
+        text = (
+            f"the request has {num_tokens} tokens and needs {needed} KV blocks of {kv_cache.block_size} tokens, "
+            f"expected at most {kv_cache.num_blocks}, the engine's whole KV cache"
+        )
+        self._refused.append((sequence, text))
+
+    def _num_tokens(self, sequence: Sequence) -> int:
+        if sequence.row >= 0:
+            return int(self._table.num_tokens[sequence.row])
+        return len(sequence.request.prompt_token_ids) + len(sequence.request.output_token_ids)
+
+    def _rows_of_running(self) -> Int32Array:
+        if self._running_rows is None:
+            self._running_rows = np.array([sequence.row for sequence in self._running], np.int32)
+        return self._running_rows
+
+    def _discard(self, sequences: list[Sequence], sequence: Sequence) -> bool:
+        """Takes the sequence out of a sorted list, if it is there."""
+        index = bisect_left(sequences, sequence)
+        if index == len(sequences) or sequences[index] is not sequence:
+            return False
+        del sequences[index]
+        self._running_rows = None
+        return True

@@ -1,0 +1,47 @@
+"""A wake-up call for a thread that blocks in a poll.
+
+For: the LLM manager's loop. Invariant: what a caller did before `set()` is seen by the loop after the `clear()` that
+follows; calls between two clears cost one system call together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+
+
+class Wakeup:
+    """A level-triggered flag with a file descriptor."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._pending = False
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        """Any thread. Does nothing after close()."""
+        if not self._pending:
+            self._pending = True
+            with contextlib.suppress(OSError):
+                self._writer.send(b"\0")
+
+    def wait(self) -> None:
+        """Blocks until set() was called."""
+        select.select([self._reader], [], [])
+
+    def clear(self) -> bool:
+        """Whether set() was called since the last clear. Look for work after this call, not before it."""
+        was_set = self._pending
+        with contextlib.suppress(BlockingIOError):
+            was_set |= bool(self._reader.recv(64))
+        self._pending = False
+        return was_set
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
