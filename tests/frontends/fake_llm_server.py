@@ -2,8 +2,8 @@
 adapter.
 
 Deterministic: a token is a character, the answer is "You said: " and the last thing the client said. Words in the
-prompt ask for trouble: "too long", "overloaded", "fail late", "forever". One thread per request sends the responses,
-as an engine would.
+prompt ask for trouble: "too long", "overloaded", "fail late", "forever", "silent". One thread per request sends the
+responses, as an engine would.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.errors import TritonError, internal, invalid_argument, not_found, unavailable
+from llmbackend.core.errors import TritonError, cancelled, internal, invalid_argument, not_found, unavailable
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ModelIndex, ModelMetadata, TensorMetadata
 from llmbackend.core.tensors import Tensor
 
@@ -103,6 +103,9 @@ def _send_all(request: InferenceRequest, asked: dict[str, Any], handle: FakeHand
         raise invalid_argument("the prompt has 99999 tokens, the model's context is 2048")
     if asked["sampling"].get("top_p") == 0:
         raise invalid_argument("sampling parameter 'top_p' is 0, expected a number above 0 and at most 1")
+    if "silent" in said:
+        handle.cancelled.wait()
+        raise cancelled("Request was cancelled")
     pieces = _pieces(said, asked["sampling"], handle)
     if not asked["stream"]:
         pieces = iter([_merge(list(pieces))])
@@ -122,7 +125,7 @@ def _pieces(said: str, sampling: dict[str, Any], handle: FakeHandle) -> Iterator
     if "forever" in said:
         while not handle.cancelled.wait(0.005):
             yield ["a"], "a", ""
-        raise TritonError("Request was cancelled")
+        raise cancelled("Request was cancelled")
     text = f"You said: {said}"
     reason = "stop"
     limit = sampling["max_tokens"]
@@ -145,13 +148,14 @@ def _outputs(asked: dict[str, Any], tokens: list[str], text: str, reason: str) -
     logprobs: list[dict[str, Any]] | None = None
     if asked["return_logprobs"]:
         logprobs = [_entries(token, asked["sampling"]["logprobs"]) for token in tokens]
-    return (
+    wanted = [
         Tensor.text("text_output", text),
         Tensor.text("finish_reason", reason),
         Tensor.text("logprobs", orjson.dumps(logprobs)),
         Tensor.of("num_input_tokens", np.array([len(asked["said"])], dtype=np.uint32)),
         Tensor.of("num_output_tokens", np.array([len(tokens)], dtype=np.uint32)),
-    )
+    ]
+    return tuple(tensor for tensor in wanted if asked.get(f"return_{tensor.name}", True))
 
 
 def _entries(token: str, top: int) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import pytest
 from fake_llm_server import MODEL, FakeLlmServer
 from openai_live_server import serve_openai
 
+from llmbackend.frontends.openai import router
+
 USER_HI: list[Any] = [{"role": "user", "content": "hi ✓"}]
 
 
@@ -196,6 +198,23 @@ def test_disconnect_cancels_a_whole_response(url: str, server: FakeLlmServer) ->
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/v1/chat/completions", json=body, timeout=httpx.Timeout(5, read=0.2))
     assert server.handles[-1].cancelled.wait(10)
+
+
+def test_disconnect_before_the_first_token_cancels(url: str, server: FakeLlmServer) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "silent"}], "stream": True}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=httpx.Timeout(5, read=0.2))
+    assert server.handles[-1].cancelled.wait(10)
+
+
+def test_a_silent_stream_pings(url: str, server: FakeLlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "_QUIET_S", 0.01)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "silent"}], "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert '"role":"assistant"' in next(lines)
+        assert [next(lines) for _ in range(4)] == ["", ": ping", "", ": ping"]
+    assert server.handles[-1].over.wait(10)
 
 
 def test_error_in_mid_stream_is_the_last_event(url: str, client: openai.OpenAI, server: FakeLlmServer) -> None:

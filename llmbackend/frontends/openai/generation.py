@@ -47,6 +47,7 @@ class Generation:
                 request.sampling,
                 stream=request.stream is not None,
                 logprobs=request.top_logprobs is not None,
+                usage=request.stream is None or request.stream.include_usage,
             ),
         )
 

@@ -7,9 +7,9 @@ knows a tensor's name, so that a change of the interface stays in one place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -28,8 +28,7 @@ TokenEntries = dict[str, dict[str, Any]]
 """{token id: {logprob, rank, decoded_token}} at one position; the first entry is the chosen token's (as in vLLM)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What one response added to one choice.
 
     text: new text, never half a character. finish_reason: "stop" or "length" on the last one. logprobs: one entry per
@@ -59,7 +58,9 @@ def messages_tensor(messages: Sequence[dict[str, Any]], template_options: dict[s
     return Tensor.text(MESSAGES, orjson.dumps(value))
 
 
-def generation_inputs(prompt: Tensor, sampling: dict[str, Any], stream: bool, logprobs: bool) -> tuple[Tensor, ...]:
+def generation_inputs(
+    prompt: Tensor, sampling: dict[str, Any], *, stream: bool, logprobs: bool, usage: bool
+) -> tuple[Tensor, ...]:
     """The inputs of one inference: the prompt, its sampling parameters, and what the responses shall carry."""
     return (
         prompt,
@@ -68,8 +69,8 @@ def generation_inputs(prompt: Tensor, sampling: dict[str, Any], stream: bool, lo
         _flag("exclude_input_in_output", True),
         _flag("return_finish_reason", True),
         _flag("return_logprobs", logprobs),
-        _flag("return_num_input_tokens", True),
-        _flag("return_num_output_tokens", True),
+        _flag("return_num_input_tokens", usage),
+        _flag("return_num_output_tokens", usage),
     )
 
 
@@ -100,7 +101,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
 
 
 def _text(data: Any) -> str:
-    item = data.flat[0]
+    item = data.item(0)
     return item.decode() if isinstance(item, bytes) else str(item)
 
 
@@ -114,9 +115,9 @@ def _finish_reason(data: Any) -> str | None:
 def _logprobs(data: Any) -> list[TokenEntries]:
     if data is None:
         return []
-    entries: list[TokenEntries] | None = orjson.loads(data.flat[0])
+    entries: list[TokenEntries] | None = orjson.loads(data.item(0))
     return entries or []
 
 
 def _count(data: Any) -> int:
-    return 0 if data is None else int(data.flat[0])
+    return 0 if data is None else int(data.item(0))
