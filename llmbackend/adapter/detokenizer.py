@@ -56,15 +56,18 @@ class WindowDetokenizer:
         if self._context_text.endswith(REPLACEMENT):
             self._window, self._context_text = [], ""
         self._context_length = len(self._window)
+        self._incomplete = 0
 
     def push(self, token_id: int) -> str:
         if token_id in self._skip:
             return ""
         self._window.append(token_id)
         text = self._decode(self._window)
-        unshown = len(self._window) - self._context_length
-        if text.endswith(REPLACEMENT) and unshown < MAX_UTF8_BYTES:
-            return ""
+        if text.endswith(REPLACEMENT):
+            # The start of a character, or a broken one: the fourth byte tells.
+            self._incomplete += 1
+            if self._incomplete < MAX_UTF8_BYTES:
+                return ""
         return self._show(text)
 
     def flush(self) -> str:
@@ -74,6 +77,7 @@ class WindowDetokenizer:
 
     def _show(self, text: str) -> str:
         new = text[len(self._context_text) :]
+        self._incomplete = 0
         if new:
             self._window = self._window[self._context_length :]
             self._context_length = len(self._window)

@@ -1,0 +1,104 @@
+"""Text, ids and logprobs of a request: cut at the same place, whatever the engine's steps were."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmbackend.adapter.output_assembler import Chunk, OutputAssembler
+from llmbackend.adapter.sampling import GenerationParams
+from llmbackend.adapter.text import ByteText
+from llmbackend.engine.infer_request import FinishReason, SamplingParams, StepOutput, TokenLogprobs
+
+EOS = ByteText.EOS
+
+
+def assembler(
+    stop: tuple[str, ...] = (), include: bool = False, min_tokens: int = 0, skip_special: bool = True
+) -> OutputAssembler:
+    params = GenerationParams(SamplingParams(min_tokens=min_tokens), stop, include, skip_special)
+    return OutputAssembler(params, ByteText().detokenizer([], skip_special_tokens=skip_special))
+
+
+def outputs(ids: list[int], cuts: list[int], reason: FinishReason, stop_token: int | None) -> list[StepOutput]:
+    edges = [0, *sorted({cut for cut in cuts if 0 < cut < len(ids)}), len(ids)]
+    steps = [
+        StepOutput("r", tuple(ids[a:b]), logprobs=tuple(TokenLogprobs(i, -0.5, 1) for i in ids[a:b]))
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
+    last = steps[-1]
+    steps[-1] = StepOutput("r", last.token_ids, reason, stop_token, last.logprobs)
+    return steps
+
+
+def run(one: OutputAssembler, steps: list[StepOutput], take_each: bool) -> Chunk:
+    """The chunks put together; ends where the assembler says so."""
+    chunks: list[Chunk] = []
+    for step in steps:
+        one.push(step)
+        if take_each:
+            chunks.append(one.take())
+        if one.finish_reason is not None:
+            break
+    chunks.append(one.take())
+    return Chunk(
+        ["".join(text for chunk in chunks for text in chunk.text)],
+        [token for chunk in chunks for token in chunk.token_ids],
+        [entry for chunk in chunks for entry in chunk.logprobs],
+        one.finish_reason,
+    )
+
+
+@given(
+    text=st.text(alphabet="ab<>é😀", min_size=1, max_size=15),
+    stop=st.lists(st.text(alphabet="ab<>é", min_size=1, max_size=3), max_size=2),
+    cuts=st.lists(st.integers(0, 60), max_size=10),
+    include=st.booleans(),
+    ends_with_eos=st.booleans(),
+    min_tokens=st.integers(0, 6),
+)
+def test_streamed_pieces_equal_the_whole_for_any_steps(
+    text: str, stop: list[str], cuts: list[int], include: bool, ends_with_eos: bool, min_tokens: int
+) -> None:
+    ids = [*text.encode(), EOS] if ends_with_eos else list(text.encode())
+    reason: FinishReason = "stop" if ends_with_eos else "length"
+    stop_token = EOS if ends_with_eos else None
+    whole = run(assembler(tuple(stop), include, min_tokens), outputs(ids, [], reason, stop_token), False)
+    streamed = run(assembler(tuple(stop), include, min_tokens), outputs(ids, cuts, reason, stop_token), True)
+    assert streamed == whole
+    assert [entry.token_id for entry in whole.logprobs] == whole.token_ids
+    assert min_tokens or include or not any(one in whole.text[0] for one in stop)
+
+
+def test_a_stop_string_keeps_the_tokens_that_completed_it_and_cuts_the_text() -> None:
+    one = assembler(("END",))
+    chunk = run(one, outputs(list(b"ab END cd"), [], "length", None), False)
+    assert (chunk.text, chunk.token_ids, chunk.finish_reason) == (["ab "], list(b"ab END"), "stop")
+    assert len(chunk.logprobs) == len(chunk.token_ids) == one.num_tokens
+    assert one.cumulative_logprob == -0.5 * 6
+
+
+def test_the_end_of_sequence_token_counts_and_shows_nothing() -> None:
+    chunk = run(assembler(skip_special=False), outputs([*b"ab", EOS], [2], "stop", EOS), True)
+    assert (chunk.text, chunk.token_ids, chunk.finish_reason) == (["ab"], [*b"ab", EOS], "stop")
+
+
+def test_include_stop_str_in_output_shows_a_stop_token_too() -> None:
+    stopped = outputs(list(b"ab!"), [], "stop", ord("!"))
+    assert run(assembler(), stopped, False).text == ["ab"]
+    assert run(assembler(include=True), stopped, False).text == ["ab!"]
+
+
+def test_stop_strings_do_not_count_within_min_tokens() -> None:
+    chunk = run(assembler(("b",), min_tokens=3), outputs(list(b"abab"), [], "length", None), False)
+    assert (chunk.text, chunk.finish_reason) == (["aba"], "stop")
+
+
+def test_held_text_waits_and_comes_at_the_end() -> None:
+    one = assembler(("xyz",))
+    one.push(StepOutput("r", (ord("a"), ord("x"))))
+    assert one.take().text == ["a"]
+    one.push(StepOutput("r", (ord("y"),)))
+    assert not one.has_text
+    one.push(StepOutput("r", (), "length"))
+    assert one.take().text == ["xy"]

@@ -1,0 +1,144 @@
+"""Sampling parameters: casts, ranges, refusals, and what comes out for the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmbackend.adapter.sampling import ACCEPTED, GenerationParams, parse_sampling_parameters
+from llmbackend.core.backend_api import ErrorCode, TritonError
+
+
+def parse(room_tokens: int = 100, **values: Any) -> GenerationParams:
+    return parse_sampling_parameters(values, room_tokens=room_tokens, vocab_size=259)
+
+
+def refusal(**values: Any) -> TritonError:
+    with pytest.raises(TritonError) as caught:
+        parse(**values)
+    return caught.value
+
+
+def test_defaults_are_vllms() -> None:
+    params = parse()
+    sampling = params.sampling
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.temperature, sampling.top_k) == (16, 0, 1.0, 0)
+    assert (sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (1.0, 0.0, 1.0)
+    assert (params.stop, params.include_stop_str_in_output, params.skip_special_tokens) == ((), False, True)
+
+
+def test_values_may_be_strings_as_vllm_backends_clients_send_them() -> None:
+    params = parse(
+        temperature="0",
+        top_p="0.5",
+        top_k="-1",
+        max_tokens="7",
+        ignore_eos="True",
+        skip_special_tokens="false",
+        stop_token_ids="[1, 2, 1]",
+        logit_bias='{"5": "-1.5"}',
+    )
+    sampling = params.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 0.5, 0, 7)
+    assert (sampling.ignore_eos, params.skip_special_tokens) == (True, False)
+    assert sampling.stop_token_ids == (1, 2)
+    assert sampling.logit_bias == {5: -1.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_tokens", 0, "of at least 1"),
+        ("max_tokens", 1.5, "an integer"),
+        ("max_tokens", True, "an integer"),
+        ("max_tokens", "many", "an integer"),
+        ("max_tokens", float("inf"), "an integer"),
+        ("min_tokens", -1, "of at least 0"),
+        ("min_tokens", 17, "at most max_tokens (16)"),
+        ("temperature", -0.1, "of at least 0"),
+        ("temperature", float("nan"), "a number"),
+        ("temperature", "warm", "a number"),
+        ("temperature", [1], "a number"),
+        ("top_k", -2, "of at least -1"),
+        ("top_p", 0, "above 0.0 and at most 1.0"),
+        ("top_p", 1.01, "above 0.0 and at most 1.0"),
+        ("min_p", 2, "from 0.0 to 1.0"),
+        ("repetition_penalty", 0, "above 0.0"),
+        ("presence_penalty", 2.5, "from -2.0 to 2.0"),
+        ("frequency_penalty", -2.5, "from -2.0 to 2.0"),
+        ("logit_bias", [1], "an object"),
+        ("logit_bias", {"x": 1}, "an integer"),
+        ("logit_bias", {"1": 101}, "from -100.0 to 100.0"),
+        ("logit_bias", {"259": 1}, "token ids from 0 to 258"),
+        ("seed", 1 << 63, "from"),
+        ("stop", "", "a non-empty string"),
+        ("stop", ["a", ""], "a non-empty string"),
+        ("stop", [1], "a non-empty string"),
+        ("stop_token_ids", 3, "a list of token ids"),
+        ("stop_token_ids", [259], "token ids from 0 to 258"),
+        ("ignore_eos", "maybe", "true or false"),
+        ("ignore_eos", 2, "true or false"),
+        ("logprobs", 21, "from 0 to 20"),
+        ("n", 2, "from 1 to 1"),
+        ("best_of", 2, "from 1 to 1"),
+    ],
+)
+def test_a_bad_value_is_refused_with_field_value_and_range(name: str, value: Any, expected: str) -> None:
+    error = refusal(**{name: value})
+    assert error.code is ErrorCode.INVALID_ARG
+    assert f"'{name}" in error.message
+    assert expected in error.message
+
+
+def test_an_unknown_name_is_refused_with_the_names_that_exist() -> None:
+    error = refusal(temprature=1)
+    assert error.code is ErrorCode.INVALID_ARG
+    assert "'temprature'" in error.message
+    assert all(name in error.message for name in ACCEPTED)
+
+
+@pytest.mark.parametrize("name", ["guided_json", "structured_outputs", "lora_name", "bad_words", "prompt_logprobs"])
+def test_a_vllm_field_that_is_not_built_is_refused_by_name(name: str) -> None:
+    error = refusal(**{name: "x"})
+    assert error.code is ErrorCode.UNSUPPORTED
+    assert f"'{name}' is not supported" in error.message
+
+
+def test_the_requests_id_is_no_sampling_parameter() -> None:
+    assert parse(id="42", temperature=0.0).sampling.temperature == 0.0
+
+
+def test_max_tokens_is_capped_to_the_room_and_null_means_all_of_it() -> None:
+    assert parse(room_tokens=5, max_tokens=50).sampling.max_tokens == 5
+    assert parse(room_tokens=5).sampling.max_tokens == 5
+    assert parse(room_tokens=500, max_tokens=None).sampling.max_tokens == 500
+    with pytest.raises(TritonError, match="'min_tokens' is 6.*the 5 tokens that fit"):
+        parse(room_tokens=5, min_tokens=6, max_tokens=10)
+
+
+def test_null_means_the_default_elsewhere() -> None:
+    params = parse(temperature=None, stop=None, seed=None, logprobs=None, top_k=None)
+    assert params.sampling.temperature == 1.0
+    assert params.sampling.logprobs is None
+    assert params.stop == ()
+
+
+def test_a_seed_is_always_set() -> None:
+    drawn = {parse().sampling.seed for _ in range(8)} | {parse(seed=-1).sampling.seed}
+    assert len(drawn) == 9
+    assert all(0 <= seed < 1 << 63 for seed in drawn)
+    assert parse(seed=7).sampling.seed == parse(seed="7").sampling.seed == 7
+    assert parse(seed=-5).sampling.seed >= 0
+
+
+def test_logprobs_of_the_sampled_token_are_asked_for_when_they_are_needed() -> None:
+    assert parse_sampling_parameters({}, room_tokens=9, vocab_size=9, logprobs_needed=True).sampling.logprobs == 0
+    wanted = parse_sampling_parameters({"logprobs": 3}, room_tokens=9, vocab_size=9, logprobs_needed=True)
+    assert wanted.sampling.logprobs == 3
+
+
+def test_stop_is_a_string_or_a_list_and_stays_with_the_adapter() -> None:
+    assert parse(stop="[1]").stop == ("[1]",)
+    params = parse(stop=["a", "b", "a"], include_stop_str_in_output="true")
+    assert (params.stop, params.include_stop_str_in_output) == (("a", "b"), True)
