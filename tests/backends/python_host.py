@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -96,6 +97,13 @@ class Host:
             )
         )
         return answers
+
+    def wait_for_counts(self, model: str, expected: tuple[int, int, int, int]) -> None:
+        """For decoupled models, whose last response may come before Execute has returned."""
+        give_up_s = time.monotonic() + ANSWER_TIMEOUT_S
+        while self.counts(model) != expected and time.monotonic() < give_up_s:
+            time.sleep(0.005)
+        assert self.counts(model) == expected
 
     def counts(self, model: str) -> tuple[int, int, int, int]:
         """(inference_count, execution_count, successes, failures) of the model's one version."""

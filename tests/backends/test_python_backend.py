@@ -1,4 +1,4 @@
-"""The python backend in a real host: a model.py written for Triton runs unchanged, and its failures have Triton's texts."""
+"""The python backend in a real host: a model.py written for Triton runs unchanged, its failures have Triton's texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ instance_group [ { kind: KIND_CPU } ]
 """
 TEXT_CONFIG = """
 backend: "python"
-input [ { name: "T" data_type: TYPE_STRING dims: [ 1 ] }, { name: "O" data_type: TYPE_INT32 dims: [ 1 ] optional: true } ]
+input [ { name: "T" data_type: TYPE_STRING dims: [ 1 ] },
+        { name: "O" data_type: TYPE_INT32 dims: [ 1 ] optional: true } ]
 output [ { name: "R" data_type: TYPE_STRING dims: [ -1 ] }, { name: "S" data_type: TYPE_STRING dims: [ -1 ] } ]
 instance_group [ { kind: KIND_CPU } ]
 """
@@ -74,10 +75,7 @@ def test_batching_model_answers_each_request_and_counts_its_batch_dimension(host
 
 def test_initialize_gets_tritons_arguments(host: Host) -> None:
     rest = "    def initialize(self, args):\n        self.args = args\n"
-    model = body(
-        'return [pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([json.dumps(self.args)]))])]', rest=rest
-    )
-    host.load("m", TEXT_CONFIG, model)
+    host.load("m", TEXT_CONFIG, body(answer_line("json.dumps(self.args)"), rest=rest))
     arguments = json.loads(values(host.infer("m", text("x")).one())["R"][0])  # type: ignore[arg-type]
     config = json.loads(arguments.pop("model_config"))
     assert arguments == {
@@ -98,7 +96,8 @@ r = requests[0]
 o = pb_utils.get_input_tensor_by_name(r, "O")
 seen = {"id": r.request_id(), "corr": r.correlation_id(), "flags": r.flags(), "params": json.loads(r.parameters()),
         "wanted": sorted(r.requested_output_names()), "o": o is None, "model": [r.model_name(), r.model_version()],
-        "inputs": [(t.name(), t.shape(), t.triton_dtype(), t.is_cpu()) for t in r.inputs()], "cancelled": r.is_cancelled()}
+        "inputs": [(t.name(), t.shape(), t.triton_dtype(), t.is_cpu()) for t in r.inputs()],
+        "cancelled": r.is_cancelled()}
 return [pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([json.dumps(seen)], dtype=object)),
                                     pb_utils.Tensor("S", np.array([b"not asked for"], dtype=object))])]
 """
@@ -220,7 +219,7 @@ for r in requests:
     streams = [host.infer("m", text("x"), request_id=str(i)) for i in range(4)]
     for stream in streams:
         assert [values(response)["R"] for response in stream.all()] == [[b"0"], [b"1"], [b"2"]]
-    assert host.counts("m") == (4, 4, 4, 0)
+    host.wait_for_counts("m", (4, 4, 4, 0))
 
 
 def test_decoupled_model_sees_cancellation(host: Host) -> None:

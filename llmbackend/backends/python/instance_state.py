@@ -87,10 +87,12 @@ class InstanceState:
         compute_start_ns = time.monotonic_ns()
         responses, failure = self._run(given)
         compute_end_ns = time.monotonic_ns()
+        # Counted before the answer leaves: who has an answer finds it in the statistics.
+        self._account(requests, failure is None, (exec_start_ns, compute_start_ns, compute_end_ns, time.monotonic_ns()))
         for index, responder in enumerate(responders):
             self._answer(responder, responses[index] if responses else None, failure)
-        times_ns = (exec_start_ns, compute_start_ns, compute_end_ns, time.monotonic_ns())
-        self._account(requests, failure is None, times_ns)
+        for request in requests:
+            request.release()
 
     def _run(self, given: list[InferenceRequest]) -> tuple[Sequence[InferenceResponse | None], TritonError | None]:
         """The responses to send (none for a decoupled model), or the error of the whole call."""
@@ -163,8 +165,6 @@ class InstanceState:
             batch_size += self._batch_size(request)
             self._instance.report_statistics(request, success, *times_ns)
         self._instance.report_batch_statistics(batch_size, *times_ns)
-        for request in requests:
-            request.release()
 
     def _batch_size(self, request: Request) -> int:
         """The batch dimension of the request's inputs; 1 for a model that does not batch."""
