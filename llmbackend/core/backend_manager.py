@@ -60,7 +60,7 @@ class EntryPoints:
             function(*arguments)
         except TritonError as error:
             raise TritonError(error.message, error.code) from None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.exception("TRITONBACKEND_%s of backend '%s' failed", name, self.backend)
             raise internal(f"{type(error).__name__}: {error}") from None
 

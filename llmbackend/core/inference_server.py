@@ -98,7 +98,13 @@ class InferenceServer:
         """
         self._state = ServerState.INITIALIZING
         self._reaper.start()
-        names = self._startup_models()
+        try:
+            self._repository.check()
+            names = self._startup_models()
+        except TritonError:
+            self.stop(timeout_s=0.0)
+            self._state = ServerState.FAILED_TO_INITIALIZE
+            raise
         with ThreadPoolExecutor(max(len(names), 1), thread_name_prefix="startup") as pool:
             futures = [pool.submit(self._load, name, None) for name in names]
         errors = [error for future in futures if (error := future.exception()) is not None]
@@ -122,11 +128,9 @@ class InferenceServer:
             log.error("Exit timeout expired. Exiting immediately.")
             return False
         log.info("All models are stopped, unloading models")
-        self._lifecycle.unload_all()
-        if not self._lifecycle.wait_retired(max(deadline_s - time.monotonic(), 0.0)):
+        if not self._lifecycle.close(max(deadline_s - time.monotonic(), 0.0)):
             log.error("Exit timeout expired. Exiting immediately.")
             return False
-        self._lifecycle.close()
         self._backends.close()
         self._reaper.stop()
         return True

@@ -62,7 +62,8 @@ class ModelLifecycle:
         self._lock = threading.Lock()
         self._models: dict[str, ModelEntry] = {}
         self._draining: set[LoadedModel] = set()
-        self._retirements = InFlight()
+        self._operations = InFlight()  # loads and retirements under way
+        self._is_closing = False
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -77,6 +78,12 @@ class ModelLifecycle:
                 f"policy of model '{spec.name}'"
             )
         operation = self._begin_load(spec)
+        try:
+            self._finish_load(spec, operation)
+        finally:
+            self._operations.leave()
+
+    def _finish_load(self, spec: ModelSpec, operation: int) -> None:
         futures = {version: self._pool.submit(self._build, spec, version) for version in spec.versions}
         errors = {version: error for version, future in futures.items() if (error := _error_of(future)) is not None}
         models = {version: future.result() for version, future in futures.items() if version not in errors}
@@ -112,16 +119,16 @@ class ModelLifecycle:
         for model in retired:
             self._retire(model)
 
-    def unload_all(self) -> None:
+    def close(self, timeout_s: float) -> bool:
+        """Refuses new loads, unloads everything and waits until every model is finalised; False when time ran out."""
+        with self._lock:
+            self._is_closing = True
         for name in self.names():
             self.unload(name)
-
-    def wait_retired(self, timeout_s: float | None = None) -> bool:
-        """Waits until every unloaded model is finalised."""
-        return self._retirements.wait_for_zero(timeout_s)
-
-    def close(self) -> None:
+        if not self._operations.wait_for_zero(timeout_s):
+            return False
         self._pool.shutdown()
+        return True
 
     # --- look-up ----------------------------------------------------------------------------------------------------
 
@@ -178,6 +185,9 @@ class ModelLifecycle:
 
     def _begin_load(self, spec: ModelSpec) -> int:
         with self._lock:
+            if self._is_closing:
+                raise unavailable("Server is stopping")
+            self._operations.enter()
             entry = self._models.setdefault(spec.name, ModelEntry({}))
             entry.operation += 1
             for number in spec.versions:
@@ -220,7 +230,7 @@ class ModelLifecycle:
 
     def _retire(self, model: LoadedModel) -> None:
         """Waits for the model's last request and finalises it, on a thread of its own."""
-        self._retirements.enter()
+        self._operations.enter()
         with self._lock:
             self._draining.add(model)
         threading.Thread(target=self._drain, args=(model,), name=f"unload-{model.name}", daemon=True).start()
@@ -238,7 +248,7 @@ class ModelLifecycle:
                 if version.model is model:
                     version.model = None
                     version.state, version.reason = ModelState.UNAVAILABLE, UNLOADED
-        self._retirements.leave()
+        self._operations.leave()
 
     def _ready_model(self, name: str, version: int) -> LoadedModel:
         entry = self._models.get(name)

@@ -19,7 +19,7 @@ from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from .errors import TritonError, internal, invalid_argument
+from .errors import ErrorCode, TritonError, internal, invalid_argument
 from .messages import LoadParameters
 from .model_config import CONFIG_FILE_NAME, fill_backend, parse_json, read_config, set_defaults
 from .model_config_rules import validate_config
@@ -57,6 +57,12 @@ class ModelRepository:
         self._roots = tuple(roots)
         self._auto_complete_config = auto_complete_config
 
+    def check(self) -> None:
+        """Raises TritonError INTERNAL when a repository is no directory."""
+        for root in self._roots:
+            if not root.is_dir():
+                raise internal(f"failed to stat file {root}: a model repository must be a directory")
+
     def names(self) -> dict[str, int]:
         """Every model directory's name, sorted, with the number of repositories that have it."""
         counts: dict[str, int] = {}
@@ -78,6 +84,8 @@ class ModelRepository:
             return self._poll_directory(name, parameters)
         except (TritonError, OSError) as error:
             log.error("failed to poll model '%s': %s", name, error)
+            if isinstance(error, TritonError) and error.code is ErrorCode.UNSUPPORTED:
+                raise
             raise internal(f"failed to load '{name}', failed to poll from model repository") from None
 
     def _poll_directory(self, name: str, parameters: LoadParameters | None) -> ModelSpec:
@@ -150,8 +158,11 @@ def select_versions(config: ModelConfig, directory: Path) -> tuple[int, ...]:
     for entry in sorted(directory.iterdir()):
         if not entry.is_dir() or entry.name.startswith((".", "__")):
             continue
-        if entry.name.isascii() and entry.name.isdigit() and not entry.name.startswith("0"):
+        is_number = entry.name.isascii() and entry.name.isdigit()
+        if is_number and not entry.name.startswith("0"):
             available.append(int(entry.name))
+        elif is_number:
+            log.warning("ignore version directory '%s' which contains leading zeros in its directory name", entry.name)
         elif entry.name not in ("configs", "warmup", "initial_state"):
             log.warning("ignore version directory '%s' which fails to convert to integral number", entry.name)
     available.sort()

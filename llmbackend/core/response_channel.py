@@ -53,6 +53,7 @@ class ResponseChannel:
         self._handles = 0
         self._final_ns = 0
         self._on_final: Callable[[int], None] | None = None
+        self._is_counted = False
         self._cancelled = False
         self._on_cancel: list[Callable[[], None]] = []
         self._dequeue: Callable[[], None] | None = None
@@ -110,16 +111,21 @@ class ResponseChannel:
             self._on_final = None
 
     def when_final(self, callback: Callable[[int], None]) -> None:
-        """Calls `callback` with the time of FINAL (monotonic ns), now or later; the first callback counts."""
+        """Calls `callback` with the time of FINAL (monotonic ns), now or later. Only the first callback counts, so that
+        a request is counted once whoever reports it."""
         with self._lock:
+            if self._is_counted:
+                return
+            self._is_counted = True
             if self._final_ns:
                 callback(self._final_ns)
-            elif self._on_final is None:
+            else:
                 self._on_final = callback
 
     def fail(self, error: TritonError) -> bool:
         """Ends the request with an error response; False when it had ended before."""
-        return self.deliver(self.response(error=error), ResponseFlag.FINAL)
+        # A fresh error: the traceback of the given one holds frames, and they hold requests.
+        return self.deliver(self.response(error=TritonError(error.message, error.code)), ResponseFlag.FINAL)
 
     def withdraw(self) -> None:
         """Ends a request that was refused synchronously: no callback will come."""
