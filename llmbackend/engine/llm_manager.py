@@ -121,9 +121,9 @@ class LlmManager:
     def _run(self) -> None:
         while not self._stopping:
             results = self._wait()
-            woken = self._wakeup.clear()
-            made_room = self._deliver(results)
-            if (woken or made_room) and not self._stopping:
+            self._deliver(results)
+            self._wakeup.clear()
+            if not self._stopping:
                 self._feed()
         self._end_all(lambda request_id: StepOutput(request_id, finish_reason="abort"))
 
@@ -139,19 +139,14 @@ class LlmManager:
             self._lose_engine(error)
             return []
 
-    def _deliver(self, results: list[StepResult]) -> bool:
-        """Hands out the outputs. Whether any request ended, which makes room for another."""
-        made_room = False
+    def _deliver(self, results: list[StepResult]) -> None:
         for result in results:
             self._last_progress_s = time.monotonic()
-            ended = [output.request_id for output in result.outputs if output.finish_reason is not None]
-            self._live.difference_update(ended)
-            made_room = made_room or bool(ended)
+            self._live.difference_update(o.request_id for o in result.outputs if o.finish_reason is not None)
             if result.outputs:
                 self._call(self._send_responses, result.outputs)
         if results:
             self._call(self._stats, results[-1].stats)
-        return made_room
 
     def _feed(self) -> None:
         """Pulls requests and control signals, and sends them to the engine in one message."""

@@ -34,13 +34,11 @@ class Wakeup:
         """Blocks until set() was called."""
         select.select([self._reader], [], [])
 
-    def clear(self) -> bool:
-        """Whether set() was called since the last clear. Look for work after this call, not before it."""
-        was_set = self._pending
+    def clear(self) -> None:
+        """Takes the flag back. Look for work after this call, not before it."""
         with contextlib.suppress(BlockingIOError):
-            was_set |= bool(self._reader.recv(64))
+            self._reader.recv(64)
         self._pending = False
-        return was_set
 
     def close(self) -> None:
         self._reader.close()
