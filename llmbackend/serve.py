@@ -32,6 +32,12 @@ from .settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
+_SERVED_AT = {
+    "http": "KServe v2, generate and generate_stream; OpenAI under /v1",
+    "grpc": "KServe v2, decoupled streams",
+    "metrics": "Prometheus, at /metrics",
+}
+
 
 def run_server(settings: ServerSettings) -> int:
     """Serves until a signal; returns the process's exit code."""
@@ -122,22 +128,18 @@ def _announce(server: InferenceServer, urls: dict[str, str], startup_s: float) -
     for row in server.repository_index():
         state = f"{row.state or 'not loaded'}{': ' if row.reason else ''}{row.reason}"
         console.print(f"model    {row.name}{' version ' if row.version else ''}{row.version}  {state}", markup=False)
-    for name, hint in (
-        ("http", "KServe v2, generate_stream, OpenAI under /v1"),
-        ("grpc", "KServe v2"),
-        ("metrics", ""),
-    ):
-        if name in urls:
-            console.print(f"{name:8s} {urls[name]}{'/metrics' if name == 'metrics' else ''}  {hint}", markup=False)
+    for name, url in urls.items():
+        console.print(f"{name:8s} {url}  {_SERVED_AT[name]}", markup=False)
     ready = [row.name for row in server.repository_index(ready_only=True)]
     if ready and "http" in urls:
         console.print("\nTry:", _example(urls["http"], ready[0]), sep="\n", markup=False)
     sys.stdout.flush()
 
 
-def _example(http: str, model: str) -> str:
+def _example(address: str, model: str) -> str:
+    url = f"http://{address.replace('0.0.0.0', 'localhost')}/v1/chat/completions"
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Who are you?"}], "stream": True})
-    return f"  curl -N http://{http.replace('0.0.0.0', 'localhost')}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+    return f"  curl -N {url} -H 'content-type: application/json' -d '{body}'"
 
 
 def single_model_repository(model: str, name: str, dtype: str, device: str, max_model_len: int) -> Path:

@@ -82,7 +82,7 @@ def test_huge_http_body(server: ServerProcess) -> None:
             got, text = post(server, path, huge)
         except (BrokenPipeError, ConnectionResetError):
             continue  # refused before the whole body was read: also an answer
-        assert got == status and "exceeds" in text
+        assert got == status and str(64 << 20) in text
     assert post(server, GENERATE, {"text_input": "x", "max_tokens": 2})[0] == 200
 
 
