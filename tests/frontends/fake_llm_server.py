@@ -53,9 +53,6 @@ class FakeLlmServer:
         rows = [ModelIndex(name, "1", "READY") for name in _METADATA]
         return rows if ready_only else [*rows, ModelIndex("young", "1", "LOADING"), ModelIndex("unloaded")]
 
-    def model_is_ready(self, name: str, version: int = -1) -> bool:
-        return name in _METADATA
-
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
         if name not in _METADATA:
             raise not_found(f"Request for unknown model: '{name}' is not found")

@@ -1,7 +1,7 @@
 """Which of the host's models speak the OpenAI API.
 
 For: the router. Does not know: what a model does with its tensors. Invariant: a model is served here exactly as long
-as the host calls it ready and its configuration has `text_output` and one of `messages`, `text_input`.
+as the host has a READY version of it, whose configuration has `text_output` and one of `messages`, `text_input`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ class ModelCatalog:
         raise OpenAIError(f"the model '{name}' has no input '{prompt_input}', which {endpoint} needs", param="model")
 
     def _language_model(self, name: str) -> ModelMetadata | None:
-        """Its metadata, None when it is not ready or not a language model."""
+        """Its metadata, None when no version of it is READY or it is not a language model.
+
+        One whose engine is down for the moment is still served: its requests are answered with 503, not with 404.
+        """
         try:
-            if not self._server.model_is_ready(name):
-                return None
             metadata = self._server.model_metadata(name)
         except TritonError as error:
             if error.code in (ErrorCode.NOT_FOUND, ErrorCode.UNAVAILABLE, ErrorCode.INVALID_ARG):

@@ -1,0 +1,175 @@
+"""The OpenAI API over the real host, the llm backend and the mock model (deterministic logits, one token per byte)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai_live_server import serve_openai
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import ServerOptions
+
+MODEL = "mock-llm"
+MAX_MODEL_LEN = 256
+SLOW_MODEL = "slow-llm"
+"""A whole context of it takes 80 seconds: who waits for less saw a cancel."""
+USER_HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+def add_model(repository: Path, name: str, **arguments: int) -> None:
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text('backend: "llm"\ninstance_group [{ count: 1 kind: KIND_CPU }]\n')
+    (version / "model.json").write_text(json.dumps({"model": "mock", "transport": "inline", **arguments}))
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
+    repository = tmp_path_factory.mktemp("repository")
+    add_model(repository, MODEL, max_model_len=MAX_MODEL_LEN, num_kv_blocks=512)
+    add_model(repository, SLOW_MODEL, mock_step_ms=20)
+    server = InferenceServer(ServerOptions(model_repositories=[repository]))
+    server.start()
+    yield server
+    assert server.stop(timeout_s=20)
+
+
+@pytest.fixture(scope="module")
+def url(host: InferenceServer) -> Iterator[str]:
+    with serve_openai(host) as base:
+        yield f"{base}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ended_requests(host: InferenceServer, model: str) -> int:
+    """How many requests of `model` came to an end, whatever it was."""
+    statistics = host.model_statistics(model)[0].inference_stats
+    return int(statistics.success.count + statistics.fail.count)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL, SLOW_MODEL]
+    assert client.models.retrieve(MODEL).object == "model"
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 7}, {"seed": 8, "top_p": 0.9, "presence_penalty": 1}])
+def test_chat_stream_equals_whole(client: openai.OpenAI, options: dict[str, Any]) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "messages": USER_HI, "logprobs": True, "top_logprobs": 3} | options
+    whole = client.chat.completions.create(**fields)
+    stream = client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    *chunks, usage = list(stream)
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert "".join(choice.delta.content or "" for choice in choices) == whole.choices[0].message.content
+    assert choices[-1].finish_reason == whole.choices[0].finish_reason
+    positions = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content or []]
+    assert whole.choices[0].logprobs is not None
+    assert positions == whole.choices[0].logprobs.content
+    assert whole.usage is not None
+    assert usage.usage == whole.usage
+    assert len(positions) == whole.usage.completion_tokens
+    assert whole.usage.prompt_tokens == len("user: hi\nassistant: ")
+
+
+def test_completion_stream_equals_whole(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": ["one", "two"], "seed": 3, "logprobs": 2, "max_tokens": 20}
+    whole = client.completions.create(**fields)
+    texts = ["", ""]
+    tokens: list[list[str]] = [[], []]
+    for chunk in client.completions.create(**fields, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += (choice.logprobs and choice.logprobs.tokens) or []
+    assert texts == [choice.text for choice in whole.choices]
+    assert tokens == [choice.logprobs and choice.logprobs.tokens for choice in whole.choices]
+
+
+def test_text_and_token_ids_are_the_same_prompt(client: openai.OpenAI) -> None:
+    by_text = client.completions.create(model=MODEL, prompt="abc", seed=1)
+    by_ids = client.completions.create(model=MODEL, prompt=list(b"abc"), seed=1)
+    assert by_text.choices[0].text == by_ids.choices[0].text
+
+
+def test_max_tokens(client: openai.OpenAI) -> None:
+    ignore: dict[str, Any] = {"ignore_eos": True}
+    sixteen = client.completions.create(model=MODEL, prompt="abc", extra_body=ignore)
+    assert (sixteen.usage and sixteen.usage.completion_tokens, sixteen.choices[0].finish_reason) == (16, "length")
+    rest = client.chat.completions.create(model=MODEL, messages=USER_HI, extra_body=ignore)
+    assert (rest.usage and rest.usage.total_tokens, rest.choices[0].finish_reason) == (MAX_MODEL_LEN, "length")
+
+
+def test_stop_string(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 20}
+    fields["extra_body"] = {"ignore_eos": True}
+    text = client.completions.create(**fields).choices[0].text
+    stop = text[5:8]
+    cut = client.completions.create(**fields, stop=stop).choices[0]
+    assert (cut.text, cut.finish_reason) == (text[: text.index(stop)], "stop")
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**fields, stop=stop, stream=True))
+    assert streamed == cut.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_of_the_model(client: openai.OpenAI, stream: bool) -> None:
+    too_long = "x" * MAX_MODEL_LEN
+    with pytest.raises(openai.BadRequestError, match=str(MAX_MODEL_LEN)):
+        client.completions.create(model=MODEL, prompt=too_long, stream=stream)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="hi", stream=stream, top_p=0)
+    assert caught.value.param == "top_p"
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        client.completions.create(model=MODEL, prompt="hi", stream=stream, logit_bias={"999999": 1})
+
+
+def test_32_concurrent_streams_give_the_tokens_of_one_at_a_time(url: str, client: openai.OpenAI) -> None:
+    def fields(number: int) -> dict[str, Any]:
+        return {"model": MODEL, "prompt": f"number {number}", "seed": number, "max_tokens": 5 + number}
+
+    async def one(client: openai.AsyncOpenAI, number: int) -> str:
+        stream = await client.completions.create(**fields(number), stream=True)
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(32)))
+
+    alone = [client.completions.create(**fields(number)).choices[0].text for number in range(32)]
+    assert asyncio.run(all_of_them()) == alone
+
+
+@pytest.mark.parametrize("tokens_before", [0, 3])
+def test_disconnect_ends_a_stream(client: openai.OpenAI, host: InferenceServer, tokens_before: int) -> None:
+    ended = ended_requests(host, SLOW_MODEL)
+    extra: dict[str, Any] = {"ignore_eos": True}
+    stream = client.chat.completions.create(model=SLOW_MODEL, messages=USER_HI, stream=True, extra_body=extra)
+    for _ in range(tokens_before):
+        next(stream)
+    stream.close()
+    wait_until_ended(host, ended + 1)
+
+
+def test_disconnect_ends_a_whole_response(client: openai.OpenAI, host: InferenceServer) -> None:
+    ended = ended_requests(host, SLOW_MODEL)
+    extra: dict[str, Any] = {"ignore_eos": True}
+    with pytest.raises(openai.APITimeoutError):
+        client.chat.completions.create(model=SLOW_MODEL, messages=USER_HI, extra_body=extra, timeout=0.3)
+    wait_until_ended(host, ended + 1)
+
+
+def wait_until_ended(host: InferenceServer, count: int) -> None:
+    for _ in range(200):
+        if ended_requests(host, SLOW_MODEL) == count:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{ended_requests(host, SLOW_MODEL)} requests ended, expected {count}")
