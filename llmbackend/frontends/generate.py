@@ -1,0 +1,123 @@
+"""POST …/generate and …/generate_stream: one flat JSON object in, one object or a stream of server-sent events out.
+
+For: the HTTP app. Does not know: LLMs (any model can be served so). Invariants: the status is fixed by the first
+response, which is awaited before any header is sent; responses that are ready together leave in one write; a client
+that goes away cancels.
+Source: Triton's generate extension, as recorded from Triton 2.51; so a /generate that gets no response, or more than
+one, from the model answers 200 with an error body, and an error as the first response is a 400 whatever its code.
+
+Streams are sent by `StreamedBody` below, not by sse-starlette's EventSourceResponse: that one ends open streams as
+soon as the server is told to stop (they must drain), polls for that twice a second, watches for disconnects only from
+its own call on (ours must be watched while the first response is awaited), adds headers of its own, and costs twice
+the time per event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+from typing import Final
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llmbackend.core.errors import invalid_argument
+from llmbackend.core.messages import InferenceResponse
+
+from .generate_codec import decode_request, encode_response
+from .http_errors import JSON, error_body
+from .inference import Inference, InferenceGate
+from .kserve_http import MODEL_PATHS, model_of
+from .mailbox import Item
+from .request_body import read_body
+
+EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
+_NOT_ONE_RESPONSE: Final = (
+    "generate expects model to produce exactly 1 response, "
+    "use generate stream for model that generates various number of responses"
+)
+
+
+class StreamedBody(Response):
+    """A response whose body is sent chunk by chunk as `chunks` yields; `chunks` is closed on every way out."""
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], status_code: int, content_type: str) -> None:
+        self.status_code = status_code
+        self.background = None
+        self._chunks = chunks
+        self.init_headers({"content-type": content_type})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._chunks.aclose()
+
+
+class GenerateEndpoints:
+    def __init__(self, gate: InferenceGate, max_body_bytes: int) -> None:
+        self._gate = gate
+        self._max_body_bytes = max_body_bytes
+
+    def add_to(self, router: APIRouter) -> None:
+        for path in MODEL_PATHS:
+            router.add_api_route(f"{path}/generate", self.generate, methods=["POST"])
+            router.add_api_route(f"{path}/generate_stream", self.generate_stream, methods=["POST"])
+
+    async def generate(self, request: Request) -> Response:
+        inference = await self._submit(request)
+        try:
+            responses = await inference.collect()
+        finally:
+            inference.close()
+        body = _json(responses[0]) if len(responses) == 1 else error_body(_NOT_ONE_RESPONSE)
+        return StreamedBody(_once(body), _status(responses), JSON)
+
+    async def generate_stream(self, request: Request) -> Response:
+        inference = await self._submit(request)
+        try:
+            first = await inference.next_batch()
+        except BaseException:
+            inference.close()
+            raise
+        return StreamedBody(_events(inference, first), _status(_responses(first)), EVENT_STREAM)
+
+    async def _submit(self, request: Request) -> Inference:
+        name, version = model_of(request)
+        if request.headers.get("content-encoding", "identity") not in ("", "identity"):
+            raise invalid_argument("Unsupported content-encoding, only 'identity' is supported.")
+        metadata = self._gate.server.model_metadata(name, version)
+        body = await read_body(request, self._max_body_bytes)
+        inference = self._gate.submit(lambda callback: decode_request(body, metadata, version, callback))
+        inference.cancel_on_disconnect(request.receive)
+        return inference
+
+
+def _status(responses: list[InferenceResponse]) -> int:
+    return 400 if responses and responses[0].error is not None else 200
+
+
+def _responses(batch: Iterable[Item]) -> list[InferenceResponse]:
+    return [response for response, _ in batch if response is not None]
+
+
+def _json(response: InferenceResponse) -> bytes:
+    return error_body(response.error.message) if response.error is not None else encode_response(response)
+
+
+async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
+    yield body
+
+
+async def _events(inference: Inference, batch: list[Item]) -> AsyncGenerator[bytes, None]:
+    try:
+        while batch:
+            events = b"".join(b"data: %b\n\n" % _json(response) for response in _responses(batch))
+            if events:
+                yield events
+            batch = await inference.next_batch()
+    finally:
+        inference.close()

@@ -1,0 +1,147 @@
+"""ModelInferRequest and ModelInferResponse to and from the host's messages.
+
+For: the gRPC servicer. Does not know: the event loop, streams. Invariant: tensors cross as raw bytes; the host, which
+knows the model, checks them. Source: grpc_service.proto and Triton's infer_handler; texts as recorded from Triton
+2.51.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+
+from llmbackend.core.backend_api import ParameterValue
+from llmbackend.core.errors import invalid_argument, unsupported
+from llmbackend.core.messages import InferenceRequest, InferenceResponse, RawTensor, ResponseCallback
+from llmbackend.core.tensors import NUMPY_DTYPE, to_wire
+
+from .request_parameters import RequestOptions
+
+UNKNOWN_DATATYPE: Final = "<invalid>"
+"""Triton's name for a datatype that it does not know."""
+
+_CONTENTS_FIELD: Final[Mapping[str, str]] = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+_DATATYPE_OF_FIELD: Final[Mapping[str, str]] = {
+    "bool_contents": "BOOL",
+    "int_contents": "INT32",
+    "int64_contents": "INT64",
+    "uint_contents": "UINT32",
+    "uint64_contents": "UINT64",
+    "fp32_contents": "FP32",
+    "fp64_contents": "FP64",
+    "bytes_contents": "BYTES",
+}
+
+
+def model_version(text: str) -> int:
+    """The number in a request's version string, -1 for "". Raises TritonError INVALID_ARG for anything else."""
+    if not text:
+        return -1
+    try:
+        return int(text)
+    except ValueError:
+        raise invalid_argument(
+            f"failed to get model version from specified version string '{text}' (details: stol), "
+            "version should be an integral value > 0"
+        ) from None
+
+
+def decode_request(message: Any, options: RequestOptions, callback: ResponseCallback) -> InferenceRequest:
+    """The request in a ModelInferRequest whose parameters were read into `options`.
+
+    Raises TritonError for an input without data or with two kinds of it.
+    """
+    for output in message.outputs:
+        for key in ("classification", "shared_memory_region"):
+            if key in output.parameters:
+                raise unsupported(f"output '{output.name}': parameter '{key}' is not supported")
+    return InferenceRequest(
+        model_name=message.model_name,
+        response_callback=callback,
+        model_version=model_version(message.model_version),
+        id=message.id,
+        inputs=tuple(_input(message, index) for index in range(len(message.inputs))),
+        requested_outputs=tuple(dict.fromkeys(output.name for output in message.outputs)),
+        parameters=options.parameters,
+        correlation_id=options.correlation_id,
+        flags=options.flags,
+        priority=options.priority,
+        timeout_us=options.timeout_us,
+    )
+
+
+def _input(message: Any, index: int) -> RawTensor:
+    tensor = message.inputs[index]
+    where = f"'{tensor.name}' for model '{message.model_name}'"
+    if "shared_memory_region" in tensor.parameters:
+        raise unsupported(f"input {where}: shared memory is not supported")
+    if message.raw_input_contents:
+        if tensor.HasField("contents"):
+            raise invalid_argument(f"contents field must not be specified when using raw_input_contents for {where}")
+        if index >= len(message.raw_input_contents):
+            raise invalid_argument(f"unable to find data for input tensor {where} in request.")
+        raw = message.raw_input_contents[index]
+    elif tensor.HasField("contents"):
+        raw = _contents(tensor, where)
+    else:
+        raise invalid_argument(f"unable to find data for input tensor {where} in request.")
+    datatype = tensor.datatype if tensor.datatype in NUMPY_DTYPE else UNKNOWN_DATATYPE
+    return RawTensor(tensor.name, datatype, tuple(tensor.shape), raw)
+
+
+def _contents(tensor: Any, where: str) -> bytes:
+    """The typed contents as raw bytes. Raises TritonError INVALID_ARG for a field that is not the datatype's."""
+    expected = _CONTENTS_FIELD.get(tensor.datatype)
+    for field, _ in tensor.contents.ListFields():
+        if field.name != expected:
+            raise invalid_argument(
+                f"unexpected explicit tensor data for input tensor {where} of type "
+                f"'{_DATATYPE_OF_FIELD[field.name]}', expected datatype '{tensor.datatype}'"
+            )
+    if expected is None:
+        return b""
+    values = getattr(tensor.contents, expected)
+    if tensor.datatype == "BYTES":
+        return b"".join(struct.pack("<I", len(value)) + value for value in values)
+    wide = NUMPY_DTYPE[_DATATYPE_OF_FIELD[expected]]
+    return np.array(values, dtype=wide).astype(NUMPY_DTYPE[tensor.datatype]).tobytes()
+
+
+def fill_response(message: Any, response: InferenceResponse) -> None:
+    """Writes `response` (one without an error) into an empty ModelInferResponse."""
+    message.model_name = response.model_name
+    message.model_version = str(response.model_version)
+    message.id = response.request_id
+    for name, value in response.parameters.items():
+        _set_parameter(message.parameters[name], value)
+    for tensor in response.outputs:
+        message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        message.raw_output_contents.append(to_wire(tensor))
+
+
+def _set_parameter(parameter: pb.InferParameter, value: ParameterValue) -> None:
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int):
+        parameter.int64_param = value
+    elif isinstance(value, float):
+        parameter.double_param = value
+    else:
+        parameter.string_param = value

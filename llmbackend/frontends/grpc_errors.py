@@ -1,0 +1,21 @@
+"""Which gRPC status a Triton code has. For: the gRPC servicers. Knows nothing else. Source: Triton's grpc_utils."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import grpc
+
+from llmbackend.core.errors import ErrorCode
+
+GRPC_STATUS: Final[Mapping[ErrorCode, grpc.StatusCode]] = {
+    ErrorCode.UNKNOWN: grpc.StatusCode.UNKNOWN,
+    ErrorCode.INTERNAL: grpc.StatusCode.INTERNAL,
+    ErrorCode.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorCode.INVALID_ARG: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorCode.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorCode.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    ErrorCode.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    ErrorCode.CANCELLED: grpc.StatusCode.CANCELLED,
+}

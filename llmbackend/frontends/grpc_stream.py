@@ -1,0 +1,120 @@
+"""ModelStreamInfer: many requests and their responses on one bidirectional stream.
+
+For: the gRPC servicer. Does not know: how tensors are coded. Invariants: a request's error is told in band and never
+ends the stream (unless the client asked for that with metadata `triton_grpc_error: true`); responses of one request
+keep their order; requests to non-decoupled models answer in the order they came; one message is written at a time;
+when the stream ends in any way but the client's half-close, every request of it is cancelled.
+Source: Triton's stream_infer_handler, as recorded from Triton 2.51.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+from tritonclient.grpc import service_pb2 as pb
+
+from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.errors import TritonError
+
+from .grpc_codec import decode_request, fill_response, model_version
+from .grpc_errors import GRPC_STATUS
+from .inference import Inference, InferenceGate
+from .mailbox import Item
+from .request_parameters import options_from_proto
+
+FINAL_PARAMETER: Final = "triton_final_response"
+_STRICT_ERRORS: Final = ("triton_grpc_error", "true")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class StreamSession:
+    """One call of ModelStreamInfer. Lives on the event loop and is used by it alone."""
+
+    def __init__(self, gate: InferenceGate, context: Context) -> None:
+        self._gate = gate
+        self._context = context
+        self._strict_errors = _STRICT_ERRORS in [(key, value) for key, value in context.invocation_metadata() or ()]
+        self._write_lock = asyncio.Lock()
+        self._last_ordered: asyncio.Task[None] | None = None
+
+    async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
+        """Serves until the client half-closes and every request has ended, or the first error in strict mode."""
+        failure: TritonError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                async for request in requests:
+                    await self._serve(request, group)
+        except* TritonError as errors:
+            failure = _first(errors)
+        if failure is not None:
+            await self._context.abort(GRPC_STATUS[failure.code], failure.message)
+
+    async def _serve(self, request: Any, group: asyncio.TaskGroup) -> None:
+        try:
+            options = options_from_proto(request.parameters)
+            version = model_version(request.model_version)
+            config = self._gate.server.model_config(request.model_name, version)
+            inference = self._gate.submit(lambda callback: decode_request(request, options, callback))
+        except TritonError as error:
+            await self._write(_refusal(request, error))
+            return
+        before = None if config.model_transaction_policy.decoupled else self._last_ordered
+        relay = group.create_task(self._relay(inference, request, options.empty_final_response, before))
+        relay.add_done_callback(lambda _: inference.close())  # also when the task was cancelled before its first step
+        if not config.model_transaction_policy.decoupled:
+            self._last_ordered = relay
+
+    async def _relay(
+        self, inference: Inference, request: Any, empty_final: bool, before: asyncio.Task[None] | None
+    ) -> None:
+        """Passes on the responses of one request, once the request `before` it has had all of its own."""
+        if before is not None:
+            await asyncio.wait([before])
+        while batch := await inference.next_batch():
+            for response, flags in batch:
+                message = _message(request, (response, flags), empty_final)
+                if message is not None:
+                    await self._write(message)
+                if self._strict_errors and response is not None and response.error is not None:
+                    raise response.error
+
+    async def _write(self, message: Any) -> None:
+        if self._strict_errors and message.error_message and message.infer_response.model_name:
+            return  # a model's error becomes the status of the call
+        async with self._write_lock:
+            await self._context.write(message)
+
+
+def _first(errors: BaseExceptionGroup[TritonError]) -> TritonError:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, TritonError)
+    return error
+
+
+def _refusal(request: Any, error: TritonError) -> Any:
+    """The answer to a request that never reached a model: only its id tells which one it was."""
+    return pb.ModelStreamInferResponse(error_message=error.message, infer_response=pb.ModelInferResponse(id=request.id))
+
+
+def _message(request: Any, item: Item, empty_final: bool) -> Any | None:
+    """The message for one response; None for a flags-only completion that the client did not ask to see."""
+    response, flags = item
+    final = bool(flags & ResponseFlag.FINAL)
+    if response is None and not (final and empty_final):
+        return None
+    message = pb.ModelStreamInferResponse()
+    if response is None or response.error is not None:
+        message.infer_response.model_name = request.model_name
+        message.infer_response.id = request.id
+    else:
+        fill_response(message.infer_response, response)
+    if response is not None and response.error is not None:
+        message.error_message = response.error.message
+    message.infer_response.parameters[FINAL_PARAMETER].bool_param = final
+    return message

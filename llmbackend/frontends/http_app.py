@@ -1,0 +1,52 @@
+"""The HTTP application: KServe v2 with Triton's extensions, and whatever routers stand beside it on the same port.
+
+For: the frontend server, tests, and embedding. Does not know: sockets, other protocols' content (they come as routers).
+Invariant: a path is served exactly as written (no slash redirects, no implicit HEAD), everything else is Triton's 404
+or 405.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, FastAPI
+
+from llmbackend.core.inference_server import InferenceServer
+
+from .generate import GenerateEndpoints
+from .http_errors import install_error_handlers
+from .infer_http import InferEndpoint
+from .inference import InferenceGate
+from .kserve_http import DescriptionEndpoints, HealthEndpoints, RepositoryEndpoints, add_unbuilt
+
+DEFAULT_MAX_INPUT_SIZE_BYTES = 64 << 20
+
+
+def create_http_app(
+    server: InferenceServer,
+    *,
+    max_input_size_bytes: int = DEFAULT_MAX_INPUT_SIZE_BYTES,
+    routers: Sequence[APIRouter] = (),
+) -> FastAPI:
+    """The app around `server`; `routers` (the OpenAI API, say) are served beside /v2.
+
+    `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size).
+    """
+    app = FastAPI(title="llmbackend", redirect_slashes=False, docs_url=None, redoc_url=None, openapi_url=None)
+    install_error_handlers(app)
+    app.include_router(create_kserve_router(server, max_input_size_bytes))
+    for router in routers:
+        app.include_router(router)
+    return app
+
+
+def create_kserve_router(server: InferenceServer, max_input_size_bytes: int) -> APIRouter:
+    router = APIRouter(redirect_slashes=False)
+    gate = InferenceGate(server)
+    HealthEndpoints(server).add_to(router)
+    add_unbuilt(router)  # before the models: /v2/models/{name} must not swallow them
+    DescriptionEndpoints(server).add_to(router)
+    RepositoryEndpoints(server, max_input_size_bytes).add_to(router)
+    InferEndpoint(gate, max_input_size_bytes).add_to(router)
+    GenerateEndpoints(gate, max_input_size_bytes).add_to(router)
+    return router

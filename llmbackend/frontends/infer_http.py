@@ -1,0 +1,106 @@
+"""POST …/infer: one request, one response.
+
+For: the HTTP app. Does not know: the format of bodies (infer_codec does). Invariant: a model that may answer more or
+less than once is refused before the body is read; a client that goes away cancels its request.
+Source: Triton's http_server; content types as recorded from Triton 2.51: errors before the body is understood, and
+errors of the model, are text/plain; errors about the body are application/json.
+"""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from llmbackend.core.errors import TritonError, invalid_argument, unsupported
+from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback
+
+from .http_errors import JSON, TEXT, error_response, plain
+from .infer_codec import InferBody, OutputForm, decode_request, encode_response, single_response
+from .inference import InferenceGate
+from .kserve_http import MODEL_PATHS, model_of
+from .request_body import ENCODINGS, compress, decompress, read_body, response_encoding
+
+JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
+
+
+class InferEndpoint:
+    def __init__(self, gate: InferenceGate, max_body_bytes: int) -> None:
+        self._gate = gate
+        self._max_body_bytes = max_body_bytes
+
+    def add_to(self, router: APIRouter) -> None:
+        for path in MODEL_PATHS:
+            router.add_api_route(f"{path}/infer", self.infer, methods=["POST"])
+
+    async def infer(self, request: Request) -> Response:
+        name, version = model_of(request)
+        encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
+        try:
+            self._refuse_decoupled(name, version)
+        except TritonError as error:
+            return error_response(error, TEXT)
+        if encoding not in (*ENCODINGS, "identity"):
+            accepted = {"accept-encoding": ", ".join(ENCODINGS)}
+            return error_response(unsupported("Unsupported compression type"), TEXT, headers=accepted)
+        content = await read_body(request, self._max_body_bytes)
+        if encoding != "identity":
+            content = await decompress(content, self._max_body_bytes)
+        try:
+            body = InferBody.split(content, _json_length(request, len(content)))
+        except TritonError as error:
+            return error_response(error, TEXT)
+        return await self._run(request, body, name, version)
+
+    def _refuse_decoupled(self, name: str, version: int) -> None:
+        if self._gate.server.model_config(name, version).model_transaction_policy.decoupled:
+            raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
+
+    async def _run(self, request: Request, body: InferBody, name: str, version: int) -> Response:
+        form = OutputForm()
+
+        def build(callback: ResponseCallback) -> InferenceRequest:
+            nonlocal form
+            message, form = decode_request(body, name, version, callback)
+            return message
+
+        inference = self._gate.submit(build)
+        inference.cancel_on_disconnect(request.receive)
+        try:
+            response = single_response(await inference.collect())
+        except TritonError as error:
+            return error_response(error, TEXT)
+        finally:
+            inference.close()
+        return await _http_response(request, response, form)
+
+
+def _json_length(request: Request, body_bytes: int) -> int:
+    """The length of the JSON part in bytes. As in Triton 2.51 a header that is no number reads as 0 (one raw tensor).
+
+    Raises TritonError INVALID_ARG for a length beyond the body.
+    """
+    header = request.headers.get(JSON_LENGTH_HEADER)
+    if header is None:
+        return body_bytes
+    try:
+        length = int(header)
+    except ValueError:
+        return 0
+    if not 0 <= length <= body_bytes:
+        raise invalid_argument(f"inference header size should be in range (0, {body_bytes}), got: {header}")
+    return length
+
+
+async def _http_response(request: Request, response: InferenceResponse, form: OutputForm) -> Response:
+    json, raw = encode_response(response, form)
+    body = json if raw is None else json + raw
+    headers = {"content-type": JSON if raw is None else "application/octet-stream"}
+    if raw is not None:
+        headers[JSON_LENGTH_HEADER.lower()] = str(len(json))
+    encoding = response_encoding(request.headers.get("accept-encoding", ""))
+    if encoding is not None:
+        headers["content-encoding"] = encoding
+        body = await compress(body, encoding)
+    packed = plain(body)
+    packed.headers.update(headers)
+    return packed

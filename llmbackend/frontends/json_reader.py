@@ -1,0 +1,137 @@
+"""Reading JSON requests with Triton's strictness and Triton's error texts.
+
+For: every handler that takes a JSON body. Does not know: tensors, HTTP. Invariant: a value comes out with exactly the
+JSON type that was asked for (true is not 1, 1.0 is not 1), and no input can make a parser recurse deeper than
+MAX_DEPTH. orjson parses; only a body that it refuses goes to RapidJSON (Triton's parser, which python-rapidjson
+binds) for the verdict: NaN and Infinity are accepted as in Triton, and everything else fails with RapidJSON's words
+and byte offset.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import orjson
+import rapidjson
+
+from llmbackend.core.errors import TritonError, internal, invalid_argument
+
+MAX_DEPTH: Final = 100
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""A JSON string, closed or not: matching the open ones as well keeps the scan linear on hostile bodies."""
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
+
+
+def parse(body: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises TritonError INVALID_ARG for nesting beyond MAX_DEPTH, INTERNAL with RapidJSON's reason and offset when it
+    is not JSON.
+    """
+    _check_depth(body)
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return _parse_as_rapidjson(body)
+
+
+def _check_depth(body: bytes) -> None:
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return
+    brackets = np.frombuffer(_STRING.sub(b"", body).translate(None, _NOT_BRACKETS), dtype=np.uint8)
+    steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1).astype(np.int32)
+    if steps.size and int(np.cumsum(steps).max()) > MAX_DEPTH:
+        raise invalid_argument(f"JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})")
+
+
+def _parse_as_rapidjson(body: bytes) -> Any:
+    try:
+        return rapidjson.loads(body.partition(b"\0")[0])  # to RapidJSON a NUL ends the text, whatever follows
+    except UnicodeDecodeError as error:
+        raise _parse_error("Invalid encoding in string.", error.start) from None
+    except rapidjson.JSONDecodeError as error:
+        match = _RAPIDJSON_ERROR.match(str(error))
+        if match is None:
+            raise _parse_error(str(error), 0) from None
+        raise _parse_error(match[2], int(match[1])) from None
+
+
+def _parse_error(reason: str, offset: int) -> TritonError:
+    return internal(f"failed to parse the request JSON buffer: {reason} at {offset}")
+
+
+def repeated_keys(body: bytes) -> set[str]:
+    """Keys that some object of the (valid) JSON text holds twice; parsers keep the last one silently."""
+    repeated: set[str] = set()
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            (repeated if key in seen else seen).add(key)
+
+    json.loads(body, object_pairs_hook=look)
+    return repeated
+
+
+def dump(value: Any, *, sort_keys: bool = False, has_nan_or_inf: bool = False) -> bytes:
+    """Compact JSON. orjson turns NaN and infinities into null; with `has_nan_or_inf` they are written as they are."""
+    if has_nan_or_inf:
+        text: str = rapidjson.dumps(value, ensure_ascii=False, sort_keys=sort_keys)
+        return text.encode()
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS if sort_keys else None)
+
+
+def member(value: Any, key: str) -> Any:
+    if not isinstance(value, dict) or key not in value:
+        raise internal(f"attempt to access non-existing object member '{key}'")
+    return value[key]
+
+
+def as_string(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    raise internal("attempt to access JSON non-string as string")
+
+
+def as_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise internal("attempt to access JSON non-boolean as boolean")
+
+
+def as_unsigned(value: Any) -> int:
+    if type(value) is int and 0 <= value < 1 << 64:
+        return value
+    raise internal("attempt to access JSON non-unsigned-integer as unsigned-integer")
+
+
+def as_array(value: Any) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    raise internal("attempt to access JSON non-array as array")
+
+
+def as_object(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, dict):
+        return value
+    raise internal("attempt to access JSON non-object as object")
+
+
+class parsing:  # noqa: N801 - reads as a statement: `with parsing("shape"):`
+    """Puts "Unable to parse '<field>': " before the text of a TritonError raised inside."""
+
+    def __init__(self, field: str) -> None:
+        self._prefix = f"Unable to parse '{field}': "
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, TritonError):
+            raise TritonError(self._prefix + error.message, error.code) from None

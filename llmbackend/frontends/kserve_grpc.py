@@ -1,0 +1,209 @@
+"""KServe v2 over gRPC: the GRPCInferenceService and the standard health service.
+
+For: the frontend server. Does not know: backends. Invariants: a TritonError ends its RPC with the status of its code
+and its text unchanged; an RPC that is not built says so by name; a cancelled RPC, or one past its deadline, cancels
+its request.
+Source: grpc_service.proto (from tritonclient) and Triton's grpc_server, as recorded from Triton 2.51.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from llmbackend.core.errors import TritonError, invalid_argument, unavailable, unsupported
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import TensorMetadata
+
+from .grpc_codec import decode_request, fill_response, model_version
+from .grpc_errors import GRPC_STATUS
+from .grpc_stream import Context, StreamSession
+from .infer_codec import single_response
+from .inference import InferenceGate
+from .request_parameters import options_from_proto
+
+INT32_MAX: Final = (1 << 31) - 1
+_UNBUILT_RPCS: Final = (
+    "SystemSharedMemoryStatus",
+    "SystemSharedMemoryRegister",
+    "SystemSharedMemoryUnregister",
+    "CudaSharedMemoryStatus",
+    "CudaSharedMemoryRegister",
+    "CudaSharedMemoryUnregister",
+    "TraceSetting",
+    "LogSettings",
+)
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
+
+
+def create_grpc_server(
+    server: InferenceServer, *, address: str, options: Sequence[tuple[str, Any]] = ()
+) -> tuple[grpc.aio.Server, int]:
+    """A server for `server` on `address` ("host:port", port 0 = any), not yet started, and the port it is bound to.
+
+    `options` are gRPC channel arguments, after the message size limits of Triton. Must be called on the event loop
+    that will run it. Raises RuntimeError when the address can not be bound.
+    """
+    limits = [
+        ("grpc.max_send_message_length", INT32_MAX),
+        ("grpc.max_receive_message_length", INT32_MAX),
+        ("grpc.so_reuseport", 0),
+    ]
+    grpc_server = grpc.aio.server(options=[*limits, *options])
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(server), grpc_server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), grpc_server)
+    return grpc_server, grpc_server.add_insecure_port(address)
+
+
+def _rpc(handler: Handler) -> Handler:
+    """Turns a TritonError out of a unary handler into the RPC's status."""
+
+    @functools.wraps(handler)
+    async def guarded(self: Any, request: Any, context: Context) -> Any:
+        try:
+            return await handler(self, request, context)
+        except TritonError as error:
+            await context.abort(GRPC_STATUS[error.code], error.message)
+
+    return guarded  # type: ignore[return-value]
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1: every service name gets the server's readiness, as in Triton."""
+
+    def __init__(self, server: InferenceServer) -> None:
+        self._server = server
+
+    async def Check(self, request: Any, context: Context) -> Any:
+        ready = not self._server.is_exiting and await asyncio.to_thread(self._server.is_ready)
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: Any, context: Context) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not supported by this server, use Check")
+
+
+class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    def __init__(self, server: InferenceServer) -> None:
+        self._server = server
+        self._gate = InferenceGate(server)
+        for name in _UNBUILT_RPCS:
+            setattr(self, name, functools.partial(_refuse_unbuilt, name))
+
+    @_rpc
+    async def ServerLive(self, request: Any, context: Context) -> Any:
+        self._refuse_when_exiting()
+        return pb.ServerLiveResponse(live=self._server.is_live())
+
+    @_rpc
+    async def ServerReady(self, request: Any, context: Context) -> Any:
+        self._refuse_when_exiting()
+        return pb.ServerReadyResponse(ready=await asyncio.to_thread(self._server.is_ready))
+
+    def _refuse_when_exiting(self) -> None:
+        if self._server.is_exiting:
+            raise unavailable("Server exiting")
+
+    @_rpc
+    async def ModelReady(self, request: Any, context: Context) -> Any:
+        version = model_version(request.version)
+        return pb.ModelReadyResponse(ready=await asyncio.to_thread(self._server.model_is_ready, request.name, version))
+
+    @_rpc
+    async def ServerMetadata(self, request: Any, context: Context) -> Any:
+        metadata = self._server.server_metadata()
+        return pb.ServerMetadataResponse(name=metadata.name, version=metadata.version, extensions=metadata.extensions)
+
+    @_rpc
+    async def ModelMetadata(self, request: Any, context: Context) -> Any:
+        metadata = self._server.model_metadata(request.name, model_version(request.version))
+        return pb.ModelMetadataResponse(
+            name=metadata.name,
+            versions=metadata.versions,
+            platform=metadata.platform,
+            inputs=map(_tensor_metadata, metadata.inputs),
+            outputs=map(_tensor_metadata, metadata.outputs),
+        )
+
+    @_rpc
+    async def ModelConfig(self, request: Any, context: Context) -> Any:
+        return pb.ModelConfigResponse(config=self._server.model_config(request.name, model_version(request.version)))
+
+    @_rpc
+    async def ModelStatistics(self, request: Any, context: Context) -> Any:
+        version = model_version(request.version)
+        return pb.ModelStatisticsResponse(model_stats=self._server.model_statistics(request.name, version))
+
+    @_rpc
+    async def RepositoryIndex(self, request: Any, context: Context) -> Any:
+        rows = await asyncio.to_thread(self._server.repository_index, request.ready)
+        response = pb.RepositoryIndexResponse()
+        for row in rows:
+            response.models.add(name=row.name, version=row.version, state=row.state, reason=row.reason)
+        return response
+
+    @_rpc
+    async def RepositoryModelLoad(self, request: Any, context: Context) -> Any:
+        _refuse_named_repository(request)
+        parameters = {key: _load_parameter(key, value) for key, value in request.parameters.items()}
+        await asyncio.to_thread(self._server.load_model, request.model_name, parameters)
+        return pb.RepositoryModelLoadResponse()
+
+    @_rpc
+    async def RepositoryModelUnload(self, request: Any, context: Context) -> Any:
+        _refuse_named_repository(request)
+        dependents = request.parameters["unload_dependents"].bool_param
+        await asyncio.to_thread(self._server.unload_model, request.model_name, dependents)
+        return pb.RepositoryModelUnloadResponse()
+
+    @_rpc
+    async def ModelInfer(self, request: Any, context: Context) -> Any:
+        config = self._server.model_config(request.model_name, model_version(request.model_version))
+        if config.model_transaction_policy.decoupled:
+            raise unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
+        options = options_from_proto(request.parameters)
+        inference = self._gate.submit(lambda callback: decode_request(request, options, callback))
+        try:
+            response = single_response(await inference.collect())
+        finally:
+            inference.close()
+        message = pb.ModelInferResponse()
+        fill_response(message, response)
+        return message
+
+    async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
+        await StreamSession(self._gate, context).run(requests)
+
+
+async def _refuse_unbuilt(name: str, request: Any, context: Context) -> NoReturn:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{name} is not supported by this server")
+
+
+def _tensor_metadata(tensor: TensorMetadata) -> Any:
+    return pb.ModelMetadataResponse.TensorMetadata(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+
+
+def _refuse_named_repository(request: Any) -> None:
+    if request.repository_name:
+        raise unsupported("'repository_name' specification is not supported")
+
+
+def _load_parameter(key: str, parameter: Any) -> str | bytes:
+    """The value of a load parameter: `config` is a string, `file:<path>` bytes; INVALID_ARG for anything else."""
+    if key == "config":
+        expected = "string_param"
+    elif key.startswith("file:"):
+        expected = "bytes_param"
+    else:
+        raise invalid_argument(f"unrecognized load parameter '{key}'")
+    if parameter.WhichOneof("parameter_choice") != expected:
+        raise invalid_argument(f"invalid value type for load parameter '{key}', expected {expected}.")
+    value: str | bytes = getattr(parameter, expected)
+    return value

@@ -1,0 +1,197 @@
+"""KServe v2 over HTTP, without inference: health, metadata, configuration, statistics, and the repository's control.
+
+For: the HTTP app. Does not know: backends, inference. Invariant: nothing here blocks the event loop; what may wait
+(loading, a backend's readiness) runs in a thread. Source: KServe v2 and Triton's extensions; bodies as recorded from
+Triton 2.51.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from llmbackend.core.errors import internal, invalid_argument, unavailable, unsupported
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import ModelIndex, TensorMetadata
+from llmbackend.core.model_config import config_to_json
+
+from .http_errors import JSON, TEXT, error_body, error_response, plain
+from .json_reader import as_bool, as_object, as_string, dump, parse
+from .request_body import read_body
+from .statistics_json import statistics_to_json
+
+MODEL_PATHS = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
+_MAX_VERSION_DIGITS = 18
+
+
+def model_of(request: Request) -> tuple[str, int]:
+    """(name, version) of the request's path; version -1 when the path has none. A version that is no number: 404."""
+    version = request.path_params.get("version")
+    if version is None:
+        return request.path_params["name"], -1
+    if not (version.isascii() and version.isdecimal() and len(version) <= _MAX_VERSION_DIGITS):
+        raise HTTPException(404)
+    return request.path_params["name"], int(version)
+
+
+def json_response(value: Any) -> Response:
+    return plain(dump(value), content_type=JSON)
+
+
+class HealthEndpoints:
+    """Liveness and readiness: an empty 200, or 400."""
+
+    def __init__(self, server: InferenceServer) -> None:
+        self._server = server
+
+    def add_to(self, router: APIRouter) -> None:
+        router.add_api_route("/v2/health/live", self.live, methods=["GET"])
+        router.add_api_route("/v2/health/ready", self.ready, methods=["GET"])
+        for path in MODEL_PATHS:
+            router.add_api_route(f"{path}/ready", self.model_ready, methods=["GET"])
+
+    async def live(self, request: Request) -> Response:
+        if self._server.is_exiting:
+            return error_response(unavailable("Server exiting"), TEXT)
+        return plain(status=200 if self._server.is_live() else 400)
+
+    async def ready(self, request: Request) -> Response:
+        if self._server.is_exiting:
+            return error_response(unavailable("Server exiting"), TEXT)
+        return plain(status=200 if await asyncio.to_thread(self._server.is_ready) else 400)
+
+    async def model_ready(self, request: Request) -> Response:
+        name, version = model_of(request)
+        if await asyncio.to_thread(self._server.model_is_ready, name, version):
+            return plain()
+        return plain(error_body("Model version not ready"), 400)
+
+
+class DescriptionEndpoints:
+    """What the server and its models are, and what they have done so far."""
+
+    def __init__(self, server: InferenceServer) -> None:
+        self._server = server
+
+    def add_to(self, router: APIRouter) -> None:
+        router.add_api_route("/v2", self.server_metadata, methods=["GET"])
+        router.add_api_route("/v2/models/stats", self.statistics, methods=["GET"])  # before {name}: Triton's order
+        for path in MODEL_PATHS:
+            router.add_api_route(path, self.model_metadata, methods=["GET"])
+            router.add_api_route(f"{path}/config", self.model_config, methods=["GET"])
+            router.add_api_route(f"{path}/stats", self.model_statistics, methods=["GET"])
+
+    async def server_metadata(self, request: Request) -> Response:
+        metadata = self._server.server_metadata()
+        extensions = list(metadata.extensions)
+        return json_response({"name": metadata.name, "version": metadata.version, "extensions": extensions})
+
+    async def model_metadata(self, request: Request) -> Response:
+        metadata = self._server.model_metadata(*model_of(request))
+        return json_response(
+            {
+                "name": metadata.name,
+                "versions": list(metadata.versions),
+                "platform": metadata.platform,
+                "inputs": [_tensor_json(tensor) for tensor in metadata.inputs],
+                "outputs": [_tensor_json(tensor) for tensor in metadata.outputs],
+            }
+        )
+
+    async def model_config(self, request: Request) -> Response:
+        return json_response(config_to_json(self._server.model_config(*model_of(request))))
+
+    async def statistics(self, request: Request) -> Response:
+        return json_response(statistics_to_json(self._server.model_statistics()))
+
+    async def model_statistics(self, request: Request) -> Response:
+        return json_response(statistics_to_json(self._server.model_statistics(*model_of(request))))
+
+
+def _tensor_json(tensor: TensorMetadata) -> dict[str, Any]:
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+
+
+class RepositoryEndpoints:
+    """The model repository: index, load, unload. A path may name a repository; only the index ignores that."""
+
+    def __init__(self, server: InferenceServer, max_body_bytes: int) -> None:
+        self._server = server
+        self._max_body_bytes = max_body_bytes
+
+    def add_to(self, router: APIRouter) -> None:
+        for path in ("/v2/repository", "/v2/repository/{repository}"):
+            router.add_api_route(f"{path}/index", self.index, methods=["POST"])
+            router.add_api_route(f"{path}/models/{{name}}/load", self.load, methods=["POST"])
+            router.add_api_route(f"{path}/models/{{name}}/unload", self.unload, methods=["POST"])
+
+    async def index(self, request: Request) -> Response:
+        body = await self._body(request)
+        ready_only = "ready" in body and as_bool(body["ready"])
+        rows = await asyncio.to_thread(self._server.repository_index, ready_only)
+        return json_response([_index_json(row) for row in rows])
+
+    async def load(self, request: Request) -> Response:
+        name, body = await self._control(request)
+        parameters = dict(_load_parameter(key, value) for key, value in body.items())
+        await asyncio.to_thread(self._server.load_model, name, parameters)
+        return plain(content_type=JSON)
+
+    async def unload(self, request: Request) -> Response:
+        name, body = await self._control(request)
+        dependents = "unload_dependents" in body and as_bool(body["unload_dependents"])
+        await asyncio.to_thread(self._server.unload_model, name, dependents)
+        return plain(content_type=JSON)
+
+    async def _control(self, request: Request) -> tuple[str, Mapping[str, Any]]:
+        """The model's name, and the `parameters` of the body."""
+        if "repository" in request.path_params:
+            raise unsupported("'repository_name' specification is not supported")
+        body = await self._body(request)
+        return request.path_params["name"], as_object(body.get("parameters", {}))
+
+    async def _body(self, request: Request) -> Mapping[str, Any]:
+        body = await read_body(request, self._max_body_bytes)
+        return as_object(parse(body)) if body else {}
+
+
+def _load_parameter(key: str, value: Any) -> tuple[str, str | bytes]:
+    if key == "config":
+        return key, as_string(value)
+    if key.startswith("file:"):
+        try:
+            return key, base64.b64decode(as_string(value), validate=True)
+        except binascii.Error as error:
+            raise invalid_argument(f"load parameter '{key}' is not base64: {error}") from None
+    raise internal("unexpected error on creating Triton parameter")
+
+
+def _index_json(row: ModelIndex) -> dict[str, str]:
+    fields = {"name": row.name, "version": row.version, "state": row.state, "reason": row.reason}
+    return {key: value for key, value in fields.items() if value or key == "name"}
+
+
+_UNBUILT = (
+    "/v2/{kind:path}sharedmemory/status",
+    "/v2/{kind:path}sharedmemory/{rest:path}",
+    "/v2/trace/setting",
+    "/v2/models/{name}/trace/setting",
+    "/v2/logging",
+)
+
+
+def add_unbuilt(router: APIRouter) -> None:
+    """Answers the extensions that do not exist yet with 501 and their path, rather than with "Not Found"."""
+
+    async def refuse(request: Request) -> Response:
+        raise unsupported(f"'{request.url.path}' is not supported by this server")
+
+    for path in _UNBUILT:
+        router.add_api_route(path, refuse, methods=["GET", "POST"])

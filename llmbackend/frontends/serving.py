@@ -1,0 +1,127 @@
+"""The network side of a server: HTTP, gRPC and metrics endpoints on one event loop.
+
+For: the command line, tests, and embedding. Does not know: models, signals, processes; whoever holds it stops the
+host after it.
+Invariants: after `start` every port that was asked for answers, or start raised and none is open; `stop` refuses new
+work at once and lets what is running finish within its grace. Nothing here wakes an idle process: uvicorn's main
+loop, which ticks ten times a second, is not used (its start and its graceful end are).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Final
+
+import grpc
+import uvicorn
+from starlette.types import ASGIApp
+
+from llmbackend.core.inference_server import InferenceServer
+
+from .http_app import create_http_app
+from .kserve_grpc import create_grpc_server
+from .metrics_http import create_metrics_app
+
+_BACKLOG: Final = 2048
+_KEEP_ALIVE_S: Final = 75
+
+
+class HttpEndpoint:
+    """One ASGI app on one listening socket."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self.port: int = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+        )
+        config.load()
+        self._server = uvicorn.Server(config)
+        self._server.lifespan = config.lifespan_class(config)
+
+    async def start(self) -> None:
+        await self._server.startup(sockets=[self._socket])
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops listening, then waits up to `grace_s` for running responses; what still runs then is cancelled."""
+        self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
+        await self._server.shutdown(sockets=[self._socket])
+
+    def close(self) -> None:
+        """Frees the socket of an endpoint that was never started."""
+        self._socket.close()
+
+
+class FrontendServer:
+    """The endpoints around one InferenceServer. A port of None switches its endpoint off, 0 takes any free port."""
+
+    def __init__(
+        self,
+        server: InferenceServer,
+        *,
+        http_address: str = "127.0.0.1",
+        http_port: int | None = 8000,
+        grpc_address: str = "127.0.0.1",
+        grpc_port: int | None = 8001,
+        metrics_address: str = "127.0.0.1",
+        metrics_port: int | None = 8002,
+        http_app: ASGIApp | None = None,
+    ) -> None:
+        self._server = server
+        self._http_app = http_app
+        self._http_at = (http_address, http_port)
+        self._grpc_at = (grpc_address, grpc_port)
+        self._metrics_at = (metrics_address, metrics_port)
+        self._endpoints: list[HttpEndpoint] = []
+        self._grpc: grpc.aio.Server | None = None
+        self.http_port: int | None = None
+        self.grpc_port: int | None = None
+        self.metrics_port: int | None = None
+
+    async def start(self) -> None:
+        """Binds all ports, then opens them. Raises OSError or RuntimeError when one is taken; then none stays open."""
+        try:
+            self._bind()
+        except BaseException:
+            for endpoint in self._endpoints:
+                endpoint.close()
+            raise
+        for endpoint in self._endpoints:
+            await endpoint.start()
+        if self._grpc is not None:
+            await self._grpc.start()
+
+    def _bind(self) -> None:
+        host, port = self._http_at
+        if port is not None:
+            self.http_port = self._add_http(self._http_app or create_http_app(self._server), host, port)
+        host, port = self._metrics_at
+        if port is not None:
+            self.metrics_port = self._add_http(create_metrics_app(self._server.metrics_registry), host, port)
+        host, port = self._grpc_at
+        if port is not None:
+            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            self._grpc, self.grpc_port = create_grpc_server(self._server, address=address)
+
+    def _add_http(self, app: ASGIApp, host: str, port: int) -> int:
+        endpoint = HttpEndpoint(app, host, port)
+        self._endpoints.append(endpoint)
+        return endpoint.port
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new work, waits up to `grace_s` seconds for what is running, then closes everything. Call it once."""
+        stops = [endpoint.stop(grace_s) for endpoint in self._endpoints]
+        if self._grpc is not None:
+            stops.append(self._grpc.stop(grace_s))
+        await asyncio.gather(*stops)

@@ -1,0 +1,338 @@
+"""KServe v2 over gRPC with raw stubs. Expectations are the recorded transcripts."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kserve_fake_server import FakeServer
+from kserve_runner import FrontendThread
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+RAW = struct.pack("<4f", 1, 2, 3, 4)
+EMPTY_FINAL = {"triton_enable_empty_final_response": pb.InferParameter(bool_param=True)}
+STRICT = (("triton_grpc_error", "true"),)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[FrontendThread]:
+    thread = FrontendThread(FakeServer())
+    yield thread
+    thread.stop()
+
+
+@pytest.fixture(scope="module")
+def channel(running: FrontendThread) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(running.grpc) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def stub(channel: grpc.Channel) -> Any:
+    return service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+def identity(raws: Sequence[bytes] = (RAW,), model: str = "identity", version: str = "", **change: Any) -> Any:
+    request = pb.ModelInferRequest(model_name=model, model_version=version, raw_input_contents=raws)
+    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [1, 4]} | change
+    contents = {key: tensor.pop(key) for key in list(tensor) if key.endswith("_contents")}
+    request.inputs.add(**tensor)
+    for field, values in contents.items():
+        getattr(request.inputs[0].contents, field).extend(values)
+    return request
+
+
+def text(words: str, model: str = "llm", shape: Sequence[int] = (1,), **fields: Any) -> Any:
+    request = pb.ModelInferRequest(model_name=model, **fields)
+    tensor = request.inputs.add(name="text_input", datatype="BYTES", shape=shape)
+    tensor.contents.bytes_contents.append(words.encode())
+    return request
+
+
+def failure(call: Callable[[], Any]) -> tuple[str, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value.code().name, caught.value.details()
+
+
+def stream(stub: Any, *requests: Any, **options: Any) -> tuple[list[Any], str]:
+    """The messages of a stream of `requests` and how it ended: "OK", or status and details."""
+    messages = []
+    try:
+        for message in stub.ModelStreamInfer(iter(requests), timeout=20, **options):
+            messages.append(message)
+    except grpc.RpcError as error:
+        return messages, f"{error.code().name} {error.details()}"
+    return messages, "OK"
+
+
+def brief(message: Any) -> tuple[Any, ...]:
+    """(error or text, id, final flag, model_name, model_version)"""
+    response = message.infer_response
+    raw = response.raw_output_contents
+    content = message.error_message or (raw[0][4:].decode() if raw else "")
+    final = response.parameters["triton_final_response"].bool_param if response.parameters else None
+    return content, response.id, final, response.model_name, response.model_version
+
+
+def test_health(running: FrontendThread, stub: Any, channel: grpc.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    assert stub.ServerLive(pb.ServerLiveRequest()).live and stub.ServerReady(pb.ServerReadyRequest()).ready
+    assert stub.ModelReady(pb.ModelReadyRequest(name="identity")).ready
+    assert not stub.ModelReady(pb.ModelReadyRequest(name="nosuch")).ready
+    assert not stub.ModelReady(pb.ModelReadyRequest(name="identity", version="9")).ready
+    assert health.Check(health_pb2.HealthCheckRequest(service="any")).status == 1
+    running.server.ready = False
+    try:
+        assert not stub.ServerReady(pb.ServerReadyRequest()).ready
+        assert health.Check(health_pb2.HealthCheckRequest()).status == 2
+    finally:
+        running.server.ready = True
+
+
+def test_a_version_that_is_no_number(stub: Any) -> None:
+    assert failure(lambda: stub.ModelReady(pb.ModelReadyRequest(name="identity", version="abc"))) == (
+        "INVALID_ARGUMENT",
+        "failed to get model version from specified version string 'abc' (details: stol), "
+        "version should be an integral value > 0",
+    )
+
+
+def test_descriptions(stub: Any) -> None:
+    assert stub.ServerMetadata(pb.ServerMetadataRequest()).version == "2.51.0"
+    metadata = stub.ModelMetadata(pb.ModelMetadataRequest(name="identity"))
+    assert metadata.platform == "python" and list(metadata.inputs[0].shape) == [-1, 4]
+    assert stub.ModelConfig(pb.ModelConfigRequest(name="llm")).config.model_transaction_policy.decoupled
+    assert stub.ModelStatistics(pb.ModelStatisticsRequest(name="identity")).model_stats[0].inference_count == 2
+    assert stub.RepositoryIndex(pb.RepositoryIndexRequest()).models[0].name == "bad"
+    unknown = "Request for unknown model: 'nosuch' is not found"
+    assert failure(lambda: stub.ModelMetadata(pb.ModelMetadataRequest(name="nosuch"))) == ("NOT_FOUND", unknown)
+
+
+def test_load_and_unload(running: FrontendThread, stub: Any) -> None:
+    request = pb.RepositoryModelLoadRequest(model_name="m")
+    request.parameters["config"].string_param = "{}"
+    request.parameters["file:1/x"].bytes_param = b"\xff"
+    stub.RepositoryModelLoad(request)
+    assert running.server.loads[-1] == ("m", {"config": "{}", "file:1/x": b"\xff"})
+    unload = pb.RepositoryModelUnloadRequest(model_name="m")
+    unload.parameters["unload_dependents"].bool_param = True
+    stub.RepositoryModelUnload(unload)
+    assert running.server.unloads[-1] == ("m", True)
+    request.parameters["nosuch"].string_param = "1"
+    assert failure(lambda: stub.RepositoryModelLoad(request)) == (
+        *("INVALID_ARGUMENT", "unrecognized load parameter 'nosuch'"),
+    )
+
+
+@pytest.mark.parametrize(
+    "rpc", ["SystemSharedMemoryStatus", "CudaSharedMemoryUnregister", "TraceSetting", "LogSettings"]
+)
+def test_what_is_not_built_says_so(stub: Any, rpc: str) -> None:
+    request = getattr(pb, f"{rpc}Request")()
+    assert failure(lambda: getattr(stub, rpc)(request)) == ("UNIMPLEMENTED", f"{rpc} is not supported by this server")
+
+
+@pytest.mark.parametrize(
+    "request_", [identity(), identity(raws=(), fp32_contents=[1, 2, 3, 4]), identity(raws=(RAW, RAW))]
+)
+def test_infer(stub: Any, request_: Any) -> None:
+    request_.id = "g1"
+    response = stub.ModelInfer(request_)
+    assert (response.model_name, response.model_version, response.id) == ("identity", "1", "g1")
+    assert list(response.outputs[0].shape) == [1, 4] and response.raw_output_contents[0] == RAW
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "message"),
+    [
+        (identity(model="nosuch"), "NOT_FOUND", "Request for unknown model: 'nosuch' is not found"),
+        (identity(version="9"), "NOT_FOUND", "Request for unknown model: 'identity' version 9 is not found"),
+        (identity(name="NOPE"), "INVALID_ARGUMENT", "unexpected inference input 'NOPE' for model 'identity'"),
+        (
+            *(identity(datatype="FLOAT"), "INVALID_ARGUMENT"),
+            "[request id: <id_unknown>] inference input 'INPUT0' data-type is '<invalid>', "
+            "but model 'identity' expects 'FP32'",
+        ),
+        (
+            *(identity(raws=()), "INVALID_ARGUMENT"),
+            "unable to find data for input tensor 'INPUT0' for model 'identity' in request.",
+        ),
+        (
+            *(identity(raws=(), int_contents=[1, 2, 3, 4]), "INVALID_ARGUMENT"),
+            "unexpected explicit tensor data for input tensor 'INPUT0' for model 'identity' of type 'INT32', "
+            "expected datatype 'FP32'",
+        ),
+        (
+            *(identity(fp32_contents=[1, 2, 3, 4]), "INVALID_ARGUMENT"),
+            "contents field must not be specified when using raw_input_contents for 'INPUT0' for model 'identity'",
+        ),
+        (
+            *(identity(raws=(), fp32_contents=[1, 2, 3]), "INVALID_ARGUMENT"),
+            "[request id: <id_unknown>] input byte size mismatch for input 'INPUT0' for model 'identity'. "
+            "Expected 16, got 12",
+        ),
+        (
+            *(text("n=1"), "UNIMPLEMENTED"),
+            "ModelInfer RPC doesn't support models with decoupled transaction policy",
+        ),
+        (text("fail", "textid", (1, 1)), "INTERNAL", "model says no"),
+    ],
+)
+def test_infer_errors(stub: Any, request_: Any, code: str, message: str) -> None:
+    assert failure(lambda: stub.ModelInfer(request_)) == (code, message)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            *("triton_x", {"int64_param": 1}),
+            "parameter keys starting with 'triton_' are reserved for Triton usage. Only the following keys starting "
+            "with 'triton_' are allowed: triton_enable_empty_final_response",
+        ),
+        (
+            *("u", {"uint64_param": 4}),
+            "invalid value type for 'u' parameter, expected int64_param, bool_param, or string_param.",
+        ),
+        (
+            *("sequence_start", {"int64_param": 4}),
+            "invalid value type for 'sequence_start' parameter, expected bool_param.",
+        ),
+        ("priority", {"int64_param": -4}, "invalid value -4 for 'priority' parameter, expected >= 0."),
+    ],
+)
+def test_parameter_errors(stub: Any, key: str, value: dict[str, Any], message: str) -> None:
+    request = identity()
+    request.parameters[key].CopyFrom(pb.InferParameter(**value))
+    assert failure(lambda: stub.ModelInfer(request)) == ("INVALID_ARGUMENT", message)
+
+
+def test_bytes_that_are_no_message(channel: grpc.Channel) -> None:
+    def raw(name: str) -> tuple[str, str]:
+        call = channel.unary_unary(f"/inference.GRPCInferenceService/{name}")
+        return failure(lambda: call(b"\xff\xff\xff\xff"))
+
+    assert raw("ModelInfer") == ("INTERNAL", "Unable to parse request")
+    assert raw("ServerLive") == ("INTERNAL", "Unable to parse request")
+    assert raw("Nope")[0] == "UNIMPLEMENTED"
+    call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+    assert failure(lambda: list(call(iter([b"\xff\xff\xff\xff"])))) == ("INTERNAL", "Unable to parse request")
+
+
+def test_stream_of_a_decoupled_model(stub: Any) -> None:
+    first, second = (" tok0", "a", False, "llm", "1"), (" tok1", "a", False, "llm", "1")
+    end = ("", "a", True, "llm", "")
+
+    def run(words: str, **fields: Any) -> list[Any]:
+        messages, status = stream(stub, text(words, id="a", **fields))
+        assert status == "OK"
+        return [brief(message) for message in messages]
+
+    assert run("n=2") == [first, second]
+    assert run("n=2", parameters=EMPTY_FINAL) == [first, second, end]
+    last = (" tok1", "a", True, "llm", "1")
+    assert run("n=2 lastfinal") == run("n=2 lastfinal", parameters=EMPTY_FINAL) == [first, last]
+    assert run("n=0") == [] and run("n=0", parameters=EMPTY_FINAL) == [end]
+    assert run("preerr") == [("early failure", "a", True, "llm", "")]
+    assert run("n=3 err=1", parameters=EMPTY_FINAL) == [first, ("boom at 1", "a", True, "llm", "")]
+    assert run("n=3 err=1 cont") == [first, ("boom at 1", "a", False, "llm", ""), (" tok2", "a", False, "llm", "1")]
+
+
+def test_stream_parameters_reach_the_model(stub: Any) -> None:
+    parameters = EMPTY_FINAL | {"k": pb.InferParameter(int64_param=3), "t": pb.InferParameter(double_param=0.5)}
+    messages, _ = stream(stub, text("params", id="p", parameters=parameters))
+    assert '"params": {"k": 3, "t": 0.5}' in brief(messages[0])[0]
+
+
+def test_refusals_leave_the_stream_open(stub: Any) -> None:
+    messages, status = stream(
+        stub,
+        text("n=1", model="nosuch", id="u", parameters=EMPTY_FINAL),
+        text("n=1", id="r", parameters={"triton_foo": pb.InferParameter(bool_param=True)}),
+        pb.ModelInferRequest(model_name="llm", id="m"),
+        text("n=1", id="v", model_version="abc"),
+        text("n=1", id="ok"),
+    )
+    assert status == "OK"
+    briefs = [brief(message) for message in messages]
+    assert briefs[0] == ("Request for unknown model: 'nosuch' is not found", "u", None, "", "")
+    assert [row[1] for row in briefs] == ["u", "r", "m", "v", "ok"]
+    assert briefs[2][0].startswith("[request id: m] ") and briefs[4][0] == " tok0"
+
+
+def test_requests_of_a_stream_run_at_the_same_time(stub: Any) -> None:
+    slow, quick = text("n=1 sleep=400", id="slow"), text("n=2", id="quick")
+    messages, _ = stream(stub, slow, quick)
+    assert [message.infer_response.id for message in messages] == ["quick", "quick", "slow"]
+
+
+def test_a_model_that_is_not_decoupled_answers_in_order(stub: Any) -> None:
+    requests = [text("x" * index, "textid", (1, 1), id=str(index)) for index in range(1, 30)]
+    messages, status = stream(stub, *requests)
+    assert status == "OK" and [int(message.infer_response.id) for message in messages] == list(range(1, 30))
+    assert brief(messages[0])[2] is True
+
+
+CODES = {
+    "UNKNOWN": "UNKNOWN",
+    "INTERNAL": "INTERNAL",
+    "INVALID_ARG": "INVALID_ARGUMENT",
+    "UNSUPPORTED": "UNIMPLEMENTED",
+}
+CODES |= {code: code for code in ("NOT_FOUND", "UNAVAILABLE", "ALREADY_EXISTS", "CANCELLED")}
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_strict_errors_end_the_stream(running: FrontendThread, stub: Any, code: str) -> None:
+    other = text("n=1000 sleep=50", id=f"other-{code}")
+    messages, status = stream(stub, other, text(f"n=3 err=1 code={code}", id="e"), metadata=STRICT)
+    assert status == f"{CODES[code]} boom at 1"
+    assert all(not message.error_message for message in messages)
+    assert running.server.handles[f"other-{code}"].cancelled.wait(10)
+
+
+def test_strict_mode_keeps_refusals_in_band(stub: Any) -> None:
+    messages, status = stream(stub, text("n=1", model="nosuch", id="u"), metadata=STRICT)
+    assert status == "OK" and messages[0].error_message == "Request for unknown model: 'nosuch' is not found"
+
+
+def test_an_empty_stream(stub: Any) -> None:
+    assert stream(stub) == ([], "OK")
+
+
+def test_half_close_waits_for_what_is_pending(stub: Any) -> None:
+    messages, status = stream(stub, text("n=3 sleep=50", id="c3"))
+    assert status == "OK" and len(messages) == 3
+
+
+def test_cancel_and_deadline_cancel_every_request_of_the_stream(running: FrontendThread, stub: Any) -> None:
+    requests = [text("n=1000 sleep=20", id="c1"), text("n=1 sleep=20000", id="c2")]
+    release = threading.Event()
+
+    def feed() -> Iterator[Any]:
+        yield from requests
+        release.wait(20)  # the client does not half-close
+
+    call = stub.ModelStreamInfer(feed())
+    next(call)
+    next(call)
+    call.cancel()
+    release.set()
+    assert all(running.server.handles[name].cancelled.wait(10) for name in ("c1", "c2"))
+    _, details = failure(lambda: list(stub.ModelStreamInfer(iter([text("n=9 sleep=300", id="d")]), timeout=0.5)))
+    assert "Deadline Exceeded" in details and running.server.handles["d"].cancelled.wait(10)
+
+
+def test_a_unary_call_that_is_cancelled(running: FrontendThread, stub: Any) -> None:
+    future = stub.ModelInfer.future(text("slow", "textid", (1, 1), id="unary"))
+    while "unary" not in running.server.handles:
+        threading.Event().wait(0.01)
+    future.cancel()
+    assert running.server.handles["unary"].cancelled.wait(10)
