@@ -52,6 +52,13 @@ class Engine:
     stopped_ids: list[str] = field(default_factory=list)
     """Requests that a stop string ended before the engine did; their tasks are gone."""
 
+    def is_ready(self) -> bool:
+        try:
+            self.manager.check_ready()
+        except RuntimeError:
+            return False
+        return True
+
 
 class ModelState:
     def __init__(self, model: Model) -> None:
@@ -100,10 +107,11 @@ class ModelState:
     def stop_engine(self, engine: Engine) -> None:
         """Ends the engine; what it had not finished is answered UNAVAILABLE, and so is the queue when it was the
         last."""
-        engine.manager.shutdown()
         with self._lock:
             if engine in self._engines:
                 self._engines.remove(engine)
+        engine.manager.shutdown()
+        with self._lock:
             ids = [request_id for request_id, owner in self._engine_of.items() if owner is engine]
             if not self._engines:
                 ids = list(self._tasks)
@@ -166,11 +174,15 @@ class ModelState:
     # --- the five callbacks, on an engine's loop ----------------------------------------------------------------------
 
     def _get_requests(self, engine: Engine, room: int) -> Sequence[InferRequest]:
-        """At most `room` requests, and no more than this engine's share of the queue, in the order they came."""
+        """At most `room` requests in the order they came, and no more than this engine's share of the queue;
+        none for an engine that is not ready while another is."""
         if not self._requests:
             return ()
         with self._lock:
-            share = -(-len(self._requests) // max(len(self._engines), 1))
+            ready = [one for one in self._engines if one.is_ready()]
+            if ready and engine not in ready:
+                return ()
+            share = -(-len(self._requests) // max(len(ready), 1))
             taken = [self._requests.popitem(last=False)[1] for _ in range(min(room, share))]
             tasks = [self._tasks[request.request_id] for request in taken]
             for request in taken:
@@ -224,7 +236,7 @@ class ModelState:
         if not error:
             return
         if kind is not StatusType.REQUEST_ENQUEUE_STATUS:
-            logger.warning("request %s: %s", request_id, error)
+            logger.debug("request %s: %s", request_id, error)  # it ended by itself meanwhile
             return
         with self._lock:
             task = self._pop(request_id)

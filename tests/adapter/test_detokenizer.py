@@ -76,4 +76,9 @@ def test_a_run_of_broken_bytes_is_not_held_back_for_ever() -> None:
 
 
 def test_an_unfinished_character_is_shown_at_the_end() -> None:
-    assert pieces(ByteText().detokenizer([], skip_special_tokens=True), [0x61, 0xF0, 0x9F]) == ["a", "", "", REPLACEMENT]
+    assert pieces(ByteText().detokenizer([], skip_special_tokens=True), [0x61, 0xF0, 0x9F]) == [
+        "a",
+        "",
+        "",
+        REPLACEMENT,
+    ]

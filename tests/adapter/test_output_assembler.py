@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +26,7 @@ def outputs(ids: list[int], cuts: list[int], reason: FinishReason, stop_token: i
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < len(ids)}), len(ids)]
     steps = [
         StepOutput("r", tuple(ids[a:b]), logprobs=tuple(TokenLogprobs(i, -0.5, 1) for i in ids[a:b]))
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
     ]
     last = steps[-1]
     steps[-1] = StepOutput("r", last.token_ids, reason, stop_token, last.logprobs)

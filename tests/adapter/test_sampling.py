@@ -113,7 +113,7 @@ def test_max_tokens_is_capped_to_the_room_and_null_means_all_of_it() -> None:
     assert parse(room_tokens=5, max_tokens=50).sampling.max_tokens == 5
     assert parse(room_tokens=5).sampling.max_tokens == 5
     assert parse(room_tokens=500, max_tokens=None).sampling.max_tokens == 500
-    with pytest.raises(TritonError, match="'min_tokens' is 6.*the 5 tokens that fit"):
+    with pytest.raises(TritonError, match=r"'min_tokens' is 6.*the 5 tokens that fit"):
         parse(room_tokens=5, min_tokens=6, max_tokens=10)
 
 

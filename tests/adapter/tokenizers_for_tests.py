@@ -1,4 +1,4 @@
-"""Small tokenizers made on the spot: byte-level BPE, and one with Metaspace and byte fallback as SentencePiece models have."""
+"""Small tokenizers made on the spot: byte-level BPE, and Metaspace with byte fallback as SentencePiece models."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """Known words and letters as pieces, everything else as <0x..> bytes; a leading space is dropped, as Llama 2 does."""
+    """Known words and letters as pieces, else <0x..> bytes; a leading space is dropped, as with Llama 2."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for byte in range(256):
         vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
     for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁hello", "▁world", "ll"]:
         vocabulary[piece] = len(vocabulary)
-    tokenizer = Tokenizer(
-        models.Unigram([(piece, -1.0) for piece in vocabulary], unk_id=0, byte_fallback=True)
-    )
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in vocabulary], unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

@@ -1,0 +1,147 @@
+"""Engine arguments: where they come from, which wins, and that none is dropped in silence."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from llmbackend.adapter.engine_args import ModelArguments, instance_config, read_model_arguments
+from llmbackend.core.backend_api import ErrorCode, InstanceGroupKind, TritonError
+
+
+def read(directory: Path, **parameters: str) -> ModelArguments:
+    config = ModelConfig(name="m")
+    for name, value in parameters.items():
+        config.parameters[name].string_value = value
+    model: Any = SimpleNamespace(config=config, directory=directory, version_directory=directory / "1")
+    return read_model_arguments(model)
+
+
+def refusal(directory: Path, **parameters: str) -> str:
+    with pytest.raises(TritonError) as caught:
+        read(directory, **parameters)
+    assert caught.value.code is ErrorCode.INVALID_ARG
+    return caught.value.message
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "1").mkdir()
+    return tmp_path
+
+
+def model_json(directory: Path, **arguments: Any) -> None:
+    (directory / "1" / "model.json").write_text(json.dumps(arguments))
+
+
+def test_a_checkpoint_in_the_version_directory_is_the_model(model: Path) -> None:
+    (model / "1" / "config.json").write_text("{}")
+    assert read(model).engine.model == str(model / "1")
+
+
+def test_model_json_holds_vllms_engine_arguments(model: Path) -> None:
+    model_json(model, model="mock", dtype="half", max_model_len="512", num_gpu_blocks_override=9, load_format="auto")
+    engine = read(model).engine
+    assert (engine.model, engine.dtype, engine.max_model_len, engine.num_kv_blocks) == ("mock", "float16", 512, 9)
+    assert engine.load_format == "safetensors"
+
+
+def test_pbtxt_parameters_win_over_model_json_and_that_over_a_checkpoint(model: Path) -> None:
+    (model / "1" / "config.json").write_text("{}")
+    model_json(model, block_size=8, max_num_seqs=3)
+    engine = read(model, max_num_seqs="5", trust_remote_code="true").engine
+    assert (engine.model, engine.block_size) == (str(model / "1"), 8)
+    assert (engine.max_num_seqs, engine.trust_remote_code) == (5, True)
+
+
+def test_relative_paths_are_relative_to_the_version_directory(model: Path) -> None:
+    (model / "weights").mkdir()
+    model_json(model, model="../weights", tokenizer="../weights")
+    engine = read(model).engine
+    assert engine.model == engine.tokenizer == str((model / "weights").resolve())
+    model_json(model, model="org/name")
+    assert read(model).engine.model == "org/name"
+    model_json(model, model="./nowhere")
+    assert "'model' is './nowhere', which does not exist" in refusal(model)
+
+
+def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
+    message = refusal(model)
+    assert f"'model.json' containing vllm engine args must be provided in '{model / '1'}'" in message
+    assert "config.json" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"modle": "x"}, "unknown engine argument 'modle', expected one of: model,"),
+        ({"max_num_seqs": "many"}, "engine argument 'max_num_seqs' is 'many'"),
+        ({"max_num_seqs": 0}, "'max_num_seqs' is 0, expected at least 1"),
+        ({"dtype": "int8"}, "engine argument 'dtype' is 'int8'"),
+        ({"tensor_parallel_size": 2}, "'tensor_parallel_size' is 2, only 1 is supported"),
+        ({"quantization": "awq"}, "'quantization' is 'awq', only null is supported"),
+        ({"enable_lora": True}, "'enable_lora' is True, only false is supported"),
+    ],
+)
+def test_a_bad_engine_argument_is_named(model: Path, arguments: dict[str, Any], expected: str) -> None:
+    model_json(model, **{"model": "mock", **arguments})
+    assert expected in refusal(model)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("{", "is not JSON"), ("[]", "must hold a JSON object")])
+def test_a_broken_model_json_is_named(model: Path, text: str, expected: str) -> None:
+    (model / "1" / "model.json").write_text(text)
+    message = refusal(model)
+    assert expected in message
+    assert "model.json" in message
+
+
+def test_arguments_without_effect_are_accepted_with_one_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model_json(model, model="mock", gpu_memory_utilization=0.5, enforce_eager=True, tensor_parallel_size=1)
+    with caplog.at_level(logging.WARNING):
+        read(model)
+    assert len(caplog.records) == 1
+    assert "enforce_eager, gpu_memory_utilization" in caplog.text
+
+
+def test_parameters_of_triton_and_mindie_are_known(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model_json(model, model="mock")
+    arguments = read(
+        model, REPORT_CUSTOM_METRICS="true", npu_device_ids="0;1", model_instance_number="1", max_queue_size="7"
+    )
+    assert arguments.max_queue_size == 7
+    assert "'REPORT_CUSTOM_METRICS' has no effect" in caplog.text
+    assert "unknown engine argument 'tool_parser'" in refusal(model, tool_parser="x")
+    assert "'model_instance_number' is '2', expected 1" in refusal(model, model_instance_number="2")
+    assert "'max_queue_size' is '-1'" in refusal(model, max_queue_size="-1")
+
+
+def test_a_mindie_config_is_understood_and_model_json_wins_over_it(model: Path) -> None:
+    (model / "weights").mkdir()
+    backend = {
+        "ModelDeployConfig": {
+            "maxSeqLen": 2560,
+            "ModelConfig": [{"modelWeightPath": str(model / "weights"), "trustRemoteCode": False}],
+        },
+        "ScheduleConfig": {"cacheBlockSize": 128, "maxBatchSize": 200, "maxPrefillTokens": 8192},
+    }
+    (model / "mindie.json").write_text(json.dumps({"ServerConfig": {}, "BackendConfig": backend}))
+    model_json(model, max_num_seqs=4)
+    engine = read(model, engine_config_path="mindie.json").engine
+    assert (engine.model, engine.max_model_len, engine.block_size) == (str(model / "weights"), 2560, 128)
+    assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (4, 8192)
+    assert "cannot be read" in refusal(model, engine_config_path="nowhere.json")
+
+
+def test_the_instances_kind_decides_the_device(model: Path) -> None:
+    model_json(model, model="mock", device="cpu")
+    engine = read(model).engine
+    gpu: Any = SimpleNamespace(kind=InstanceGroupKind.GPU, device_id=1)
+    cpu: Any = SimpleNamespace(kind=InstanceGroupKind.MODEL, device_id=0)
+    assert (instance_config(engine, gpu).device, instance_config(engine, cpu).device) == ("cuda:1", "cpu")

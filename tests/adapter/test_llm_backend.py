@@ -1,0 +1,192 @@
+"""The llm backend in the real host with the real engine loop and its mock model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llm_host import MODEL, LlmHost, llm_host
+
+from llmbackend.core.backend_api import ErrorCode
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+FLAGS = dict.fromkeys(
+    (
+        "return_finish_reason",
+        "return_cumulative_logprob",
+        "return_logprobs",
+        "return_num_input_tokens",
+        "return_num_output_tokens",
+        "return_output_ids",
+    ),
+    True,
+)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmHost]:
+    with llm_host(tmp_path_factory.mktemp("repository")) as one:
+        yield one
+
+
+def test_the_model_is_ready_and_shows_vllm_backends_interface(host: LlmHost) -> None:
+    assert host.server.model_is_ready(MODEL)
+    metadata = host.server.model_metadata(MODEL)
+    assert {one.name: (one.datatype, one.shape) for one in metadata.inputs}["text_input"] == ("BYTES", (1,))
+    assert {one.name: (one.datatype, one.shape) for one in metadata.outputs}["num_output_tokens"] == ("UINT32", (-1,))
+
+
+def test_one_response_with_the_prompt_before_the_text(host: LlmHost) -> None:
+    call = host.infer(text_input="hello ", sampling=GREEDY)
+    assert len(call.responses) == call.num_finals == 1
+    assert call.text.startswith("hello ")
+    assert call.output_names == [{"text_output"}]
+    alone = host.infer(text_input="hello ", exclude_input_in_output=True, sampling=GREEDY)
+    assert call.text == "hello " + alone.text
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_stream_and_whole_are_the_same(host: LlmHost, seed: int) -> None:
+    sampling = {"seed": seed, "max_tokens": 60, "logprobs": 2, "stop": ["e", "\u00e9x"], "min_tokens": 3}
+    flags = {**FLAGS, "exclude_input_in_output": True}
+    whole = host.infer(text_input="tell me", sampling=sampling, **flags)
+    stream = host.infer(text_input="tell me", sampling=sampling, stream=True, **flags)
+    assert stream.text == whole.text
+    assert stream.all("output_ids") == whole.all("output_ids")
+    assert sum(stream.all("num_output_tokens")) == whole.all("num_output_tokens")[0] == len(whole.all("output_ids"))
+    positions = [position for one in stream.all("logprobs") for position in json.loads(one)]
+    assert positions == json.loads(whole.all("logprobs")[0])
+    assert stream.all("cumulative_logprob")[-1] == whole.all("cumulative_logprob")[0]
+    assert set(stream.all("num_input_tokens")) == {7}
+    assert stream.all("finish_reason")[-1:] == whole.all("finish_reason")
+    assert set(stream.all("finish_reason")[:-1]) <= {b"None"}
+    assert stream.num_finals == 1
+
+
+def test_a_stream_has_several_responses_and_ends_with_content(host: LlmHost) -> None:
+    call = host.infer(text_input="go", stream=True, sampling=GREEDY, return_finish_reason=True)
+    assert len(call.responses) > 2
+    assert call.all("finish_reason")[-1] == b"length"
+    assert all(call.all("text_output"))
+
+
+def test_logprobs_have_vllms_form(host: LlmHost) -> None:
+    call = host.infer(text_input="go", sampling={**GREEDY, "logprobs": 2, "max_tokens": 3}, **FLAGS)
+    positions = json.loads(call.all("logprobs")[0])
+    assert len(positions) == 3
+    for token_id, position in zip(call.all("output_ids"), positions, strict=True):
+        assert next(iter(position)) == str(token_id)
+        assert set(position[str(token_id)]) == {"logprob", "rank", "decoded_token"}
+        assert position[str(token_id)]["rank"] == 1
+    sampled = [position[str(one)]["logprob"] for one, position in zip(call.all("output_ids"), positions, strict=True)]
+    assert call.all("cumulative_logprob")[0] == pytest.approx(sum(sampled))
+
+
+def test_cumulative_logprob_needs_no_logprobs(host: LlmHost) -> None:
+    call = host.infer(text_input="go", sampling=GREEDY, return_cumulative_logprob=True, return_logprobs=True)
+    assert call.all("cumulative_logprob")[0] < 0
+    assert call.all("logprobs") == [b"null"]
+
+
+def test_a_stop_string_ends_the_generation_early(host: LlmHost) -> None:
+    free = host.infer(input_ids=[1, 2, 3], sampling={**GREEDY, "max_tokens": 60}, return_output_ids=True)
+    stop = next(char for char in free.text[5:] if char.isascii())
+    call = host.infer(input_ids=[1, 2, 3], sampling={**GREEDY, "max_tokens": 60, "stop": stop}, **FLAGS)
+    assert call.text == free.text[: free.text.index(stop)]
+    assert call.all("finish_reason") == [b"stop"]
+    assert call.all("output_ids") == free.all("output_ids")[: len(call.all("output_ids"))]
+    assert call.all("output_ids")[-1] == ord(stop)
+
+
+def test_messages_go_through_the_chat_template(host: LlmHost) -> None:
+    messages = json.dumps([{"role": "user", "content": "hi"}])
+    flags = {"return_num_input_tokens": True, "return_output_ids": True}
+    call = host.infer(messages=messages, sampling=GREEDY, **flags)
+    prompt = "user: hi\nassistant: "
+    assert call.all("num_input_tokens") == [len(prompt)]
+    as_text = host.infer(text_input=prompt, sampling=GREEDY, exclude_input_in_output=True, **flags)
+    as_ids = host.infer(input_ids=list(prompt.encode()), sampling=GREEDY, **flags)
+    assert call.text == as_text.text == as_ids.text
+    assert call.all("output_ids") == as_text.all("output_ids") == as_ids.all("output_ids")
+    chat = json.dumps({"messages": json.loads(messages), "chat_template_kwargs": {}, "add_generation_prompt": False})
+    assert host.infer(messages=chat, sampling=GREEDY, **flags).all("num_input_tokens") == [len("user: hi\n")]
+
+
+def test_request_parameters_carry_sampling_as_generate_sends_it(host: LlmHost) -> None:
+    parameters = {"temperature": 0, "max_tokens": "5", "ignore_eos": True, "id": "7"}
+    call = host.infer(parameters, text_input="a", return_num_output_tokens=True)
+    assert call.all("num_output_tokens") == [5]
+
+
+def test_only_requested_outputs_are_sent(host: LlmHost) -> None:
+    call = host.infer(text_input="a", sampling=GREEDY, stream=True, outputs=("output_ids",), **FLAGS)
+    assert call.output_names == [{"output_ids"}] * 24
+    assert len(call.all("output_ids")) == 24
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected", "code"),
+    [
+        ({"text_input": ""}, "the prompt is empty", ErrorCode.INVALID_ARG),
+        ({"input_ids": [259]}, "'input_ids' holds 259, expected token ids from 0 to 258", ErrorCode.INVALID_ARG),
+        ({"input_ids": [-1]}, "'input_ids' holds -1", ErrorCode.INVALID_ARG),
+        ({"text_input": "x" * 256}, "the prompt has 256 tokens, expected at most 255", ErrorCode.INVALID_ARG),
+        ({"text_input": "a", "messages": "[]"}, "exactly one of the inputs", ErrorCode.INVALID_ARG),
+        ({"messages": "[]"}, "non-empty JSON list", ErrorCode.INVALID_ARG),
+        ({"messages": "{"}, "'messages' is not JSON", ErrorCode.INVALID_ARG),
+        ({"messages": '{"messages": [1], "tool": 1}'}, "unknown fields ['tool']", ErrorCode.INVALID_ARG),
+        ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, "cannot be tokenised", ErrorCode.INVALID_ARG),
+        ({"text_input": "a", "sampling": {"temperature": -1}}, "'temperature' is -1", ErrorCode.INVALID_ARG),
+        ({"text_input": "a", "sampling": {"guided_json": "{}"}}, "'guided_json'", ErrorCode.UNSUPPORTED),
+        (
+            {"text_input": "a", "stream": True, "exclude_input_in_output": False},
+            "When streaming",
+            ErrorCode.INVALID_ARG,
+        ),
+    ],
+)
+def test_a_bad_request_is_answered_and_the_next_one_served(
+    host: LlmHost, inputs: dict[str, Any], expected: str, code: ErrorCode
+) -> None:
+    call = host.infer(**inputs)
+    assert call.num_finals == len(call.responses) == 1
+    assert call.error is not None
+    assert expected in call.error.message
+    assert call.error.code is code
+    assert host.infer(text_input="a", sampling=GREEDY).error is None
+
+
+def test_many_requests_at_once_get_what_each_gets_alone(host: LlmHost) -> None:
+    def request(index: int) -> dict[str, Any]:
+        sampling = {"seed": index, "max_tokens": 5 + index % 40, "ignore_eos": True}
+        return {"text_input": "p" * (1 + index % 50), "sampling": sampling, "return_output_ids": True}
+
+    alone = [host.infer(**request(index)) for index in range(40)]
+    together = [
+        host.start(**request(index), stream=index % 2 == 0, exclude_input_in_output=True) for index in range(40)
+    ]
+    for one, other in zip(alone, together, strict=True):
+        assert other.wait().all("output_ids") == one.all("output_ids")
+
+
+def test_metrics_and_statistics_count_what_happened(tmp_path: Path) -> None:
+    with llm_host(tmp_path) as host:
+        assert host.metric("vllm:request_success_total", finished_reason="length") == 0
+        host.infer(text_input="four", sampling=GREEDY)
+        host.infer(text_input="four", stream=True, sampling=GREEDY)
+        host.infer(text_input="a", sampling={"top_p": 7})
+        assert host.metric("vllm:request_success_total", finished_reason="length") == 2
+        for name, total in [("prompt", 8), ("generation", 48)]:
+            assert host.metric(f"vllm:request_{name}_tokens_sum") == total
+        assert host.metric("vllm:time_to_first_token_seconds_count") == 2
+        assert host.metric("vllm:inter_token_latency_seconds_count") == 46
+        assert host.metric("vllm:e2e_request_latency_seconds_count") == 2
+        (statistics,) = host.server.model_statistics(MODEL)
+    inference = statistics.inference_stats
+    assert (inference.success.count, inference.fail.count) == (2, 1)
+    assert (statistics.inference_count, statistics.execution_count) == (2, 2)
+    assert inference.compute_infer.ns > 0
+    assert inference.success.ns >= inference.compute_infer.ns

@@ -1,0 +1,160 @@
+"""Cancel, sharing between instances, full queues, unload, and models that cannot load: in the real host."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llm_host import ENGINE, MODEL, Call, LlmHost, llm_host, write_model
+
+from llmbackend.core.backend_api import ErrorCode, TritonError
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import ServerOptions
+
+LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
+SHORT: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+SLOW_STEP_MS = 20.0
+
+
+def start_long(host: LlmHost, **inputs: Any) -> Call:
+    return host.start(text_input="long", sampling=LONG, **inputs)
+
+
+def until_waiting(host: LlmHost, count: int) -> None:
+    """Until `count` requests are in the model's queue: before that, a cancel is the host's own affair."""
+    while (host.metric("vllm:num_requests_waiting") or 0) < count:
+        time.sleep(0.001)
+
+
+def assert_cancelled(call: Call) -> None:
+    error = call.wait().error
+    assert error is not None
+    assert (error.code, error.message) == (ErrorCode.CANCELLED, "Request was cancelled")
+    assert call.num_finals == 1
+
+
+def assert_nothing_left(host: LlmHost) -> None:
+    """After one more request every KV block is free again and nobody waits."""
+    assert host.infer(text_input="a", sampling=SHORT).error is None
+    for name in ("num_requests_running", "num_requests_waiting"):
+        assert host.metric(f"vllm:{name}") == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_running_request_is_cancelled(tmp_path: Path, stream: bool) -> None:
+    with llm_host(tmp_path, mock_step_ms=SLOW_STEP_MS) as host:
+        call = start_long(host, stream=stream)
+        beside = host.start(text_input="b", stream=True, sampling={**SHORT, "max_tokens": 8})
+        beside.first.wait(10)
+        call.handle.cancel()
+        call.handle.cancel()
+        assert_cancelled(call)
+        assert beside.wait().error is None
+        assert host.metric("vllm:request_success_total", finished_reason="abort") == 1
+        assert_nothing_left(host)
+
+
+def test_a_queued_request_is_cancelled_and_the_others_go_on(tmp_path: Path) -> None:
+    with llm_host(tmp_path, max_num_seqs=1, mock_step_ms=SLOW_STEP_MS) as host:
+        running = host.start(text_input="r", stream=True, sampling={**SHORT, "max_tokens": 10})
+        running.first.wait(10)
+        queued, after = start_long(host), host.start(text_input="a", sampling=SHORT)
+        until_waiting(host, 2)
+        queued.handle.cancel()
+        assert_cancelled(queued)
+        assert running.wait().error is None
+        assert after.wait().error is None
+        assert_nothing_left(host)
+
+
+def test_instances_share_one_queue(tmp_path: Path) -> None:
+    group = "instance_group [ { kind: KIND_CPU, count: 2 } ]"
+    with llm_host(tmp_path, group, max_num_seqs=2, mock_step_ms=5.0) as host:
+        calls = [host.start(text_input=f"{index}", sampling={**SHORT, "max_tokens": 10}) for index in range(12)]
+        cancelled = start_long(host)
+        until_waiting(host, 9)
+        cancelled.handle.cancel()
+        assert_cancelled(cancelled)
+        assert all(call.wait().error is None for call in calls)
+        alone = [host.infer(text_input=f"{index}", sampling={**SHORT, "max_tokens": 10}) for index in range(12)]
+        assert [call.text for call in calls] == [call.text for call in alone]
+        assert host.metric("vllm:request_success_total", finished_reason="length") == 24
+
+
+def test_a_full_queue_refuses_with_unavailable(tmp_path: Path) -> None:
+    parameters = 'parameters { key: "max_queue_size" value { string_value: "2" } }'
+    with llm_host(tmp_path, parameters, max_num_seqs=1, mock_step_ms=SLOW_STEP_MS) as host:
+        running = start_long(host, stream=True)
+        running.first.wait(10)
+        waiting = [start_long(host) for _ in range(2)]
+        refused = start_long(host).wait().error
+        assert refused is not None
+        assert refused.code is ErrorCode.UNAVAILABLE
+        assert "its queue holds 2 requests" in refused.message
+        for call in (running, *waiting):
+            call.handle.cancel()
+        for call in (running, *waiting):
+            assert_cancelled(call)
+        assert_nothing_left(host)
+
+
+def test_a_model_that_is_not_decoupled_answers_once_and_refuses_to_stream(tmp_path: Path) -> None:
+    with llm_host(tmp_path, "model_transaction_policy { decoupled: false }") as host:
+        assert host.infer(text_input="a", sampling=SHORT).num_finals == 1
+        error = host.infer(text_input="a", stream=True, sampling=SHORT).error
+        assert error is not None
+        assert error.code is ErrorCode.UNSUPPORTED
+
+
+def test_the_engine_in_its_own_process_gives_the_same_tokens(tmp_path: Path) -> None:
+    def ids(directory: Path, transport: str) -> list[int]:
+        directory.mkdir()
+        with llm_host(directory, transport=transport) as host:
+            return host.infer(text_input="same", sampling=LONG, return_output_ids=True).all("output_ids")
+
+    assert ids(tmp_path / "a", "process") == ids(tmp_path / "b", "inline")
+
+
+def explicit_server(repository: Path) -> InferenceServer:
+    server = InferenceServer(ServerOptions(model_repositories=(repository,), model_control_mode="explicit"))
+    server.start()
+    return server
+
+
+def test_unload_ends_the_series_and_the_model_loads_again(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    server = explicit_server(tmp_path)
+    for _ in range(2):
+        server.load_model(MODEL)
+        host = LlmHost(server)
+        assert host.infer(text_input="a", sampling=SHORT).error is None
+        assert host.metric("vllm:request_success_total", finished_reason="length") == 1
+        server.unload_model(MODEL)
+        while [row for row in server.repository_index() if row.state == "UNLOADING"]:
+            time.sleep(0.001)
+    assert server.stop(10)
+    assert host.metric("vllm:request_success_total", finished_reason="length") is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ({"modle": 1}, "unknown engine argument 'modle'"),
+        ({"model": "./nowhere"}, "does not exist"),
+        ({"tokenizer": "/nowhere"}, "does not exist"),
+        ({"model": ""}, "'model.json' containing vllm engine args must be provided"),
+        ({"num_kv_blocks": "few"}, "'num_kv_blocks' is 'few'"),
+    ],
+)
+def test_a_model_that_cannot_load_says_why(tmp_path: Path, engine: dict[str, Any], expected: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / MODEL / "1" / "model.json").write_text(json.dumps({**ENGINE, **engine}))
+    server = explicit_server(tmp_path)
+    with pytest.raises(TritonError) as caught:
+        server.load_model(MODEL)
+    assert expected in caught.value.message
+    assert not server.model_is_ready(MODEL)
+    assert server.stop(10)
