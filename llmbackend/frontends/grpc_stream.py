@@ -21,6 +21,7 @@ from llmbackend.core.errors import TritonError
 
 from .grpc_codec import decode_request, fill_response, model_version
 from .grpc_errors import GRPC_STATUS
+from .grpc_malformed import check
 from .inference import Inference, InferenceGate
 from .mailbox import Item
 from .request_parameters import options_from_proto
@@ -47,6 +48,7 @@ class StreamSession:
         try:
             async with asyncio.TaskGroup() as group:
                 async for request in requests:
+                    check(request)
                     await self._serve(request, group)
         except* TritonError as errors:
             failure = _first(errors)

@@ -8,6 +8,8 @@ errors of the model, are text/plain; errors about the body are application/json.
 
 from __future__ import annotations
 
+import re
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -20,6 +22,7 @@ from .inference import InferenceGate
 from .kserve_http import MODEL_PATHS, model_of
 from .request_body import ENCODINGS, compress, decompress, read_body, response_encoding
 
+_INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 
 
@@ -82,9 +85,8 @@ def _json_length(request: Request, body_bytes: int) -> int:
     header = request.headers.get(JSON_LENGTH_HEADER)
     if header is None:
         return body_bytes
-    try:
-        length = int(header)
-    except ValueError:
+    length = int(header) if _INTEGER.fullmatch(header) else 0
+    if length == 0:
         return 0
     if not 0 <= length <= body_bytes:
         raise invalid_argument(f"inference header size should be in range (0, {body_bytes}), got: {header}")

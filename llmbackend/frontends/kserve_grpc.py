@@ -24,6 +24,7 @@ from llmbackend.core.messages import TensorMetadata
 
 from .grpc_codec import decode_request, fill_response, model_version
 from .grpc_errors import GRPC_STATUS
+from .grpc_malformed import MalformedRequests
 from .grpc_stream import Context, StreamSession
 from .infer_codec import single_response
 from .inference import InferenceGate
@@ -56,7 +57,7 @@ def create_grpc_server(
         ("grpc.max_receive_message_length", INT32_MAX),
         ("grpc.so_reuseport", 0),
     ]
-    grpc_server = grpc.aio.server(options=[*limits, *options])
+    grpc_server = grpc.aio.server(interceptors=[MalformedRequests()], options=[*limits, *options])
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(server), grpc_server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), grpc_server)
     return grpc_server, grpc_server.add_insecure_port(address)
