@@ -31,6 +31,7 @@ class BackendLocation:
     settings_name: str
     file: Path | None = None
     entry_point: EntryPoint | None = None
+    is_python_based: bool = False
 
 
 def find_backend(
@@ -67,13 +68,14 @@ def _python_based(
     for directory in (*directories, python_directory):
         file = directory / f"triton_{PYTHON_BACKEND}.py"
         if file.is_file():
-            return BackendLocation(key, own_directory, PYTHON_BACKEND, file=file)
+            return BackendLocation(key, own_directory, PYTHON_BACKEND, file=file, is_python_based=True)
     installed = _installed(PYTHON_BACKEND)
     if installed is None:
         raise invalid_argument(
             f"backend '{backend}' is python-based ({key}), but no backend '{PYTHON_BACKEND}' is installed"
         )
-    return BackendLocation(key, own_directory, PYTHON_BACKEND, entry_point=installed.entry_point)
+    entry_point = installed.entry_point
+    return BackendLocation(key, own_directory, PYTHON_BACKEND, entry_point=entry_point, is_python_based=True)
 
 
 def _installed(backend: str) -> BackendLocation | None:

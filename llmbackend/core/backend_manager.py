@@ -27,7 +27,7 @@ from .backend_api import (
     ModelInstance,
     Request,
 )
-from .backend_discovery import BackendLocation, find_backend
+from .backend_discovery import PYTHON_BASED_FILE, BackendLocation, find_backend
 from .errors import TritonError, internal, not_found
 from .metric_family import MetricFamilies
 
@@ -87,6 +87,7 @@ class LoadedBackend:
         config: Mapping[str, str],
         entry_points: EntryPoints,
         families: MetricFamilies,
+        runtime: str,
     ) -> None:
         self.state: Any = None
         self.execution_policy = ExecutionPolicy.BLOCKING
@@ -94,6 +95,7 @@ class LoadedBackend:
         self.directory = directory
         self.config = config
         self.entry_points = entry_points
+        self.runtime = runtime  # what /config shows as the runtime of a model that names none
         self._families = families
 
     def metric_family(
@@ -156,7 +158,9 @@ class BackendManager:
         directory = location.directory
         if location.file is None and directory == Path():
             directory = Path(module.__file__ or ".").parent
-        loaded = LoadedBackend(backend, directory, self._config(location), EntryPoints(module, backend), self._families)
+        runtime = PYTHON_BASED_FILE if location.is_python_based else ""
+        config = self._config(location)
+        loaded = LoadedBackend(backend, directory, config, EntryPoints(module, backend), self._families, runtime)
         try:
             loaded.entry_points.call("Initialize", loaded)
         except TritonError:

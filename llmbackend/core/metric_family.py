@@ -8,6 +8,8 @@ Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric.
 from __future__ import annotations
 
 import bisect
+import itertools
+import math
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -76,16 +78,12 @@ class Family:
                 if self.kind is not MetricKind.HISTOGRAM:
                     metric.add_sample(self.name, labels, value)
                     continue
-                total = 0
-                for bound, count in zip((*self.buckets, float("inf")), self._bucket_counts[key], strict=True):
-                    total += count
-                    metric.add_sample(
-                        f"{self.name}_bucket",
-                        {**labels, "le": _bound(bound)},
-                        total,
-                    )
-                metric.add_sample(f"{self.name}_count", labels, total)
+                counts = self._bucket_counts[key]
+                metric.add_sample(f"{self.name}_count", labels, sum(counts))
                 metric.add_sample(f"{self.name}_sum", labels, value)
+                bounds = (*self.buckets, float("inf"))
+                for bound, total in zip(bounds, itertools.accumulate(counts), strict=True):
+                    metric.add_sample(f"{self.name}_bucket", {**labels, "le": number_text(bound)}, total)
         return metric
 
     def _key(self, labels: dict[str, str]) -> LabelValues:
@@ -98,8 +96,14 @@ class Family:
             raise invalid_argument(f"metric '{self.name}' is a {self.kind.value}: can not {action} it")
 
 
-def _bound(value: float) -> str:
-    return "+Inf" if value == float("inf") else repr(float(value))
+def number_text(value: float) -> str:
+    """A sample's value as Triton prints it: whole numbers without a fraction."""
+    number = float(value)
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "+Inf" if number > 0 else "-Inf"
+    return str(int(number)) if number.is_integer() and abs(number) < 1e15 else repr(number)
 
 
 class MetricFamilies:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from .metric_family import number_text
 from .model import LoadedModel
 from .statistics import FailureReason, Statistics
 
@@ -191,7 +192,7 @@ def render(registry: CollectorRegistry) -> bytes:
         help_text = metric.documentation.replace("\\", "\\\\").replace("\n", "\\n")
         lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
         for sample in samples:
-            lines.append(f"{sample.name}{_label_text(sample.labels)} {_number(sample.value)}")
+            lines.append(f"{sample.name}{_label_text(sample.labels)} {number_text(sample.value)}")
     return "".join(f"{line}\n" for line in lines).encode()
 
 
@@ -201,13 +202,8 @@ def _label_text(labels: dict[str, str]) -> str:
     escaped = {
         name: value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"') for name, value in labels.items()
     }
-    return "{" + ",".join(f'{name}="{escaped[name]}"' for name in sorted(escaped)) + "}"
-
-
-def _number(value: float) -> str:
-    number = float(value)
-    if number != number:
-        return "NaN"
-    if number in (float("inf"), float("-inf")):
-        return "+Inf" if number > 0 else "-Inf"
-    return str(int(number)) if number.is_integer() and abs(number) < 1e15 else repr(number)
+    return (
+        "{"
+        + ",".join(f'{name}="{escaped[name]}"' for name in sorted(escaped, key=lambda name: (name == "le", name)))
+        + "}"
+    )

@@ -61,6 +61,7 @@ class LoadedModel:
         self._spec = spec  # keeps a directory that was made for this model alive
         self._config = ModelConfig()
         self._config.CopyFrom(spec.config)
+        self._config.runtime = self._config.runtime or backend.runtime
         self._initializing = False
         self._threads: list[InstanceThread] = []
         self._scheduler: Scheduler | None = None

@@ -9,9 +9,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from core_host import Repository
+from core_host import STAGE, Repository
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Repository:
+    STAGE.clear()
     return Repository(tmp_path)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import queue
 import textwrap
-from collections.abc import Iterator
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,73 @@ def TRITONBACKEND_ModelInstanceExecute(instance, requests):
     end = time.monotonic_ns()
     instance.report_batch_statistics(len(requests), start, start, end, end)
 """
+
+
+class Stage:
+    """What backend files of a test write to and wait on: `from core_host import STAGE`."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.events: list[str] = []
+        self.kept: list[Any] = []
+        self.gates: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+
+    def note(self, event: str) -> None:
+        self.events.append(event)
+
+    def wait(self, gate: str) -> None:
+        """Blocks until the test opens the gate."""
+        assert self.gates[gate].wait(WAIT_S), f"gate {gate} stayed closed"
+
+    def open(self, gate: str) -> None:
+        self.gates[gate].set()
+
+
+STAGE = Stage()
+
+# Notes every entry point; FAIL_IN names those that raise, "instance:<name>" a single instance.
+NOTING_BACKEND = """
+from core_host import STAGE
+from llmbackend.core.backend_api import ResponseFlag, TritonError, internal
+
+FAIL_IN = {fail_in!r}
+
+def note(event, *keys):
+    STAGE.note(event)
+    if any(key in FAIL_IN for key in (event, *keys)):
+        raise internal("no " + event)
+
+def TRITONBACKEND_Initialize(backend): note("Initialize")
+def TRITONBACKEND_Finalize(backend): note("Finalize")
+def TRITONBACKEND_ModelInitialize(model): note("ModelInitialize")
+def TRITONBACKEND_ModelFinalize(model): note("ModelFinalize")
+def TRITONBACKEND_ModelInstanceInitialize(instance): note("InstanceInitialize " + instance.name)
+def TRITONBACKEND_ModelInstanceFinalize(instance): note("InstanceFinalize " + instance.name)
+def TRITONBACKEND_ModelInstanceReady(instance): note("Ready")
+def TRITONBACKEND_ModelInstanceExecute(instance, requests):
+    for request in requests:
+        request.new_response().send(ResponseFlag.FINAL)
+        request.release()
+"""
+
+# Keeps every request for the test to complete: STAGE.kept holds (instance, request).
+KEEPING_BACKEND = """
+from core_host import STAGE
+
+def TRITONBACKEND_ModelInstanceExecute(instance, requests):
+    for request in requests:
+        STAGE.kept.append((instance, request))
+        STAGE.open("executed " + request.id)
+
+def TRITONBACKEND_ModelFinalize(model):
+    STAGE.note("ModelFinalize")
+"""
+
+
+def noting_backend(*fail_in: str) -> str:
+    return NOTING_BACKEND.replace("{fail_in!r}", repr(fail_in))
 
 
 class Repository:
@@ -123,3 +193,11 @@ def send(server: InferenceServer, model: str, *inputs: Tensor | RawTensor, **fie
     client = Client()
     client.handle = server.infer_async(InferenceRequest(model, client, inputs=inputs or (x(1, 2),), **fields))
     return client
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    """Waits for something that another thread brings about."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.005)
