@@ -17,8 +17,10 @@ from llmbackend.core.backend_api import (
     ModelInstance,
     Request,
     check_api_version,
+    unavailable,
 )
 
+from .metrics import SeriesUsers
 from .model_instance_state import ModelInstanceState
 from .model_state import ModelState
 from .tensor_interface import complete_config
@@ -28,6 +30,7 @@ BUILT_FOR_API = (1, 19)
 
 def TRITONBACKEND_Initialize(backend: Backend) -> None:
     check_api_version(backend, BUILT_FOR_API)
+    backend.state = SeriesUsers()
 
 
 def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None:
@@ -52,7 +55,9 @@ def TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequen
 
 
 def TRITONBACKEND_ModelInstanceReady(instance: ModelInstance) -> None:
-    state: ModelInstanceState = instance.state
+    state: ModelInstanceState | None = instance.state
+    if state is None:
+        raise unavailable(f"instance '{instance.name}' has no engine")
     state.check_ready()
 
 

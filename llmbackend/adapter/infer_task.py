@@ -9,7 +9,7 @@ role are MindIE's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -98,30 +98,33 @@ class InferTask:
 
     def deliver(self) -> None:
         """Sends what there is to send: in a stream whenever there is something to show, otherwise at the end."""
-        final = self.finish_reason is not None
-        if final or (self._options.stream and self._has_something_to_show()):
-            self._send(self._assembler.take(), ResponseFlag.FINAL if final else ResponseFlag.NONE)
-        if final:
-            self._finish(success=True)
+        if self.finish_reason is not None:
+            tensors = self._tensors(self._assembler.take())
+            self._finished = True
+            self._send(tensors, ResponseFlag.FINAL)
+            self._give_back(success=True)
+        elif self._options.stream and self._has_something_to_show():
+            self._send(self._tensors(self._assembler.take()), ResponseFlag.NONE)
 
     def fail(self, error: TritonError) -> None:
-        """Answers with `error` and ends the request."""
+        """Answers with `error` and ends the request; does nothing when it has ended."""
         if self._finished:
             return
+        self._finished = True
         start_ns = self._response_start_ns
         self._factory.new_response().send(ResponseFlag.FINAL, error)
         now_ns = time.monotonic_ns()
         self._instance.report_response_statistics(self._factory, start_ns, now_ns, now_ns, error)
-        self._finish(success=False)
+        self._give_back(success=False)
 
     def _has_something_to_show(self) -> bool:
         """A chunk whose text is still held back waits for it, so that text and tokens of a chunk belong together."""
         return self._assembler.has_text or "text_output" not in self._options.outputs
 
-    def _send(self, chunk: Chunk, flags: ResponseFlag) -> None:
+    def _send(self, tensors: Sequence[Tensor], flags: ResponseFlag) -> None:
         output_start_ns = time.monotonic_ns()
         response = self._factory.new_response()
-        for tensor in self._tensors(chunk):
+        for tensor in tensors:
             response.add_output(tensor)
         response.send(flags)
         end_ns = time.monotonic_ns()
@@ -167,8 +170,7 @@ class InferTask:
     def _logprob(self, token_id: int, logprob: float, rank: int) -> dict[str, object]:
         return {"logprob": logprob, "rank": rank, "decoded_token": self._token_text(token_id)}
 
-    def _finish(self, *, success: bool) -> None:
-        self._finished = True
+    def _give_back(self, *, success: bool) -> None:
         times = self.times
         exec_end_ns = time.monotonic_ns()
         stations = (times.exec_start_ns, times.compute_start_ns, times.last_token_ns or exec_end_ns, exec_end_ns)

@@ -9,6 +9,7 @@ observation of the inter-token latency.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
 from llmbackend.engine.infer_request import EngineStats
@@ -52,11 +53,34 @@ _SUCCESS = "vllm:request_success_total"
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
+class SeriesUsers:
+    """How many loaded models write each series: on a reload the new one writes before the old one goes.
+
+    Owner: the backend's state slot.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[str, ...]] = Counter()
+
+    def enter(self, labels: tuple[str, ...]) -> None:
+        with self._lock:
+            self._counts[labels] += 1
+
+    def leave(self, labels: tuple[str, ...]) -> bool:
+        """Whether nobody writes the series any more."""
+        with self._lock:
+            self._counts[labels] -= 1
+            return self._counts[labels] == 0
+
+
 class LlmMetrics:
-    """The metrics of one model version. Counter deltas have one owner: `_lock`."""
+    """The metrics of one model version. `_lock` owns the engines' last snapshots."""
 
     def __init__(self, backend: Backend, model: str, version: int) -> None:
         self._labels = {"model": model, "version": str(version)}
+        self._users: SeriesUsers = backend.state
+        self._users.enter(tuple(self._labels.values()))
         self._lock = threading.Lock()
         self._engines: dict[int, EngineStats] = {}
         self._families: dict[str, MetricFamily] = {}
@@ -107,7 +131,9 @@ class LlmMetrics:
         self._observe_seconds("vllm:e2e_request_latency_seconds", now_ns - task.times.exec_start_ns)
 
     def close(self) -> None:
-        """The model goes: its series disappear."""
+        """The model goes, and its series with it, unless another load of the same version writes them."""
+        if not self._users.leave(tuple(self._labels.values())):
+            return
         for family in self._families.values():
             family.remove(**self._labels)
         for reason in _FINISH_REASONS:

@@ -224,6 +224,8 @@ class ModelState:
                     given_up.append(task)
                     if owner is engine:
                         stop.append(request_id)
+            num_queued = len(self._requests)
+        self._metrics.queued(num_queued)
         for task in given_up:
             self._fail(task, cancelled("Request was cancelled"), "abort")
         return [(request_id, Operation.STOP) for request_id in stop]

@@ -23,6 +23,7 @@ from .tensor_interface import LlmInputs, read_inputs
 from .text import Text
 
 _ids = itertools.count(1)
+_JSON_NAMES: dict[type, str] = {list: "list", dict: "object"}
 _CHAT_FIELDS = (
     "messages",
     "tools",
@@ -115,6 +116,9 @@ class RequestConverter:
             raise invalid_argument(f"input 'messages' has unknown fields {unknown}, expected {', '.join(_CHAT_FIELDS)}")
         if chat.get("continue_final_message"):
             raise unsupported("'continue_final_message' of input 'messages' is not supported")
+        for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
+            if not isinstance(chat.get(name), kind | None):
+                raise invalid_argument(f"'{name}' of input 'messages' must be a JSON {_JSON_NAMES[kind]}")
         options: dict[str, Any] = dict(chat.get("chat_template_kwargs") or {})
         options |= {name: chat[name] for name in ("add_generation_prompt", "documents") if name in chat}
         return self._text.render_chat(chat["messages"], chat.get("tools"), options)

@@ -13,17 +13,8 @@ from llm_host import MODEL, LlmHost, llm_host
 from llmbackend.core.backend_api import ErrorCode
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
-FLAGS = dict.fromkeys(
-    (
-        "return_finish_reason",
-        "return_cumulative_logprob",
-        "return_logprobs",
-        "return_num_input_tokens",
-        "return_num_output_tokens",
-        "return_output_ids",
-    ),
-    True,
-)
+_EXTRAS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens", "output_ids")
+FLAGS = {f"return_{name}": True for name in _EXTRAS}
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +129,7 @@ def test_only_requested_outputs_are_sent(host: LlmHost) -> None:
         ({"messages": "[]"}, "non-empty JSON list", ErrorCode.INVALID_ARG),
         ({"messages": "{"}, "'messages' is not JSON", ErrorCode.INVALID_ARG),
         ({"messages": '{"messages": [1], "tool": 1}'}, "unknown fields ['tool']", ErrorCode.INVALID_ARG),
+        ({"messages": '{"messages": [{"role": "a"}], "tools": {}}'}, "'tools' of input", ErrorCode.INVALID_ARG),
         ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, "cannot be tokenised", ErrorCode.INVALID_ARG),
         ({"text_input": "a", "sampling": {"temperature": -1}}, "'temperature' is -1", ErrorCode.INVALID_ARG),
         ({"text_input": "a", "sampling": {"guided_json": "{}"}}, "'guided_json'", ErrorCode.UNSUPPORTED),

@@ -22,7 +22,7 @@ def byte_level_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS * 5, trainer)
-    tokenizer.add_tokens(["<wörd>"])
+    tokenizer.add_tokens(["<wörd>", "<two words €>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return tokenizer
 
