@@ -11,12 +11,17 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from .normalise import normalise
+from llmbackend import __version__
+
+NOT_COMPARED = "not compared"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`golden` empty: `ours` replaces the whole answer. `command` is a part of the command's text, empty: all."""
+    """`golden` empty: `ours` replaces the whole answer, or NOT_COMPARED accepts any.
+
+    `command` is a part of the command's text, empty for every command.
+    """
 
     name: str
     reason: str
@@ -40,8 +45,8 @@ def read_rules(path: Path) -> list[Rule]:
             reason=entry["reason"],
             transcripts=tuple(entry["transcripts"]),
             command=change.get("command", ""),
-            golden=normalise(change.get("golden", "")),
-            ours=normalise(change["ours"]),
+            golden=change.get("golden", ""),
+            ours=change["ours"].replace("@VERSION@", __version__),
         )
         for entry in entries
         for change in entry["change"]

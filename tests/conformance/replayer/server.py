@@ -73,7 +73,9 @@ class Server:
 
     def __enter__(self) -> Server:
         command = [sys.executable, "-c", "from llmbackend.cli import main; main()", "serve", *self._arguments]
-        environment = dict(os.environ, MODEL_EVENT_LOG=str(self.event_log), PYTHONUNBUFFERED="1")
+        environment = dict(
+            os.environ, MODEL_EVENT_LOG=str(self.event_log), PYTHONUNBUFFERED="1", PYTHONDONTWRITEBYTECODE="1"
+        )
         self.event_log.touch()
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
