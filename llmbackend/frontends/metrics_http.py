@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .http_errors import TEXT, error_body, plain
+from .prometheus_text import render
 
 PROMETHEUS_TEXT = "text/plain; charset=utf-8"
 
@@ -21,7 +22,7 @@ def create_metrics_app(registry: CollectorRegistry) -> ASGIApp:
         if scope["method"] != "GET":
             response = plain(error_body("Method Not Allowed"), 405, TEXT)
         elif scope["path"] in ("/metrics", "/metrics/"):
-            response = plain(await asyncio.to_thread(generate_latest, registry), content_type=PROMETHEUS_TEXT)
+            response = plain(await asyncio.to_thread(render, registry), content_type=PROMETHEUS_TEXT)
         else:
             response = plain(content_type=PROMETHEUS_TEXT)
         await response(scope, receive, send)

@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+_TYPES = frozenset({"counter", "gauge", "histogram", "summary"})
+
 
 def render(registry: CollectorRegistry) -> bytes:
     lines: list[str] = []
     for metric in registry.collect():
         name = _family_name(metric)
-        kind = "untyped" if metric.type == "unknown" else metric.type
+        kind = metric.type if metric.type in _TYPES else "untyped"
         lines.append(f"# HELP {name} {_escape(metric.documentation)}")
         lines.append(f"# TYPE {name} {kind}")
         for sample in metric.samples:
