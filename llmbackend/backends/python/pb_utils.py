@@ -110,5 +110,9 @@ def is_model_ready(*_args: Any, **_kwargs: Any) -> NoReturn:
     raise not_built("is_model_ready")
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(f"pb_utils.{name} is not supported by llmbackend's python backend")
