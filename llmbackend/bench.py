@@ -139,12 +139,11 @@ def _warm_up(engine: Engine, seed: int) -> None:
     item = WorkloadItem(prompt_tokens=WARM_UP_PROMPT_TOKENS, output_tokens=WARM_UP_OUTPUT_TOKENS)
     for _ in engine.generate(make_requests([item] * WARM_UP_REQUESTS, engine.info, seed + 1)):
         pass
-    gc.collect()
-    gc.freeze()
 
 
 def _measure(engine: Engine, requests: list[InferRequest]) -> _Times:
     times = _Times()
+    gc.collect()
     start_s = time.perf_counter()
     for result in engine.generate(requests):
         now_s = time.perf_counter() - start_s

@@ -22,6 +22,7 @@ from .mock_sampler import FloatArray, sample, splitmix64
 from .step import Int32Array, RowTable, SampledTokens, StepPlan
 
 DEFAULT_MAX_MODEL_LEN = 4096
+MIN_VOCAB_SIZE = 130
 EOS_PERIOD = 32
 
 
@@ -29,6 +30,11 @@ class MockRunner:
     """A Runner over an int32 array of slots that hold token ids."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Raises ValueError for a vocabulary that does not hold ASCII, bos, eos and pad."""
+        if config.mock_vocab_size < MIN_VOCAB_SIZE:
+            raise ValueError(
+                f"engine argument 'mock_vocab_size' is {config.mock_vocab_size}, expected at least {MIN_VOCAB_SIZE}"
+            )
         max_model_len = config.max_model_len or DEFAULT_MAX_MODEL_LEN
         num_blocks = config.num_kv_blocks or config.max_num_seqs * -(-max_model_len // config.block_size)
         self.info = ModelInfo(

@@ -1,0 +1,74 @@
+"""The embedded engine, and the benchmark that runs on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from mock_engine import Outcomes, expect_oracle, make_request, random_requests
+
+from llmbackend.bench import run_bench
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.offline import Engine
+
+
+def test_more_requests_than_rows() -> None:
+    requests = random_requests(seed=4, count=30)
+    outcomes = Outcomes()
+    with Engine(EngineConfig(model="mock", max_num_seqs=4)) as engine:
+        for result in engine.generate(requests):
+            outcomes.add(result)
+    for request in requests:
+        expect_oracle(outcomes[request.request_id], request)
+
+
+def test_an_iterator_that_is_left_early_frees_everything() -> None:
+    with Engine(EngineConfig(model="mock", num_kv_blocks=20)) as engine:
+        steps = engine.generate([make_request("r", max_tokens=100, ignore_eos=True)])
+        next(steps)
+        steps.close()
+        request = make_request("r", max_tokens=3)
+        *_, last = engine.generate([request])
+        assert last.stats.num_free_blocks == 20
+        assert last.stats.num_requests_running == 0
+
+
+def write(path: Path, items: object) -> Path:
+    path.write_text(json.dumps(items))
+    return path
+
+
+def test_the_bench_runs_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    items = [{"prompt_tokens": 20, "output_tokens": 5}, {"prompt_token_ids": [1, 2, 3], "output_tokens": 40}]
+    run_bench("mock", write(tmp_path / "w.json", items), json_path=tmp_path / "out.json", max_num_seqs=2)
+    measured = json.loads((tmp_path / "out.json").read_text())
+    assert (measured["requests"], measured["prompt_tokens"], measured["output_tokens"]) == (2, 23, 45)
+    assert measured["output_tokens_per_s"] == pytest.approx(45 / measured["wall_s"])
+    assert measured["total_tokens_per_s"] == pytest.approx(68 / measured["wall_s"])
+    for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "peak_rss_mb", "load_s"):
+        assert measured[name] > 0, name
+    assert "output_tokens_per_s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([], "is an empty list"),
+        ([{"output_tokens": 3}], "either 'prompt_token_ids' or 'prompt_tokens'"),
+        ([{"prompt_tokens": 3, "prompt_token_ids": [1], "output_tokens": 3}], "and not both"),
+        ([{"prompt_tokens": 3, "output_tokens": 0}], "output_tokens 0, expected at least 1"),
+        ([{"prompt_tokens": 3}], "missing required field `output_tokens`"),
+        ([{"prompt_tokens": 3, "output_tokens": 1, "tokens": 1}], "unknown field `tokens`"),
+        ({"requests": []}, "Expected `array`"),
+    ],
+)
+def test_a_bad_workload_is_refused(tmp_path: Path, items: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_bench("mock", write(tmp_path / "w.json", items))
+
+
+def test_a_request_that_cannot_run_fails_the_bench(tmp_path: Path) -> None:
+    workload = write(tmp_path / "w.json", [{"prompt_tokens": 100, "output_tokens": 1}])
+    with pytest.raises(RuntimeError, match=r"request 0 of the workload: prompt_token_ids has 100 tokens"):
+        run_bench("mock", workload, max_model_len=64)

@@ -1,0 +1,247 @@
+"""Both places where an engine can run: the same messages, the same ends, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from mock_engine import Outcomes, expect_oracle, make_request, random_requests
+
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.infer_request import EngineInput
+from llmbackend.engine.mock_model import MockRunner
+from llmbackend.engine.transport import EngineDeadError, ProcessTransport, Transport, make_transport
+from llmbackend.engine.wakeup import Wakeup
+
+
+@pytest.fixture
+def wakeup() -> Iterator[Wakeup]:
+    wakeup = Wakeup()
+    yield wakeup
+    wakeup.close()
+
+
+@pytest.fixture(params=["inline", "process"])
+def transport(request: pytest.FixtureRequest, wakeup: Wakeup) -> Iterator[Transport]:
+    transport = make_transport(EngineConfig(model="mock", transport=request.param), wakeup.fileno())
+    transport.start()
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def process(wakeup: Wakeup) -> Iterator[ProcessTransport]:
+    transport = ProcessTransport(EngineConfig(model="mock"), wakeup.fileno())
+    transport.start()
+    yield transport
+    transport.close()
+
+
+def pid_of(transport: ProcessTransport) -> int:
+    assert transport._process is not None
+    return transport._process.pid
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie does not count: whoever adopted it has yet to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come about"
+        time.sleep(0.01)
+
+
+def collect(transport: Transport, count: int) -> Outcomes:
+    """Receives until that many requests have ended."""
+    outcomes = Outcomes()
+    while sum(outcome.finish_reason is not None for outcome in outcomes.of.values()) < count:
+        for result in transport.receive():
+            outcomes.add(result)
+    return outcomes
+
+
+def test_the_same_tokens_in_both_places(transport: Transport) -> None:
+    requests = random_requests(seed=1, count=20)
+    transport.send(EngineInput(tuple(requests)))
+    outcomes = collect(transport, len(requests))
+    for request in requests:
+        expect_oracle(outcomes[request.request_id], request)
+
+
+def test_a_wakeup_ends_the_wait(transport: Transport, wakeup: Wakeup) -> None:
+    threading.Timer(0.05, wakeup.set).start()
+    assert transport.receive() == []
+
+
+def test_an_abort_while_it_runs(transport: Transport) -> None:
+    transport.send(EngineInput((make_request("r", max_tokens=4000, ignore_eos=True),)))
+    transport.receive()
+    transport.send(EngineInput(abort=("r",)))
+    outcome = collect(transport, 1)["r"]
+    assert outcome.finish_reason == "abort"
+
+
+def test_close_in_the_middle_of_work_leaves_nothing(transport: Transport) -> None:
+    transport.send(EngineInput((make_request("r", max_tokens=4000, ignore_eos=True),)))
+    transport.receive()
+    transport.close()
+    names = {thread.name for thread in threading.enumerate()}
+    assert not names & {"llm-engine", "llm-engine-stderr"}
+    if isinstance(transport, ProcessTransport):
+        assert not is_alive(pid_of(transport))
+        assert not Path(transport._directory).exists()
+
+
+@pytest.mark.parametrize("kind", ["inline", "process"])
+def test_a_model_that_cannot_load_is_one_clear_error(kind: str, wakeup: Wakeup) -> None:
+    config = EngineConfig(model="mock", mock_vocab_size=1, transport=kind)  # type: ignore[arg-type]
+    transport = make_transport(config, wakeup.fileno())
+    with pytest.raises(RuntimeError, match=r"^engine argument 'mock_vocab_size' is 1, expected at least 130$"):
+        transport.start()
+    transport.close()
+
+
+def test_descriptors_do_not_leak(wakeup: Wakeup) -> None:
+    def cycle() -> None:
+        transport = make_transport(EngineConfig(model="mock", transport="inline"), wakeup.fileno())
+        transport.start()
+        transport.close()
+
+    cycle()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        cycle()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_private_directory_is_private(process: ProcessTransport) -> None:
+    directory = Path(process._directory)
+    assert directory.parent == Path(tempfile.gettempdir())
+    assert directory.stat().st_mode & 0o077 == 0
+
+
+# --- ends that nobody asked for ---------------------------------------------------------------------------------------
+
+
+def test_a_killed_engine_is_noticed_at_once(process: ProcessTransport) -> None:
+    process.send(EngineInput((make_request("r", max_tokens=4000, ignore_eos=True),)))
+    process.receive()
+    os.kill(pid_of(process), signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match=r"^the engine process ended by signal SIGKILL$"):
+        while True:
+            process.receive()
+
+
+def test_an_idle_engine_that_is_killed_is_noticed_too(process: ProcessTransport) -> None:
+    os.kill(pid_of(process), signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        process.receive()
+
+
+def test_an_engine_that_dies_while_loading_leaves_its_last_words(
+    wakeup: Wakeup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken_interpreter = tmp_path / "python"
+    broken_interpreter.write_text("#!/bin/sh\necho 'out of luck' >&2\nexit 3\n")
+    broken_interpreter.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(broken_interpreter))
+    transport = ProcessTransport(EngineConfig(model="mock"), wakeup.fileno())
+    with pytest.raises(RuntimeError, match=r"ended with exit code 3 while the model was loading(.|\n)*out of luck"):
+        transport.start()
+    transport.close()
+
+
+def test_an_inline_engine_that_raises_is_a_dead_engine(wakeup: Wakeup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ArithmeticError("broken table")
+
+    transport = make_transport(EngineConfig(model="mock", transport="inline"), wakeup.fileno())
+    transport.start()
+    monkeypatch.setattr(MockRunner, "remove_row", fail)
+    transport.send(EngineInput((make_request("r", max_tokens=1),)))
+    with pytest.raises(EngineDeadError, match="ArithmeticError: broken table"):
+        while True:
+            transport.receive()
+    transport.close()
+
+
+def test_signals_that_stop_the_host_do_not_stop_the_engine(process: ProcessTransport) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid_of(process), number)
+    request = make_request("r")
+    process.send(EngineInput((request,)))
+    expect_oracle(collect(process, 1)["r"], request)
+
+
+HOST = """
+import sys, time
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.transport import ProcessTransport
+from llmbackend.engine.wakeup import Wakeup
+wakeup = Wakeup()
+transport = ProcessTransport(EngineConfig(model="mock"), wakeup.fileno())
+transport.start()
+print(transport._process.pid, flush=True)
+transport.receive()
+"""
+
+
+def test_the_engine_does_not_outlive_a_killed_host() -> None:
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    engine_pid = int(host.stdout.readline())
+    assert is_alive(engine_pid)
+    host.kill()
+    host.wait()
+    host.stdout.close()
+    wait_until(lambda: not is_alive(engine_pid))
+
+
+# --- waiting costs nothing --------------------------------------------------------------------------------------------
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def test_an_idle_engine_uses_no_cpu(process: ProcessTransport) -> None:
+    request = make_request("r")
+    process.send(EngineInput((request,)))
+    collect(process, 1)
+    time.sleep(0.2)
+    before = cpu_ticks(pid_of(process))
+    time.sleep(1.0)
+    used = cpu_ticks(pid_of(process)) - before
+    assert used <= os.sysconf("SC_CLK_TCK") * 0.03, "a loop that polls or spins would use far more"
+
+
+def test_wakeups_between_two_clears_are_one(wakeup: Wakeup) -> None:
+    for _ in range(1000):
+        wakeup.set()
+    assert len(wakeup._reader.recv(4096)) == 1
+    wakeup.clear()
+    assert not select.select([wakeup], [], [], 0)[0]
+    wakeup.set()
+    assert select.select([wakeup], [], [], 0)[0]
+
+
+def test_a_wakeup_after_close_is_ignored() -> None:
+    wakeup = Wakeup()
+    wakeup.close()
+    wakeup.set()
