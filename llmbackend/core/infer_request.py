@@ -77,7 +77,7 @@ class InferRequest:
 
     def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
         """Gives the request back. Raises TritonError INVALID_ARG when released before, or for RESCHEDULE."""
-        if ReleaseFlag.RESCHEDULE in flags:
+        if flags & ReleaseFlag.RESCHEDULE:
             raise invalid_argument(
                 f"{request_tag(self.id)}request release flag RESCHEDULE is only for models with iterative sequences"
             )
@@ -141,8 +141,10 @@ class InferResponse:
             # A fresh error: the traceback of the backend's holds frames, and they hold requests.
             error=None if error is None else TritonError(error.message, error.code),
         )
-        self._channel.deliver(response, flags)
-        self._channel.drop()
+        try:
+            self._channel.deliver(response, flags)
+        finally:
+            self._channel.drop()
 
     def _check_unsent(self) -> None:
         if self._sent:

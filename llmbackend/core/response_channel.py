@@ -86,6 +86,7 @@ class ResponseChannel:
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> bool:
         """Calls the client's callback; False when FINAL went before (logged, nothing delivered)."""
+        flags = ResponseFlag(flags)  # a backend may give a plain number
         with self._lock:
             if self._final_ns:
                 log.error(
@@ -94,7 +95,7 @@ class ResponseChannel:
                     self.owner.name,
                 )
                 return False
-            if ResponseFlag.FINAL in flags:
+            if flags & ResponseFlag.FINAL:
                 self._finish()  # before the callback, so that whoever has seen the last response also sees it counted
             try:
                 self._callback(response, flags)

@@ -1,4 +1,4 @@
-"""Helpers of the core's tests: model repositories in a temporary directory, backends as real files, and a server on them."""
+"""Helpers of the core's tests: model repositories in temporary directories, backends as real files, a server."""
 
 from __future__ import annotations
 
