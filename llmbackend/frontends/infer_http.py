@@ -86,8 +86,6 @@ def _json_length(request: Request, body_bytes: int) -> int:
     if header is None:
         return body_bytes
     length = int(header) if _INTEGER.fullmatch(header) else 0
-    if length == 0:
-        return 0
     if not 0 <= length <= body_bytes:
         raise invalid_argument(f"inference header size should be in range (0, {body_bytes}), got: {header}")
     return length

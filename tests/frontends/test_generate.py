@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from kserve_fake_server import FakeServer
-from kserve_runner import FrontendThread
+from kserve_runner import Running
+from kserve_scripted import RECORD
 
 JSON, SSE = "application/json", "text/event-stream; charset=utf-8"
 NOT_ONE = (
@@ -21,14 +20,14 @@ NOT_ONE = (
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[FrontendThread]:
-    thread = FrontendThread(FakeServer())
-    yield thread
-    thread.stop()
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("host"))
+    yield running
+    running.stop()
 
 
 @pytest.fixture(scope="module")
-def client(running: FrontendThread) -> Iterator[httpx.Client]:
+def client(running: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
         yield client
 
@@ -85,7 +84,12 @@ def test_an_error_first_is_a_400_whatever_its_code(client: httpx.Client, code: s
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ("{}", 400, "[request id: <id_unknown>] missing required input(s) ['text_input']"),
+        (
+            "{}",
+            400,
+            "[request id: <id_unknown>] expected number of inputs between 1 and 3 but got 0 inputs for model 'llm'. "
+            "Got input(s) [], but missing required input(s) ['text_input']. Please provide all required input(s).",
+        ),
         ("", 500, "failed to parse the request JSON buffer: The document is empty. at 0"),
         ("notjson", 500, "failed to parse the request JSON buffer: Invalid value. at 1"),
         ("[1]", 500, "attempt to get members for non-object"),
@@ -189,7 +193,7 @@ def test_generate_stream(client: httpx.Client, model: str, text: str, status: in
     assert response.text == events
 
 
-def test_text_that_is_not_utf8_is_an_error_event(running: FrontendThread, client: httpx.Client) -> None:
+def test_text_that_is_not_utf8_is_an_error_event(running: Running, client: httpx.Client) -> None:
     raw = b"\x02\x00\x00\x00\xff\xfe"
     header = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1, 1]}]}
     header["inputs"][0]["parameters"] = {"binary_data_size": len(raw)}  # type: ignore[assignment]
@@ -207,38 +211,36 @@ def test_events_arrive_as_they_are_made(client: httpx.Client) -> None:
     assert len(chunks) == 3
 
 
-def send_and_leave(running: FrontendThread, path: str, body: str, request_id: str) -> None:
+def send_and_leave(running: Running, path: str, body: str, request_id: str) -> None:
     """Sends a request on a bare socket and closes it as soon as the host has accepted the request."""
     host, port = running.http.split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body.encode())
-        deadline = time.monotonic() + 10
-        while request_id not in running.server.handles and time.monotonic() < deadline:
-            time.sleep(0.01)
+        assert RECORD.began[request_id].wait(10)
 
 
 @pytest.mark.parametrize("how", ["generate", "generate_stream"])
-def test_a_client_that_leaves_cancels(running: FrontendThread, how: str) -> None:
+def test_a_client_that_leaves_cancels(running: Running, how: str) -> None:
     request_id = f"gone-{how}"
     body = json.dumps({"id": request_id, "text_input": "n=1000 sleep=20"})
     send_and_leave(running, f"/v2/models/llm/{how}", body, request_id)
-    assert running.server.handles[request_id].cancelled.wait(10)
+    assert RECORD.cancelled[request_id].wait(10)
 
 
-def test_a_client_that_leaves_before_the_first_response_cancels(running: FrontendThread) -> None:
+def test_a_client_that_leaves_before_the_first_response_cancels(running: Running) -> None:
     body = json.dumps({"id": "early", "text_input": "n=1 sleep=20000"})
     send_and_leave(running, "/v2/models/llm/generate_stream", body, "early")
-    assert running.server.handles["early"].cancelled.wait(10)
+    assert RECORD.cancelled["early"].wait(10)
 
 
-def test_a_client_that_leaves_infer_cancels(running: FrontendThread) -> None:
+def test_a_client_that_leaves_infer_cancels(running: Running) -> None:
     tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["slow"]}
     body = json.dumps({"id": "infer-gone", "inputs": [tensor]})
     send_and_leave(running, "/v2/models/textid/infer", body, "infer-gone")
-    assert running.server.handles["infer-gone"].cancelled.wait(10)
+    assert RECORD.cancelled["infer-gone"].wait(10)
 
 
-def test_a_request_that_ends_is_not_cancelled(running: FrontendThread, client: httpx.Client) -> None:
+def test_a_request_that_ends_is_not_cancelled(running: Running, client: httpx.Client) -> None:
     post(client, "llm", {"id": "whole", "text_input": "n=2"}, "generate_stream")
-    assert not running.server.handles["whole"].cancelled.is_set()
+    assert not RECORD.cancelled["whole"].is_set()

@@ -10,25 +10,28 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kserve_fake_server import FakeServer
-from kserve_runner import FrontendThread
+from kserve_runner import Running
+from kserve_scripted import RECORD
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 RAW = struct.pack("<4f", 1, 2, 3, 4)
 EMPTY_FINAL = {"triton_enable_empty_final_response": pb.InferParameter(bool_param=True)}
+SPARE_CONFIG = """{"backend":"scripted","max_batch_size":2,
+"input":[{"name":"INPUT0","data_type":"TYPE_FP32","dims":[4]}],
+"output":[{"name":"OUTPUT0","data_type":"TYPE_FP32","dims":[4]}]}"""
 STRICT = (("triton_grpc_error", "true"),)
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[FrontendThread]:
-    thread = FrontendThread(FakeServer())
-    yield thread
-    thread.stop()
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("host"))
+    yield running
+    running.stop()
 
 
 @pytest.fixture(scope="module")
-def channel(running: FrontendThread) -> Iterator[grpc.Channel]:
+def channel(running: Running) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(running.grpc) as channel:
         yield channel
 
@@ -81,19 +84,21 @@ def brief(message: Any) -> tuple[Any, ...]:
     return content, response.id, final, response.model_name, response.model_version
 
 
-def test_health(running: FrontendThread, stub: Any, channel: grpc.Channel) -> None:
+def test_health(running: Running, stub: Any, channel: grpc.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     assert stub.ServerLive(pb.ServerLiveRequest()).live and stub.ServerReady(pb.ServerReadyRequest()).ready
     assert stub.ModelReady(pb.ModelReadyRequest(name="identity")).ready
     assert not stub.ModelReady(pb.ModelReadyRequest(name="nosuch")).ready
     assert not stub.ModelReady(pb.ModelReadyRequest(name="identity", version="9")).ready
     assert health.Check(health_pb2.HealthCheckRequest(service="any")).status == 1
-    running.server.ready = False
-    try:
-        assert not stub.ServerReady(pb.ServerReadyRequest()).ready
-        assert health.Check(health_pb2.HealthCheckRequest()).status == 2
-    finally:
-        running.server.ready = True
+    assert failure(lambda: stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="bad"))) == (
+        *(
+            "INVALID_ARGUMENT",
+            "load failed for model 'bad': version 1 is at UNAVAILABLE state: Internal: weights missing;\n",
+        ),
+    )
+    assert not stub.ServerReady(pb.ServerReadyRequest()).ready
+    assert health.Check(health_pb2.HealthCheckRequest()).status == 2
 
 
 def test_a_version_that_is_no_number(stub: Any) -> None:
@@ -105,26 +110,26 @@ def test_a_version_that_is_no_number(stub: Any) -> None:
 
 
 def test_descriptions(stub: Any) -> None:
-    assert stub.ServerMetadata(pb.ServerMetadataRequest()).version == "2.51.0"
+    assert stub.ServerMetadata(pb.ServerMetadataRequest()).name == "triton"
     metadata = stub.ModelMetadata(pb.ModelMetadataRequest(name="identity"))
-    assert metadata.platform == "python" and list(metadata.inputs[0].shape) == [-1, 4]
+    assert metadata.platform == "scripted" and list(metadata.inputs[0].shape) == [-1, 4]
     assert stub.ModelConfig(pb.ModelConfigRequest(name="llm")).config.model_transaction_policy.decoupled
-    assert stub.ModelStatistics(pb.ModelStatisticsRequest(name="identity")).model_stats[0].inference_count == 2
+    assert stub.ModelStatistics(pb.ModelStatisticsRequest(name="identity")).model_stats[0].version == "1"
     assert stub.RepositoryIndex(pb.RepositoryIndexRequest()).models[0].name == "bad"
     unknown = "Request for unknown model: 'nosuch' is not found"
     assert failure(lambda: stub.ModelMetadata(pb.ModelMetadataRequest(name="nosuch"))) == ("NOT_FOUND", unknown)
 
 
-def test_load_and_unload(running: FrontendThread, stub: Any) -> None:
-    request = pb.RepositoryModelLoadRequest(model_name="m")
-    request.parameters["config"].string_param = "{}"
+def test_load_and_unload(running: Running, stub: Any) -> None:
+    request = pb.RepositoryModelLoadRequest(model_name="spare")
+    request.parameters["config"].string_param = SPARE_CONFIG
     request.parameters["file:1/x"].bytes_param = b"\xff"
     stub.RepositoryModelLoad(request)
-    assert running.server.loads[-1] == ("m", {"config": "{}", "file:1/x": b"\xff"})
-    unload = pb.RepositoryModelUnloadRequest(model_name="m")
+    assert stub.ModelConfig(pb.ModelConfigRequest(name="spare")).config.max_batch_size == 2
+    unload = pb.RepositoryModelUnloadRequest(model_name="spare")
     unload.parameters["unload_dependents"].bool_param = True
     stub.RepositoryModelUnload(unload)
-    assert running.server.unloads[-1] == ("m", True)
+    assert not stub.ModelReady(pb.ModelReadyRequest(name="spare")).ready
     request.parameters["nosuch"].string_param = "1"
     assert failure(lambda: stub.RepositoryModelLoad(request)) == (
         *("INVALID_ARGUMENT", "unrecognized load parameter 'nosuch'"),
@@ -290,12 +295,12 @@ CODES |= {code: code for code in ("NOT_FOUND", "UNAVAILABLE", "ALREADY_EXISTS", 
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_strict_errors_end_the_stream(running: FrontendThread, stub: Any, code: str) -> None:
+def test_strict_errors_end_the_stream(running: Running, stub: Any, code: str) -> None:
     other = text("n=1000 sleep=50", id=f"other-{code}")
     messages, status = stream(stub, other, text(f"n=3 err=1 code={code}", id="e"), metadata=STRICT)
     assert status == f"{CODES[code]} boom at 1"
     assert all(not message.error_message for message in messages)
-    assert running.server.handles[f"other-{code}"].cancelled.wait(10)
+    assert RECORD.cancelled[f"other-{code}"].wait(10)
 
 
 def test_strict_mode_keeps_refusals_in_band(stub: Any) -> None:
@@ -312,7 +317,7 @@ def test_half_close_waits_for_what_is_pending(stub: Any) -> None:
     assert status == "OK" and len(messages) == 3
 
 
-def test_cancel_and_deadline_cancel_every_request_of_the_stream(running: FrontendThread, stub: Any) -> None:
+def test_cancel_and_deadline_cancel_every_request_of_the_stream(running: Running, stub: Any) -> None:
     requests = [text("n=1000 sleep=20", id="c1"), text("n=1 sleep=20000", id="c2")]
     release = threading.Event()
 
@@ -325,14 +330,13 @@ def test_cancel_and_deadline_cancel_every_request_of_the_stream(running: Fronten
     next(call)
     call.cancel()
     release.set()
-    assert all(running.server.handles[name].cancelled.wait(10) for name in ("c1", "c2"))
+    assert all(RECORD.cancelled[name].wait(10) for name in ("c1", "c2"))
     _, details = failure(lambda: list(stub.ModelStreamInfer(iter([text("n=9 sleep=300", id="d")]), timeout=0.5)))
-    assert "Deadline Exceeded" in details and running.server.handles["d"].cancelled.wait(10)
+    assert "Deadline Exceeded" in details and RECORD.cancelled["d"].wait(10)
 
 
-def test_a_unary_call_that_is_cancelled(running: FrontendThread, stub: Any) -> None:
+def test_a_unary_call_that_is_cancelled(running: Running, stub: Any) -> None:
     future = stub.ModelInfer.future(text("slow", "textid", (1, 1), id="unary"))
-    while "unary" not in running.server.handles:
-        threading.Event().wait(0.01)
+    assert RECORD.began["unary"].wait(10)
     future.cancel()
-    assert running.server.handles["unary"].cancelled.wait(10)
+    assert RECORD.cancelled["unary"].wait(10)

@@ -1,4 +1,4 @@
-"""KServe v2 over HTTP, seen with raw requests: status, content type, body. Expectations are the recorded transcripts."""
+"""KServe v2 over HTTP with raw requests: status, content type, body. Expectations are the recorded transcripts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from kserve_fake_server import FakeServer
-from kserve_runner import FrontendThread
-
-from llmbackend.frontends.http_app import create_http_app
+from kserve_runner import Running
 
 JSON, TEXT = "application/json", "text/plain"
 LIMIT = 1 << 20
@@ -30,15 +27,14 @@ ANSWER = (
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[FrontendThread]:
-    server: Any = FakeServer()
-    thread = FrontendThread(server, http_app=create_http_app(server, max_input_size_bytes=LIMIT))
-    yield thread
-    thread.stop()
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("host"), max_input_size_bytes=LIMIT)
+    yield running
+    running.stop()
 
 
 @pytest.fixture(scope="module")
-def client(running: FrontendThread) -> Iterator[httpx.Client]:
+def client(running: Running) -> Iterator[httpx.Client]:
     headers = {"accept-encoding": "identity"}
     with httpx.Client(base_url=f"http://{running.http}", headers=headers, timeout=20) as client:
         yield client
@@ -72,16 +68,6 @@ def test_health_is_an_empty_200(client: httpx.Client, path: str) -> None:
 def test_a_model_that_is_not_ready(client: httpx.Client, model: str) -> None:
     response = client.get(f"/v2/models/{model}/ready")
     assert (response.status_code, response.text) == (400, '{"error":"Model version not ready"}')
-
-
-def test_server_that_is_not_ready_or_exiting(running: FrontendThread, client: httpx.Client) -> None:
-    running.server.ready = False
-    try:
-        assert client.get("/v2/health/ready").status_code == 400
-        running.server.is_exiting = True
-        assert client.get("/v2/health/live").status_code == 503
-    finally:
-        running.server.ready, running.server.is_exiting = True, False
 
 
 @pytest.mark.parametrize(
@@ -123,13 +109,10 @@ def test_what_is_not_built_says_so(client: httpx.Client, path: str) -> None:
 
 
 def test_metadata(client: httpx.Client) -> None:
-    assert client.get("/v2").json() == {
-        "name": "triton",
-        "version": "2.51.0",
-        "extensions": ["parameters", "statistics"],
-    }
+    server = client.get("/v2").json()
+    assert list(server) == ["name", "version", "extensions"] and "binary_tensor_data" in server["extensions"]
     assert client.get("/v2/models/identity").text == (
-        '{"name":"identity","versions":["1"],"platform":"python",'
+        '{"name":"identity","versions":["1"],"platform":"scripted",'
         '"inputs":[{"name":"INPUT0","datatype":"FP32","shape":[-1,4]}],'
         '"outputs":[{"name":"OUTPUT0","datatype":"FP32","shape":[-1,4]}]}'
     )
@@ -151,8 +134,9 @@ def test_statistics_are_numbers_in_tritons_order(client: httpx.Client) -> None:
         *("name", "version", "last_inference", "inference_count", "execution_count", "inference_stats"),
         *("response_stats", "batch_stats", "memory_usage"),
     ]
-    assert row["inference_stats"]["success"] == {"count": 2, "ns": 0}
-    assert row["batch_stats"][0]["batch_size"] == 2 and row["response_stats"]["0"]["success"]["ns"] == 5
+    assert row["name"] == "identity" and row["version"] == "1"
+    assert list(row["inference_stats"]["success"]) == ["count", "ns"]
+    assert type(row["inference_stats"]["success"]["ns"]) is int
     assert client.get("/v2/models/stats").status_code == 200
     unknown = client.get("/v2/models/nosuch/stats")
     assert (unknown.status_code, error_of(unknown)) == (400, "requested model 'nosuch' is not available")
@@ -161,7 +145,8 @@ def test_statistics_are_numbers_in_tritons_order(client: httpx.Client) -> None:
 def test_repository_index(client: httpx.Client) -> None:
     rows = client.post("/v2/repository/index").json()
     assert rows[0] == {"name": "bad"} and rows[1] == {"name": "identity", "version": "1", "state": "READY"}
-    assert len(client.post("/v2/repository/any/index", content=b'{"ready":true}').json()) == len(rows) - 1
+    ready = client.post("/v2/repository/any/index", content=b'{"ready":true}').json()
+    assert [row["name"] for row in ready] == ["identity", "llm", "multi", "textid"]
 
 
 @pytest.mark.parametrize(
@@ -180,13 +165,16 @@ def test_repository_errors(client: httpx.Client, path: str, body: str, message: 
     assert (response.status_code, response.headers["content-type"], error_of(response)) == (500, JSON, message)
 
 
-def test_load_and_unload(running: FrontendThread, client: httpx.Client) -> None:
-    parameters = {"config": "{}", "file:1/model.py": base64.b64encode(b"code").decode()}
-    loaded = client.post("/v2/repository/models/m/load", json={"parameters": parameters})
+def test_load_and_unload(client: httpx.Client) -> None:
+    config = client.get("/v2/models/identity/config").json() | {"name": "spare", "max_batch_size": 2}
+    parameters = {"config": json.dumps(config), "file:1/note.txt": base64.b64encode(b"note").decode()}
+    loaded = client.post("/v2/repository/models/spare/load", json={"parameters": parameters})
     assert (loaded.status_code, loaded.content, loaded.headers["content-type"]) == (200, b"", JSON)
-    assert running.server.loads[-1] == ("m", {"config": "{}", "file:1/model.py": b"code"})
-    client.post("/v2/repository/models/m/unload", json={"parameters": {"unload_dependents": True}})
-    assert running.server.unloads[-1] == ("m", True)
+    assert client.get("/v2/models/spare/config").json()["max_batch_size"] == 2
+    unloaded = client.post("/v2/repository/models/spare/unload", json={"parameters": {"unload_dependents": True}})
+    assert (unloaded.status_code, client.get("/v2/models/spare/ready").status_code) == (200, 400)
+    broken = client.post("/v2/repository/models/spare/load", json={"parameters": {"config": "{}", "file:1/x": "?"}})
+    assert broken.status_code == 400 and "'file:1/x' is not base64" in error_of(broken)
     named = client.post("/v2/repository/r/models/m/load")
     assert (named.status_code, error_of(named)) == (501, "'repository_name' specification is not supported")
 
@@ -218,8 +206,13 @@ def test_request_parameters_reach_the_model(client: httpx.Client) -> None:
     outputs = {output["name"]: output["data"] for output in response.json()["outputs"]}
     assert outputs["S"] == ["héllo", "w"] and outputs["I"] == [1, -2]
     assert json.loads(outputs["PARAMS"][0]) == {
-        "params": {"s": "v", "i": 7, "b": True, "f": 1.5}, "id": "42", "B": None,
-        "corr": "9", "priority": 1, "timeout": 5000000, "flags": 3,
+        "params": {"s": "v", "i": 7, "b": True, "f": 1.5},
+        "id": "42",
+        "B": None,
+        "corr": "9",
+        "priority": 1,
+        "timeout": 5000000,
+        "flags": 3,
     }
 
 
@@ -420,12 +413,12 @@ def test_bodies_beyond_the_limit(client: httpx.Client) -> None:
     assert infer(client, {"inputs": [INPUT]}).text == ANSWER
 
 
-def test_metrics(running: FrontendThread, client: httpx.Client) -> None:
+def test_metrics(running: Running, client: httpx.Client) -> None:
     infer(client, {"inputs": [INPUT]})
     for path in ("/metrics", "/metrics/"):
         response = httpx.get(f"http://{running.metrics}{path}")
         assert response.headers["content-type"] == "text/plain; charset=utf-8"
-        assert "# TYPE fake_requests_total counter" in response.text
+        assert 'nv_inference_request_success{model="identity",version="1"}' in response.text
     empty = httpx.get(f"http://{running.metrics}/v2/health")
     assert (empty.status_code, empty.content) == (200, b"")
     refused = httpx.post(f"http://{running.metrics}/metrics")

@@ -1,0 +1,141 @@
+"""Starting and stopping the endpoints: ports, draining, and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from kserve_runner import Running
+from kserve_scripted import RECORD
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import ServerOptions
+from llmbackend.frontends.serving import FrontendServer
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    return Running(tmp_path)  # type: ignore[return-value]
+
+
+def stream_http(running: Running, words: str, request_id: str, got: list[Any]) -> threading.Thread:
+    def read() -> None:
+        body = {"id": request_id, "text_input": words}
+        try:
+            with httpx.stream(
+                "POST", f"http://{running.http}/v2/models/llm/generate_stream", json=body, timeout=30
+            ) as answer:
+                got.extend(json.loads(line[6:]) for line in answer.iter_lines() if line)
+        except httpx.TransportError as error:
+            got.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert RECORD.began[request_id].wait(10)
+    return thread
+
+
+def stream_grpc(running: Running, words: str, request_id: str, got: list[Any]) -> threading.Thread:
+    def read() -> None:
+        request = pb.ModelInferRequest(model_name="llm", id=request_id)
+        request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(
+            words.encode()
+        )
+        with grpc.insecure_channel(running.grpc) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            try:
+                got.extend(stub.ModelStreamInfer(iter([request]), timeout=30))
+            except grpc.RpcError as error:
+                got.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert RECORD.began[request_id].wait(10)
+    return thread
+
+
+def test_stop_lets_running_streams_finish_and_refuses_new_ones(running: Running) -> None:
+    http_got: list[Any] = []
+    grpc_got: list[Any] = []
+    readers = [
+        stream_http(running, "n=5 sleep=100", "drain-http", http_got),
+        stream_grpc(running, "n=5 sleep=100", "drain-grpc", grpc_got),
+    ]
+    running.stop(grace_s=20)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://{running.http}/v2/health/live")
+    for reader in readers:
+        reader.join(10)
+    assert [event["text_output"] for event in http_got] == [f" tok{index}" for index in range(5)]
+    assert len(grpc_got) == 5 and all(message.infer_response.id == "drain-grpc" for message in grpc_got)
+
+
+def test_stop_cuts_and_cancels_what_outlives_its_grace(running: Running) -> None:
+    got: list[Any] = []
+    readers = [
+        stream_http(running, "n=1000 sleep=50", "cut-http", got),
+        stream_grpc(running, "n=1000 sleep=50", "cut-grpc", got),
+    ]
+    running.stop(grace_s=0.2)
+    for reader in readers:
+        reader.join(10)
+    assert RECORD.cancelled["cut-http"].wait(10) and RECORD.cancelled["cut-grpc"].wait(10)
+
+
+def test_idle_connections_do_not_hold_up_a_stop(running: Running) -> None:
+    host, port = running.http.split(":")
+    with socket.create_connection((host, int(port))) as silent, httpx.Client() as client:
+        assert client.get(f"http://{running.http}/v2/health/live").status_code == 200
+        running.stop(grace_s=20)
+        assert silent.recv(1) == b""
+
+
+@pytest.mark.parametrize("taken", ["http_port", "grpc_port", "metrics_port"])
+def test_a_port_that_is_taken_leaves_nothing_open(taken: str) -> None:
+    async def run(ports: dict[str, int]) -> None:
+        frontend = FrontendServer(InferenceServer(ServerOptions()), **ports)
+        with pytest.raises((OSError, RuntimeError)):
+            await frontend.start()
+        for endpoint in (frontend.http_port, frontend.metrics_port):
+            if endpoint is not None:
+                with socket.create_server(("127.0.0.1", endpoint)):
+                    pass
+
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0} | {taken: holder.getsockname()[1]}
+        asyncio.run(run(ports))
+
+
+def test_endpoints_can_be_left_out() -> None:
+    async def run() -> None:
+        frontend = FrontendServer(InferenceServer(ServerOptions()), http_port=0, grpc_port=None, metrics_port=None)
+        await frontend.start()
+        assert frontend.http_port and frontend.grpc_port is None and frontend.metrics_port is None
+        await frontend.stop(1)
+
+    asyncio.run(run())
+
+
+def test_requests_that_are_no_http_do_not_stop_the_server(running: Running) -> None:
+    host, port = running.http.split(":")
+    for junk in (
+        b"\x00\xff\x00\xff\r\n\r\n",
+        b"POST /v2 HTTP/1.1\r\nContent-Length: abc\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+    ):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(junk)
+            connection.settimeout(10)
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    assert httpx.get(f"http://{running.http}/v2/health/ready").status_code == 200
+    running.stop()
