@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from python_host import Host
 
-from llmbackend.core.backend_api import ErrorCode, RequestFlag, TritonError
+from llmbackend.core.backend_api import ErrorCode, ParameterValue, RequestFlag, TritonError
+from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.tensors import Tensor
 
 ECHO_CONFIG = """
@@ -55,8 +56,8 @@ def text(value: str) -> list[Tensor]:
     return [Tensor.text("T", value)]
 
 
-def values(response: object) -> dict[str, list[object]]:
-    return {tensor.name: tensor.data.tolist() for tensor in response.outputs}  # type: ignore[attr-defined]
+def values(response: InferenceResponse) -> dict[str, list[object]]:
+    return {tensor.name: tensor.data.tolist() for tensor in response.outputs}
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ return [pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([json.dumps(se
                                     pb_utils.Tensor("S", np.array([b"not asked for"], dtype=object))])]
 """
     host.load("m", TEXT_CONFIG, body(execute))
-    parameters = {"b": True, "a": 1, "s": "x"}
+    parameters: dict[str, ParameterValue] = {"b": True, "a": 1, "s": "x"}
     flags = RequestFlag.SEQUENCE_START
     answers = host.infer(
         "m", text("x"), outputs=["R"], parameters=parameters, request_id="i", correlation_id=7, flags=flags
