@@ -236,8 +236,7 @@ class InferenceServer:
 
     def infer_async(self, request: InferenceRequest) -> InferenceHandle:
         """Validates and enqueues. Raises TritonError when refused synchronously (then the callback is never called)."""
-        if self._state is not ServerState.READY:
-            raise unavailable("Server is stopping" if self.is_exiting else "Server is not ready")
+        self._check_serving()
         model = self._lifecycle.acquire(request.model_name, request.model_version)
         return model.infer(request)
 
@@ -270,9 +269,14 @@ class InferenceServer:
             raise invalid_argument("Wildcard model name '*' must be the ONLY startup model if specified at all.")
         return list(self._repository.names())
 
+    def _check_serving(self) -> None:
+        if self._state is not ServerState.READY:
+            raise unavailable("Server is stopping" if self.is_exiting else "Server is not ready")
+
     def _check_explicit(self) -> None:
         if self._options.model_control_mode != "explicit":
             raise unavailable(EXPLICIT_ONLY)
+        self._check_serving()
 
     def _drain(self, deadline_s: float) -> bool:
         """Waits for every in-flight request, with a line of log each second. False at the deadline."""
