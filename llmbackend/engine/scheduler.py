@@ -100,10 +100,10 @@ class Scheduler:
     def _admit_waiting(self, budget: int) -> tuple[Int32Array, Int32Array]:
         """Admits from the head of the queue while budget, rows and blocks last. The head waits until it fits.
 
-        A request is admitted when all its known tokens would fit beside what running prefills still need; only the
-        blocks of its first chunk are reserved. Otherwise a long prompt would be admitted and preempted over and over.
+        A request is admitted when all its known tokens would fit, though only the blocks of its first chunk are
+        reserved: otherwise a long prompt would be admitted and preempted over and over. Nobody can take the rest of
+        its blocks by admission, because its next chunks go first and leave no budget until its prompt is done.
         """
-        promised = self._blocks_promised()
         rows: list[int] = []
         chunks: list[int] = []
         while self._waiting and budget > 0:
@@ -112,23 +112,15 @@ class Scheduler:
             needed = self._kv_cache.blocks_for(num_tokens)
             if needed > self._kv_cache.num_blocks:
                 self._refuse(head, num_tokens)
-            elif needed + promised > self._kv_cache.num_free_blocks or not self._has_row(head):
+            elif needed > self._kv_cache.num_free_blocks or not self._has_row(head):
                 break
             elif self._take_row(head):
                 chunk = min(budget, num_tokens)
                 self._kv_cache.reserve(np.array([head.row], np.int32), np.array([chunk], np.int32))
-                promised += needed - self._kv_cache.blocks_for(chunk)
                 budget -= chunk
                 rows.append(head.row)
                 chunks.append(chunk)
         return np.array(rows, np.int32), np.array(chunks, np.int32)
-
-    def _blocks_promised(self) -> int:
-        """Blocks that running sequences still need for the tokens they already have."""
-        if not self._waiting:
-            return 0
-        rows = self._rows_of_running()
-        return int(self._kv_cache.missing_blocks(rows, self._table.num_tokens[rows]).sum())
 
     def _has_row(self, sequence: Sequence) -> bool:
         return sequence.row >= 0 or self._rows.num_free > 0

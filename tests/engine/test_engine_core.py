@@ -111,6 +111,15 @@ def test_min_tokens_holds_the_end_back() -> None:
     assert 257 not in token_ids[:length]
 
 
+def test_a_resumed_request_ends_at_once_only_if_it_was_over() -> None:
+    request = msgspec.structs.replace(make_request("r", max_tokens=6), output_token_ids=(257,))
+    assert run_one(request) == ((), "stop")
+    assert run_one(with_sampling(request, ignore_eos=True, max_tokens=1)) == ((), "length")
+    goes_on = with_sampling(request, min_tokens=3)
+    expect_oracle(run_to_end(make_core(), [goes_on])["r"], goes_on)
+    assert len(run_one(goes_on)[0]) >= 3
+
+
 def test_a_stop_token_stops_where_it_first_appears() -> None:
     request = ends_with_eos()
     plain, _ = run_one(request)

@@ -103,14 +103,14 @@ def test_the_head_of_the_queue_waits_until_it_fits_and_nobody_overtakes_it() -> 
     assert harness.step()[0] == {"big": 20, "small": 1}
 
 
-def test_blocks_that_running_prefills_still_need_are_not_given_away() -> None:
+def test_a_prompt_is_not_begun_until_all_of_it_would_fit() -> None:
     harness = Harness(budget=8, blocks=10, block_size=4)
-    harness.add("a", 32)
+    harness.add("a", 8)
     harness.step()
-    harness.add("b", 12)
-    harness.add("c", 1)
-    for _ in range(3):
-        assert harness.step()[0] == {"a": 8}
+    harness.add("long", 36)
+    assert harness.step()[0] == {"a": 1}
+    harness.scheduler.remove(harness.sequences["a"])
+    assert [harness.step()[0] for _ in range(5)] == [{"long": 8}] * 4 + [{"long": 4}]
     assert harness.scheduler.num_preemptions == 0
 
 
@@ -137,8 +137,9 @@ def test_a_step_that_preempted_admits_nobody() -> None:
     harness.add("a", 8)
     harness.add("b", 8)
     harness.step()
-    harness.add("tiny", 1)
+    harness.add("tiny but urgent", 1, priority=-1)
     assert harness.step()[0] == {"a": 1}
+    assert harness.step()[0] == {"a": 1, "tiny but urgent": 1}
 
 
 def test_the_least_important_request_is_the_victim() -> None:
