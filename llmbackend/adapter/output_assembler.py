@@ -8,7 +8,6 @@ Where a stop string ends a request, the tokens up to and including the one that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llmbackend.engine.infer_request import FinishReason, StepOutput, TokenLogprobs
@@ -78,11 +77,12 @@ class OutputAssembler:
         if text:
             self._chunk.text.append(text)
 
-    def _keep(self, output: StepOutput, ids: Sequence[int], reason: FinishReason | None) -> tuple[int, ...]:
-        logprobs = output.logprobs[: len(ids)]
+    def _keep(self, output: StepOutput, ids: tuple[int, ...], reason: FinishReason | None) -> tuple[int, ...]:
         self._chunk.token_ids.extend(ids)
-        self._chunk.logprobs.extend(logprobs)
-        self.cumulative_logprob += sum(entry.logprob for entry in logprobs)
+        if output.logprobs:
+            logprobs = output.logprobs[: len(ids)]
+            self._chunk.logprobs.extend(logprobs)
+            self.cumulative_logprob += sum(entry.logprob for entry in logprobs)
         self.num_tokens += len(ids)
         self.finish_reason = self._chunk.finish_reason = reason
-        return tuple(ids)
+        return ids
