@@ -1,8 +1,9 @@
 """Can this engine run this model? Asked twice: of the config before weights are read, of the loaded model once.
 
-For: the loader. Does not know: families by name; everything is read off the class, the config or two tiny forward passes,
-so that a family nobody has tried is judged too. Invariant: a model that passes gives, in a flattened batch through our
-attention function, the logits that it gives on its own; anything else would serve nonsense without an error.
+For: the loader. Does not know: families by name; everything is read off the class, the config or two tiny forward
+passes, so that a family nobody has tried is judged too. Invariant: a model that passes gives, in a flattened batch
+through our attention function, the logits that it gives on its own; anything else would serve nonsense without an
+error.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .attention.kv_cache import LayerShape
 from .attention.recorder import RecordingAttention
 
 _SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_PROBE_LENS = (5, 3)
+_PROBE_LENS = [5, 3]
 
 
 def unsupported(architecture: str, reason: str) -> ValueError:
@@ -52,8 +53,7 @@ def check_config(config: Any) -> None:
 
 
 def _causal_lm_class(config: Any) -> Any | None:
-    mapping = AutoModelForCausalLM._model_mapping
-    return mapping[type(config)] if type(config) in mapping else None
+    return AutoModelForCausalLM._model_mapping.get(type(config), None)
 
 
 @torch.inference_mode()
@@ -65,7 +65,7 @@ def check_model(model: Any) -> dict[nn.Module, LayerShape]:
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     device = next(model.parameters()).device
     tokens = torch.arange(1, sum(_PROBE_LENS) + 1, device=device) * 7 % min(int(config.vocab_size), 1009)
-    sequences = tokens.split(_PROBE_LENS)
+    sequences = torch.split(tokens, _PROBE_LENS)
     recorder = RecordingAttention(_PROBE_LENS)
     with active_context(recorder):
         flattened = _logits(model, sequences)
@@ -77,7 +77,8 @@ def check_model(model: Any) -> dict[nn.Module, LayerShape]:
     if not difference <= tolerance:
         raise unsupported(
             name,
-            f"logits of a flattened batch differ from its own by {difference:.3g} (of {scale:.3g}); it would compute nonsense",
+            f"logits of a flattened batch differ from its own by {difference:.3g} (of {scale:.3g}); "
+            "it would compute nonsense",
         )
     return recorder.shapes
 

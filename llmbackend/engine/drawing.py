@@ -1,7 +1,7 @@
 """Choosing a token from a distribution with one uniform number.
 
-For: the sampler. Does not know: requests, penalties, where the number comes from. Invariant: a row's token is a function
-of its logits, its number and its own limits; equal logits are ordered by token id, so no sort's whim decides.
+For: the sampler. Does not know: requests, penalties, where the number comes from. Invariant: a row's token is a
+function of its logits, its number and its own limits; equal logits are ordered by token id, so no sort's whim decides.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 # Truncated rows look at this many of the most likely tokens first; only if the kept set does not end among them is the
 # whole vocabulary sorted.
@@ -21,8 +21,8 @@ _CDF_BLOCK = 1024
 class Limits:
     """What may be drawn, per row: float64/int64 tensors [rows]. top_k 0, top_p 1 and min_p 0 mean no limit.
 
-    In this order, as in vLLM: min_p keeps tokens at least min_p times as likely as the likeliest, top_k keeps the k most
-    likely of those, top_p the fewest most likely whose share of what is left reaches top_p.
+    In this order, as in vLLM: min_p keeps tokens at least min_p times as likely as the likeliest, top_k keeps the k
+    most likely of those, top_p the fewest most likely whose share of what is left reaches top_p.
     """
 
     top_k: torch.Tensor
@@ -39,7 +39,7 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     Inverts the distribution function in the order of token ids: first over blocks of tokens, then inside one block.
     """
     weights = torch.exp(logits - logits.amax(-1, keepdim=True))
-    blocks = F.pad(weights, (0, -weights.shape[-1] % _CDF_BLOCK)).unflatten(-1, (-1, _CDF_BLOCK))
+    blocks = functional.pad(weights, (0, -weights.shape[-1] % _CDF_BLOCK)).view(len(weights), -1, _CDF_BLOCK)
     mass = blocks.sum(-1, dtype=torch.float64)
     upto = mass.cumsum(-1)
     target = uniforms[:, None] * upto[:, -1:]
@@ -67,7 +67,7 @@ def most_likely(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.T
     values, ids = torch.topk(logits, count, dim=-1, sorted=False)
     by_id = ids.argsort(-1)
     values, ids = values.gather(-1, by_id), ids.gather(-1, by_id)
-    values, order = values.sort(-1, descending=True, stable=True)
+    values, order = torch.sort(values, stable=True, dim=-1, descending=True)
     return values, ids.gather(-1, order)
 
 

@@ -23,13 +23,15 @@ from .config import EngineConfig
 from .packed_linear import pack_linears
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-# With these, the angle of every position depends on the longest sequence of the batch, once it passes the original limit.
+# With these, the angle of every position depends on the longest sequence of the batch, once it passes the original
+# limit.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """layer_shapes: KV shape by attention module, in the order of the layers. linear_kind: how linear layers compute."""
+    """layer_shapes: KV shape by attention module, in the order of the layers. linear_kind: how linear layers
+    compute."""
 
     model: Any
     layer_shapes: Mapping[nn.Module, LayerShape]

@@ -23,8 +23,8 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class RowEdits:
-    """One request's edits. stop_ids may not be sampled among the first min_tokens output tokens. prompt_ids: the distinct
-    tokens of the prompt, kept when there is a repetition penalty (which covers prompt and output)."""
+    """One request's edits. stop_ids may not be sampled among the first min_tokens output tokens. prompt_ids: the
+    distinct tokens of the prompt, kept when there is a repetition penalty (which covers prompt and output)."""
 
     bias_ids: Int64Array
     bias_values: Float32Array
@@ -41,7 +41,8 @@ class RowEdits:
 
 
 def row_edits(request: InferRequest, vocab_size: int, eos_token_ids: Sequence[int]) -> RowEdits | None:
-    """None when the request leaves logits alone. Raises ValueError naming the field, its value and what was expected."""
+    """None when the request leaves logits alone. Raises ValueError naming the field, its value and what was
+    expected."""
     sampling = request.sampling
     for token_id, bias in sampling.logit_bias.items():
         if not 0 <= token_id < vocab_size:
@@ -66,12 +67,14 @@ def row_edits(request: InferRequest, vocab_size: int, eos_token_ids: Sequence[in
 
 def apply_edits(logits: torch.Tensor, edits: Sequence[RowEdits], outputs: Sequence[npt.NDArray[np.int32]]) -> None:
     """Changes logits float32 [rows, vocab] in place; outputs[i] are the output tokens so far of row i."""
-    biased = [(i, edit.bias_ids, edit.bias_values) for i, edit in enumerate(edits)]
-    rows, ids, values = _join(logits, biased)
-    logits.index_put_((rows, ids), values, accumulate=True)
-    early = [(i, e.stop_ids) for i, e in enumerate(edits) if len(outputs[i]) < e.min_tokens]
-    rows, ids = _join(logits, early)
-    logits[rows, ids] = float("-inf")
+    biased = [(i, edit.bias_ids, edit.bias_values) for i, edit in enumerate(edits) if len(edit.bias_ids)]
+    if biased:
+        rows, ids, values = _join(logits, biased)
+        logits[rows, ids] += values
+    early = [(i, edit.stop_ids) for i, edit in enumerate(edits) if len(outputs[i]) < edit.min_tokens]
+    if early:
+        rows, ids = _join(logits, early)
+        logits[rows, ids] = float("-inf")
     _penalise_repetition(logits, edits, outputs)
     _penalise_output(logits, edits, outputs)
 
@@ -82,8 +85,8 @@ def _penalise_repetition(
     pieces = []
     for i, edit in enumerate(edits):
         if edit.repetition_penalty != 1.0:
-            ids = np.union1d(edit.prompt_ids, outputs[i]).astype(np.int64)
-            pieces.append((i, ids, np.full(len(ids), edit.repetition_penalty, np.float32)))
+            seen_ids = np.union1d(edit.prompt_ids, outputs[i]).astype(np.int64)
+            pieces.append((i, seen_ids, np.full(len(seen_ids), edit.repetition_penalty, np.float32)))
     if pieces:
         rows, ids, penalties = _join(logits, pieces)
         seen = logits[rows, ids]
@@ -94,9 +97,9 @@ def _penalise_output(logits: torch.Tensor, edits: Sequence[RowEdits], outputs: S
     pieces = []
     for i, edit in enumerate(edits):
         if edit.frequency_penalty or edit.presence_penalty:
-            ids, counts = np.unique(outputs[i], return_counts=True)
-            penalties = edit.frequency_penalty * counts + edit.presence_penalty
-            pieces.append((i, ids.astype(np.int64), penalties.astype(np.float32)))
+            used_ids, counts = np.unique(outputs[i], return_counts=True)
+            amounts = edit.frequency_penalty * counts + edit.presence_penalty
+            pieces.append((i, used_ids.astype(np.int64), amounts.astype(np.float32)))
     if pieces:
         rows, ids, penalties = _join(logits, pieces)
         logits[rows, ids] -= penalties
@@ -104,8 +107,6 @@ def _penalise_output(logits: torch.Tensor, edits: Sequence[RowEdits], outputs: S
 
 def _join(logits: torch.Tensor, pieces: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:
     """Pieces (row, ids, *values) → one index tensor of rows, one of ids, and the values, on the logits' device."""
-    if not pieces:
-        return [torch.empty(0, dtype=torch.int64, device=logits.device)] * 2
     rows = np.repeat([piece[0] for piece in pieces], [len(piece[1]) for piece in pieces]).astype(np.int64)
     columns = [rows, *(np.concatenate(column) for column in list(zip(*pieces, strict=True))[1:])]
     return [torch.from_numpy(column).to(logits.device) for column in columns]

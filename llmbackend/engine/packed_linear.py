@@ -1,13 +1,14 @@
 """Linear layers with weights packed once for oneDNN: the CPU's answer to where a decode step spends its time.
 
 For: the loader, which swaps a model's linear layers when it runs on CPU. Does not know: models. Invariant: a row of the
-output depends on that row of the input alone, bit by bit: oneDNN's packed kernels treat rows alike from two rows up, so a
-single row is computed as two (plain `F.linear` changes kernels with the number of rows, and results with it).
+output depends on that row of the input alone, bit by bit: oneDNN's packed kernels treat rows alike from two rows up,
+so a single row is computed as two (plain `F.linear` changes kernels with the number of rows, and results with it).
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,8 +30,9 @@ def has_native(dtype: torch.dtype) -> bool:
 class PackedLinear(nn.Module):
     """y = x·Wᵀ + b for x [..., in_features] in the model's dtype.
 
-    compute_dtype is the type of the packed weight and of the product. Where the CPU has no bfloat16 products, widening the
-    same bfloat16 weights to float32 at load is exact and about three times as fast; outputs are rounded to x's type.
+    compute_dtype is the type of the packed weight and of the product. Where the CPU has no bfloat16 products,
+    widening the same bfloat16 weights to float32 at load is exact and about three times as fast; outputs are rounded
+    to x's type.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, compute_dtype: torch.dtype) -> None:
@@ -50,17 +52,16 @@ class PackedLinear(nn.Module):
             rows = rows.expand(2, -1).contiguous()
         wide = rows.to(self._compute_dtype)
         y = torch.ops.mkldnn._linear_pointwise(wide, self._packed, self._bias, "none", [], "")
-        return y[:count].to(x.dtype).view(*x.shape[:-1], self.out_features)
+        output: torch.Tensor = y[:count].to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return output
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype) -> str:
     """Swaps every plain linear layer of the model in place. Returns one word about how they compute now."""
-    if not torch.backends.mkldnn.is_available():
-        return "torch"
     compute_dtype = dtype if has_native(dtype) else torch.float32
     if compute_dtype != dtype and not _fits(model, compute_dtype):
         compute_dtype = dtype
-    if compute_dtype == torch.float16:
+    if compute_dtype == torch.float16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "torch"
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -68,11 +69,13 @@ def pack_linears(model: nn.Module, dtype: torch.dtype) -> str:
             if type(child) is nn.Linear:
                 setattr(parent, name, PackedLinear(child.weight, child.bias, compute_dtype))
             elif type(child) is Conv1D:
-                setattr(parent, name, PackedLinear(child.weight.t(), child.bias, compute_dtype))
+                transposed: Any = child
+                setattr(parent, name, PackedLinear(transposed.weight.t(), transposed.bias, compute_dtype))
     return f"packed {str(compute_dtype).removeprefix('torch.')}"
 
 
 def _fits(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether the widened weights leave half of the free memory to the rest."""
-    wanted = sum(m.weight.numel() for m in model.modules() if type(m) in (nn.Linear, Conv1D)) * dtype.itemsize
-    return wanted < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear | Conv1D)]
+    wanted = sum(weight.numel() for weight in weights) * dtype.itemsize
+    return bool(wanted < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)

@@ -61,7 +61,8 @@ class Sampler:
         self._num_logprobs.pop(row, None)
 
     def sample(self, rows: Int32Array, logits: torch.Tensor, table: RowTable) -> SampledTokens:
-        """One token for each of `rows` from logits [len(rows), vocab_size or more], in any float type, left unchanged."""
+        """One token for each of `rows` from logits [len(rows), vocab_size or more], in any float type, left
+        unchanged."""
         logits = logits[:, : self._vocab_size]
         peaks, likeliest = logits.max(dim=-1)  # the first of equals
         token_ids = likeliest.cpu().numpy().astype(np.int32)

@@ -6,7 +6,7 @@ chunked and mixed with decodes), and KV memory so small that requests are preemp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ BASE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+UNTIED = {"tie_word_embeddings": False}
 NEOX = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
 OPT = {name: value for name, value in NEOX.items() if name != "intermediate_size"}
 WINDOW = {"head_dim": 16, "sliding_window": 8}
@@ -42,25 +43,32 @@ FAMILIES: dict[str, Any] = {
     "qwen2": tf.Qwen2Config(**BASE),
     "qwen3": tf.Qwen3Config(**BASE, head_dim=16),
     "mistral": tf.MistralConfig(**BASE, sliding_window=8),
-    "gemma2": tf.Gemma2Config(**BASE, **WINDOW, query_pre_attn_scalar=16, attn_logit_softcapping=2.0),
-    "gemma3": tf.Gemma3TextConfig(**BASE, **WINDOW, **MIXED, query_pre_attn_scalar=16),
+    "gemma2": tf.Gemma2Config(**BASE, **UNTIED, **WINDOW, query_pre_attn_scalar=16, attn_logit_softcapping=2.0),
+    "gemma3": tf.Gemma3TextConfig(**BASE, **UNTIED, **WINDOW, **MIXED, query_pre_attn_scalar=16),
     "phi3": tf.Phi3Config(**BASE),
     "gpt2": tf.GPT2Config(
-        vocab_size=128, n_embd=64, n_layer=3, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
+        vocab_size=128, n_embd=64, n_layer=3, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None, **UNTIED
     ),
-    "qwen3_moe": tf.Qwen3MoeConfig(
-        **BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
-    ),
+    "qwen3_moe": tf.Qwen3MoeConfig(**BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
     "mixtral": tf.MixtralConfig(**BASE, num_local_experts=4),
     "olmo2": tf.Olmo2Config(**BASE),
     "gpt_oss": tf.GptOssConfig(**BASE, **WINDOW, **MIXED, num_local_experts=4),
     "gpt_neox": tf.GPTNeoXConfig(**NEOX),
-    "opt": tf.OPTConfig(**OPT, ffn_dim=96, word_embed_proj_dim=64),
+    "opt": tf.OPTConfig(**OPT, **UNTIED, ffn_dim=96, word_embed_proj_dim=64),
     "cohere": tf.CohereConfig(**BASE, logit_scale=0.5),
     "granite": tf.GraniteConfig(**BASE, logits_scaling=3.0, attention_multiplier=0.2, residual_multiplier=0.7),
-    "starcoder2": tf.Starcoder2Config(**BASE),
+    "starcoder2": tf.Starcoder2Config(**BASE, **UNTIED),
     "smollm3": tf.SmolLM3Config(**BASE),
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from a second thread, and lose much when the machine is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def random_model(config: Any) -> Any:

@@ -1,9 +1,9 @@
 """Our attention function in `transformers`' registry, and the hand-over of a step's context to it.
 
 For: any `transformers` model whose layers call `ALL_ATTENTION_FUNCTIONS`; it is run with
-`attn_implementation=PAGED_ATTENTION` inside `active_context(...)`. Does not know: where keys and values are kept. That is
-the context's business. Invariant: outside an active context of the same thread a call fails, so that a model can never
-silently attend to the wrong batch.
+`attn_implementation=PAGED_ATTENTION` inside `active_context(...)`. Does not know: where keys and values are kept.
+That is the context's business. Invariant: outside an active context of the same thread a call fails, so that a model
+can never silently attend to the wrong batch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class AttentionOptions:
     """What a layer asks of attention beyond causality.
 
     scaling: factor on q·k. sliding_window: a query sees this many positions, itself included; None = all.
-    softcap: scores become softcap * tanh(scores / softcap); None = off. sinks: [num_heads], one extra score per head that
-    takes part in the softmax and has no value; None = none. extra: everything else the layer passed.
+    softcap: scores become softcap * tanh(scores / softcap); None = off. sinks: [num_heads], one extra score per head
+    that takes part in the softmax and has no value; None = none. extra: everything else the layer passed.
     """
 
     scaling: float
@@ -45,8 +45,8 @@ class AttentionContext(Protocol):
     def attend(
         self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads, value_dim], in the
-        model's dtype → [tokens, heads, value_dim] in query's dtype."""
+        """query [tokens, heads, head_dim], key [tokens, kv_heads, head_dim], value [tokens, kv_heads, value_dim], in
+        the model's dtype → [tokens, heads, value_dim] in query's dtype."""
 
 
 class _Active(threading.local):
@@ -79,7 +79,8 @@ def _attention_function(
     s_aux: torch.Tensor | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The signature `transformers` expects: query [1, heads, tokens, head_dim]; returns ([1, tokens, heads, dim], None)."""
+    """The signature `transformers` expects: query [1, heads, tokens, head_dim]; returns ([1, tokens, heads, dim],
+    None)."""
     context = _active.context
     if context is None:
         raise RuntimeError(f"attention '{PAGED_ATTENTION}' was called outside a step of the engine")
@@ -91,8 +92,8 @@ def _attention_function(
         mask=attention_mask,
         extra=extra,
     )
-    flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return context.attend(module, *flat, options).unsqueeze(0), None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return context.attend(module, q, k, v, options).unsqueeze(0), None
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:

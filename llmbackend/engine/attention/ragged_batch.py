@@ -1,11 +1,13 @@
 """The ragged layout of one step: which rows lie where in the flattened batch, and which KV blocks they look at.
 
-For: attention backends. Does not know: models, sampling, KV memory. Invariant: how a row is padded depends on that row's
-own query length, context length and window, never on its neighbours, so that its result does not depend on them either.
+For: attention backends. Does not know: models, sampling, KV memory. Invariant: how a row is padded depends on that
+row's own query length, context length and window, never on its neighbours, so that its result does not depend on them
+either.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +45,8 @@ def padded_blocks(num_blocks: Int64Array) -> Int64Array:
 
 
 class RaggedBatch:
-    """Rows in the order of their tokens in the flattened batch; rows of equal query length must be neighbours, sorted by
-    context length.
+    """Rows in the order of their tokens in the flattened batch; rows of equal query length must be neighbours, sorted
+    by context length.
 
     query_lens, seq_lens: int64 [rows]; the row's queries are the last query_len of its seq_len positions.
     block_table: [rows, max_blocks_per_seq]. slots: int64 [tokens], where each token's key and value are written.
@@ -81,7 +83,7 @@ class RaggedBatch:
         token_starts = np.concatenate(([0], np.cumsum(self._query_lens)))
         return [
             self._group(slice(a, b), int(token_starts[a]), int(padded[a]), first_block[a:b], window)
-            for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+            for a, b in itertools.pairwise(bounds)
         ]
 
     def _key_ranges(self, window: int | None) -> tuple[Int64Array, Int64Array]:

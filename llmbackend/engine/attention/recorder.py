@@ -24,7 +24,7 @@ class RecordingAttention:
     honoured by a paged backend."""
 
     def __init__(self, sequence_lens: Sequence[int]) -> None:
-        self._sequence_lens = tuple(sequence_lens)
+        self._sequence_lens = list(sequence_lens)
         self.shapes: dict[nn.Module, LayerShape] = {}
         self.calls: list[nn.Module] = []
         self.problems: list[str] = []
@@ -37,18 +37,13 @@ class RecordingAttention:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
         self.num_sliding_layers += options.sliding_window is not None
         self._check(query, key, options)
-        parts = [
-            _causal(*part, options)
-            for part in zip(*(t.split(self._sequence_lens) for t in (query, key, value)), strict=True)
-        ]
-        return torch.cat(parts)
+        split = (torch.split(tensor, self._sequence_lens) for tensor in (query, key, value))
+        return torch.cat([_causal(q, k, v, options) for q, k, v in zip(*split, strict=True)])
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
         extra = options.extra or {}
         if query.shape[0] != sum(self._sequence_lens) or key.shape[0] != query.shape[0]:
-            self.problems.append(
-                f"a layer attends to {key.shape[0]} keys in a batch of {sum(self._sequence_lens)} tokens"
-            )
+            self.problems.append(f"a layer attends to {key.shape[0]} keys for {query.shape[0]} flattened tokens")
         if options.mask is not None:
             self.problems.append("a layer brings its own attention mask")
         if extra.get("is_causal") is False:
@@ -64,5 +59,5 @@ def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options
     visible = distance >= 0
     if options.sliding_window is not None:
         visible &= distance < options.sliding_window
-    heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    return grouped_attention(*heads_first, visible[None], options)[0].transpose(0, 1)
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    return grouped_attention(q, k, v, visible[None], options)[0].transpose(0, 1)

@@ -1,8 +1,8 @@
 """Paged attention in plain torch, for CPU and CUDA.
 
 For: every model until a faster backend takes over, and as the truth that other backends are tested against. Does not
-know: which model calls it. Invariant: a step's tokens are written to the cache before they are read, so prefill, chunked
-prefill and decode are one path; the result of a row is computed with shapes that depend on that row alone.
+know: which model calls it. Invariant: a step's tokens are written to the cache before they are read, so prefill,
+chunked prefill and decode are one path; the result of a row is computed with shapes that depend on that row alone.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 from .interface import AttentionOptions
 from .kv_cache import LayerKVCache
@@ -40,11 +40,11 @@ class PagedAttention:
 def _attend_group(query: torch.Tensor, cache: LayerKVCache, group: RowGroup, options: AttentionOptions) -> torch.Tensor:
     keys, values = cache.gather(group.blocks)
     # [tokens, heads, dim] → [rows, heads, query_len, dim]
-    queries = query.unflatten(0, (group.num_rows, group.query_len)).transpose(1, 2)
+    queries = query.reshape(group.num_rows, group.query_len, *query.shape[1:]).transpose(1, 2)
     if group.query_len == 1 or options.softcap is not None or options.sinks is not None:
         attended = grouped_attention(queries, keys, values, group.visible, options)
     else:
-        attended = F.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=group.visible[:, None], scale=options.scaling, enable_gqa=True
         )
     return attended.transpose(1, 2).flatten(0, 1)
