@@ -41,7 +41,7 @@ class KVCacheManager:
         missing = self.missing_blocks(rows, num_tokens)
         if missing.sum() > self._num_free:
             return False
-        for i in np.flatnonzero(missing):
+        for i in missing.nonzero()[0].tolist():
             self._take(int(rows[i]), int(missing[i]))
         return True
 

@@ -64,7 +64,7 @@ class Scheduler:
         """Plans one step and reserves its blocks."""
         self._refused = []
         rows, chunks, preempted = self._continue_running()
-        if not preempted:
+        if self._waiting and not preempted:
             new_rows, new_chunks = self._admit_waiting(self._budget - int(chunks.sum()))
             rows = np.concatenate([rows, new_rows])
             chunks = np.concatenate([chunks, new_chunks])
@@ -92,6 +92,8 @@ class Scheduler:
         """How far each running row gets in this step; rows that the budget does not reach are left out."""
         rows = self._rows_of_running()
         wanted = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
+        if wanted.sum() <= self._budget:
+            return rows, wanted
         budget_left = self._budget - (np.cumsum(wanted, dtype=np.int32) - wanted)
         chunks = np.clip(budget_left, 0, wanted)
         reached = chunks > 0
