@@ -1,4 +1,7 @@
-"""Which gRPC status a Triton code has. For: the gRPC servicers. Knows nothing else. Source: Triton's grpc_utils."""
+"""Which gRPC status a Triton code has, and what a client is told of a bug of ours.
+
+For: the gRPC servicers. Does not know: RPCs. Source: Triton's grpc_utils.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Final
 import grpc
 
 from llmbackend.core.errors import ErrorCode
+
+INTERNAL_ERROR: Final = "internal error, see the server's log"
 
 GRPC_STATUS: Final[Mapping[ErrorCode, grpc.StatusCode]] = {
     ErrorCode.UNKNOWN: grpc.StatusCode.UNKNOWN,

@@ -10,6 +10,7 @@ Source: Triton's stream_infer_handler, as recorded from Triton 2.51.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
@@ -17,10 +18,11 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.errors import TritonError
+from llmbackend.core.errors import TritonError, internal
+from llmbackend.core.messages import InferenceResponse
 
 from .grpc_codec import decode_request, fill_response, model_version
-from .grpc_errors import GRPC_STATUS
+from .grpc_errors import GRPC_STATUS, INTERNAL_ERROR
 from .grpc_malformed import check
 from .inference import Inference, InferenceGate
 from .mailbox import Item
@@ -29,6 +31,7 @@ from .request_parameters import options_from_proto
 FINAL_PARAMETER: Final = "triton_final_response"
 _STRICT_ERRORS: Final = ("triton_grpc_error", "true")
 
+log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -78,7 +81,7 @@ class StreamSession:
             await asyncio.wait([before])
         while batch := await inference.next_batch():
             for response, flags in batch:
-                message = _message(request, (response, flags), empty_final)
+                message = _safe_message(request, (response, flags), empty_final)
                 if message is not None:
                     await self._write(message)
                 if self._strict_errors and response is not None and response.error is not None:
@@ -102,6 +105,19 @@ def _first(errors: BaseExceptionGroup[TritonError]) -> TritonError:
 def _refusal(request: Any, error: TritonError) -> Any:
     """The answer to a request that never reached a model: only its id tells which one it was."""
     return pb.ModelStreamInferResponse(error_message=error.message, infer_response=pb.ModelInferResponse(id=request.id))
+
+
+def _safe_message(request: Any, item: Item, empty_final: bool) -> Any | None:
+    """Like `_message`; a response that can not be coded becomes an error of its request and leaves the stream alone."""
+    try:
+        return _message(request, item, empty_final)
+    except Exception:
+        log.exception("a response of model '%s' can not be coded", request.model_name)
+        return _message(request, (_uncodable(request), item[1]), empty_final)
+
+
+def _uncodable(request: Any) -> InferenceResponse:
+    return InferenceResponse(request.model_name, 0, request.id, error=internal(INTERNAL_ERROR))
 
 
 def _message(request: Any, item: Item, empty_final: bool) -> Any | None:

@@ -75,7 +75,7 @@ def repeated_keys(body: bytes) -> set[str]:
         for key, _ in pairs:
             (repeated if key in seen else seen).add(key)
 
-    json.loads(body, object_pairs_hook=look)
+    json.loads(body.partition(b"\0")[0], object_pairs_hook=look, parse_int=str)  # int() refuses very long numbers
     return repeated
 
 

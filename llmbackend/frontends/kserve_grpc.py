@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -23,13 +24,14 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import TensorMetadata
 
 from .grpc_codec import decode_request, fill_response, model_version
-from .grpc_errors import GRPC_STATUS
+from .grpc_errors import GRPC_STATUS, INTERNAL_ERROR
 from .grpc_malformed import MalformedRequests
 from .grpc_stream import Context, StreamSession
 from .infer_codec import single_response
 from .inference import InferenceGate
 from .request_parameters import options_from_proto
 
+log = logging.getLogger(__name__)
 INT32_MAX: Final = (1 << 31) - 1
 _UNBUILT_RPCS: Final = (
     "SystemSharedMemoryStatus",
@@ -64,7 +66,7 @@ def create_grpc_server(
 
 
 def _rpc(handler: Handler) -> Handler:
-    """Turns a TritonError out of a unary handler into the RPC's status."""
+    """Turns what a unary handler raises into the RPC's status; a bug of ours is logged, and told without detail."""
 
     @functools.wraps(handler)
     async def guarded(self: Any, request: Any, context: Context) -> Any:
@@ -72,6 +74,9 @@ def _rpc(handler: Handler) -> Handler:
             return await handler(self, request, context)
         except TritonError as error:
             await context.abort(GRPC_STATUS[error.code], error.message)
+        except Exception:
+            log.exception("%s failed", handler.__name__)
+            await context.abort(grpc.StatusCode.INTERNAL, INTERNAL_ERROR)
 
     return guarded  # type: ignore[return-value]
 

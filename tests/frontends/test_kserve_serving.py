@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,4 +139,27 @@ def test_requests_that_are_no_http_do_not_stop_the_server(running: Running) -> N
             connection.settimeout(10)
             assert connection.recv(100).startswith(b"HTTP/1.1 400")
     assert httpx.get(f"http://{running.http}/v2/health/ready").status_code == 200
+    running.stop()
+
+
+def test_nothing_is_left_of_streams_that_ended_in_any_way(running: Running) -> None:
+    async def tasks() -> int:
+        return len(asyncio.all_tasks())
+
+    before = running.call(tasks())
+    host, port = running.http.split(":")
+    for index in range(8):
+        got: list[Any] = []
+        stream_http(running, "n=3", f"end-http-{index}", got).join(10)
+        stream_grpc(running, "n=3", f"end-grpc-{index}", got).join(10)
+        body = json.dumps({"id": f"end-gone-{index}", "text_input": "n=1000 sleep=20"})
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST /v2/models/llm/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body.encode())
+            assert RECORD.began[f"end-gone-{index}"].wait(10)
+        assert RECORD.cancelled[f"end-gone-{index}"].wait(10)
+    deadline_s = time.monotonic() + 10
+    while running.call(tasks()) > before and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert running.call(tasks()) == before
     running.stop()

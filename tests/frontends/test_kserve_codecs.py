@@ -1,0 +1,200 @@
+"""The codecs alone: any input is understood or refused with a TritonError; what goes out can be read back."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2 as pb
+
+from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.messages import InferenceResponse, ModelMetadata, TensorMetadata
+from llmbackend.core.tensors import NUMPY_DTYPE, Tensor
+from llmbackend.frontends import generate_codec, grpc_codec, infer_codec
+from llmbackend.frontends.json_reader import parse, repeated_keys
+from llmbackend.frontends.json_tensors import json_from_tensor, tensor_from_json
+from llmbackend.frontends.request_body import response_encoding
+from llmbackend.frontends.request_parameters import RequestOptions, options_from_proto
+
+MODEL = ModelMetadata(
+    "m",
+    ("1",),
+    "x",
+    (
+        TensorMetadata("T", "BYTES", (-1, 1)),
+        TensorMetadata("I", "INT32", (2, -1, 3, -1)),
+        TensorMetadata("B", "BOOL", (1,)),
+        TensorMetadata("F", "FP32", (-1,)),
+        TensorMetadata("Z", "UINT8", (0, -1)),
+    ),
+    (),
+)
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5))
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner))
+NAMES = st.sampled_from([*"TIBFZ", "id", "parameters", "triton_x", "other"])
+TENSORS = st.dictionaries(
+    st.sampled_from(["name", "datatype", "shape", "data", "parameters"]),
+    JSON
+    | st.sampled_from([*NUMPY_DTYPE, "X"])
+    | st.lists(st.integers(-1, 3), max_size=3)
+    | st.fixed_dictionaries({}, optional={"binary_data_size": JSON, "shared_memory_region": JSON}),
+)
+PARAMETERS = st.dictionaries(
+    st.sampled_from(["sequence_id", "sequence_start", "priority", "timeout", "binary_data_output", "p"]), JSON
+)
+
+
+def ignore(response: Any, flags: Any) -> None:
+    """The callback of requests that are never sent."""
+
+
+def accepts_or_refuses(call: Any) -> None:
+    """Anything but a TritonError with a message would be a bug."""
+    try:
+        call()
+    except TritonError as error:
+        assert error.message
+
+
+@given(body=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_any_body(body: bytes) -> None:
+    accepts_or_refuses(lambda: infer_codec.decode_request(infer_codec.InferBody.split(body, len(body)), "m", 1, ignore))
+    accepts_or_refuses(lambda: generate_codec.decode_request(body, MODEL, 1, ignore))
+
+
+@given(
+    document=st.fixed_dictionaries(
+        {"inputs": st.lists(TENSORS, max_size=3) | JSON},
+        optional={"id": JSON, "outputs": st.lists(TENSORS) | JSON, "parameters": PARAMETERS | JSON},
+    ),
+    raw=st.binary(max_size=8),
+)
+def test_any_infer_request(document: Any, raw: bytes) -> None:
+    text = json.dumps(document).encode()
+    body = infer_codec.InferBody.split(text + raw, len(text))
+    accepts_or_refuses(lambda: infer_codec.decode_request(body, "m", -1, ignore))
+
+
+@given(
+    document=st.dictionaries(NAMES, JSON | st.dictionaries(NAMES, JSON)),
+    repeat=st.booleans(),
+)
+def test_any_generate_request(document: Any, repeat: bool) -> None:
+    text = json.dumps(document)
+    body = ('{"T":"a",' + text[1:] if repeat and document else text).encode()
+    accepts_or_refuses(lambda: generate_codec.decode_request(body, MODEL, -1, ignore))
+
+
+@given(data=st.binary(max_size=80))
+@settings(max_examples=300)
+def test_any_grpc_request(data: bytes) -> None:
+    message = pb.ModelInferRequest()
+    try:
+        message.ParseFromString(data)
+    except Exception:
+        return
+    accepts_or_refuses(lambda: grpc_codec.decode_request(message, options_from_proto(message.parameters), ignore))
+
+
+FLOATS32 = st.floats(width=32)
+ARRAYS = st.one_of(
+    st.lists(st.integers(-(2**31), 2**31 - 1)).map(lambda items: np.array(items, dtype=np.int32)),
+    st.lists(st.integers(0, 2**64 - 1)).map(lambda items: np.array(items, dtype=np.uint64)),
+    st.lists(st.booleans()).map(lambda items: np.array(items, dtype=np.bool_)),
+    st.lists(FLOATS32).map(lambda items: np.array(items, dtype=np.float32)),
+    st.lists(st.floats()).map(lambda items: np.array(items, dtype=np.float64)),
+    st.lists(st.text().filter(lambda text: text.isprintable())).map(
+        lambda items: np.array([*(item.encode() for item in items), None], dtype=np.object_)[:-1]
+    ),
+)
+
+
+@given(array=ARRAYS)
+def test_a_tensor_goes_through_json_and_back(array: Any) -> None:
+    tensor = Tensor.of("T", array)
+    json_text, raw = infer_codec.encode_response(InferenceResponse("m", 1, "", (tensor,)), infer_codec.OutputForm())
+    assert raw is None
+    data = parse(json_text)["outputs"][0]["data"]
+    back = tensor_from_json("T", tensor.datatype, tensor.shape, data)
+    same = back.data == tensor.data
+    if array.dtype.kind == "f":
+        same |= np.isnan(back.data) & np.isnan(tensor.data)
+    assert np.all(same) and len(json_from_tensor(tensor)) == array.size
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "expected"),
+    [
+        ((-1, 4), 8, (2, 4)),
+        ((-1, 1), 3, (3, 1)),
+        ((2, -1, 3, -1), 12, (2, 1, 3, 2)),
+        ((1,), 1, (1,)),
+        ((-1,), 0, (0,)),
+        ((1,), 2, None),
+        ((2, -1), 3, None),
+        ((0, -1), 0, None),
+    ],
+)
+def test_elements_are_spread_over_the_models_dims(shape: Any, count: int, expected: Any) -> None:
+    model = ModelMetadata("m", ("1",), "x", (TensorMetadata("X", "INT32", shape),), ())
+    body = json.dumps({"X": list(range(count))}).encode()
+    if expected is None and shape != (0, -1):
+        with pytest.raises(TritonError, match="can not convert input 'X' to tensor with proper shape"):
+            generate_codec.decode_request(body, model, 1, ignore)
+    elif expected is not None:
+        (tensor,) = generate_codec.decode_request(body, model, 1, ignore).inputs
+        assert tensor.shape == expected
+
+
+def test_nan_is_kept_in_generate() -> None:
+    response = InferenceResponse("m", 1, "i", (Tensor.of("X", np.float32([math.nan])),))
+    assert generate_codec.encode_response(response) == b'{"X":NaN,"id":"i","model_name":"m","model_version":"1"}'
+
+
+def test_half_precision_is_refused_in_json() -> None:
+    tensor = Tensor.of("X", np.float16([1.0]))
+    with pytest.raises(TritonError, match="sending FP16 data via JSON is not supported") as caught:
+        infer_codec.encode_response(InferenceResponse("m", 1, "", (tensor,)), infer_codec.OutputForm())
+    assert caught.value.code is ErrorCode.INVALID_ARG
+    form = infer_codec.OutputForm(binary={"X": True})
+    assert infer_codec.encode_response(InferenceResponse("m", 1, "", (tensor,)), form)[1] == b"\x00\x3c"
+
+
+def test_response_parameters_reach_every_protocol() -> None:
+    parameters = {"s": "v", "i": 3, "b": True, "f": 0.5}
+    response = InferenceResponse("m", 1, "", (), parameters)
+    assert json.loads(infer_codec.encode_response(response, infer_codec.OutputForm())[0])["parameters"] == parameters
+    assert json.loads(generate_codec.encode_response(response)).items() >= parameters.items()
+    message: Any = pb.ModelInferResponse()
+    grpc_codec.fill_response(message, response)
+    assert message.parameters["b"].bool_param and message.parameters["i"].int64_param == 3
+
+
+@pytest.mark.parametrize(
+    ("header", "encoding"),
+    [
+        ("", None),
+        ("identity", None),
+        ("gzip, deflate", "gzip"),
+        ("gzip;q=0.1, deflate;q=0.9", "deflate"),
+        ("GZIP;q=0", None),
+        ("gzip;q=x", None),
+        ("br, *", None),
+    ],
+)
+def test_response_encoding(header: str, encoding: str | None) -> None:
+    assert response_encoding(header) == encoding
+
+
+def test_repeated_keys_at_any_depth() -> None:
+    digits = "9" * 5000
+    assert repeated_keys(b'{"a":{"b":1,"b":%b},"a":2,"c":[{"c":1}]}' % digits.encode()) == {"a", "b"}
+
+
+def test_options_default_to_nothing() -> None:
+    assert options_from_proto({}) == RequestOptions()
