@@ -1,10 +1,10 @@
 """Takes out of an answer what must vary from run to run, and nothing else.
 
 For: compare.py, which applies it to both sides. Does not know: which side it sees. What varies: header order, header
-case, `Date` and `Server`; nanosecond counters and the time of the last inference; the head of a log line; how many
-tokens a model sent before a disconnect reached it; which of two clocks noticed a deadline first. A Content-Length
-that is the length of the body that follows becomes a word, so that only the body is compared; a wrong one stays a
-number.
+case, `Date` and `Server`; durations and the time of the last inference; gauges of the machine; the head of a log line;
+how many tokens a model sent before a disconnect reached it; which of two clocks noticed a deadline first. A
+Content-Length that is the length of the body that follows becomes a word, so that only the body is compared; a wrong
+one stays a number.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import re
 _DROPPED_HEADERS = frozenset({"date", "server"})
 _HEAD = re.compile(r"^(HTTP/1\.[01] [^\n]*)\n((?:[^\n:]+:[^\n]*\n)+)", re.MULTILINE)
 _PRINTED_HEADERS = re.compile(r"^(\d{3}) (\{'.*?'\})( b['\"].*)?$", re.MULTILINE)
-_VARIABLE_LENGTH = re.compile(r"\$WORK|<ns>|<ms>")
+_VARIABLE_LENGTH = re.compile(r"\$WORK|<ns>|<ms>|^# HELP", re.MULTILINE)
 _VARYING = (
     (re.compile(r'("ns":|\bns: )\d+'), r"\g<1><ns>"),
     (re.compile(r'("last_inference":|\blast_inference: )\d+'), r"\g<1><ms>"),
     (re.compile(r"(cancelled id=\w+ at )\d+"), r"\g<1><n>"),
+    (re.compile(r"^(\w+_duration_us\{.*\} )\d+", re.MULTILINE), r"\g<1><us>"),
+    (re.compile(r"^(\w+_duration_secs\{.*\} )[\d.e-]+$", re.MULTILINE), r"\g<1><s>"),
+    (re.compile(r"^(nv_cpu_\w+ )[\d.]+$", re.MULTILINE), r"\g<1><now>"),
     (re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w.]+:\d+\]"), "<time, process and source line>"),
     (re.compile(r"'Stream removed \(Deadline Exceeded\)'"), "'Deadline Exceeded'"),
 )

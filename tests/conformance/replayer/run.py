@@ -51,7 +51,7 @@ GROUPS = (
         _explicit(["repo"], ["identity", "multi", "llm", "textid", "cached"]),
         (
             *("01", "02", "03", "04", "05", "06", "07", "08", "11", "12", "13"),
-            *("20", "21", "22", "23", "24", "30", "31", "32", "33", "34", "09"),
+            *("20", "21", "22", "23", "24", "30", "31", "32", "33", "34", "09", "10"),
         ),
     ),
     Group(
@@ -59,6 +59,7 @@ GROUPS = (
         _explicit(["repo_extra", "repo"], ["auto", "noconf", "vers", "asyncm", "custom", "llm", "viabackend"]),
         ("57", "61"),
     ),
+    Group("d1", ("--model-repository", "$WORK/repo_none"), ("55",)),
 )
 _EMPTY_EVENT_LOG_BEFORE = frozenset({"24", "34"})
 

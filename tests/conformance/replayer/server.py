@@ -43,8 +43,10 @@ class Ports:
 
 
 def make_work_folder(work: Path, models: Path) -> None:
-    """$WORK as the recordings had it: repo, repo_extra, dist/backends."""
+    """$WORK as the recordings had it: repo, repo_none, repo_extra, dist/backends."""
     shutil.copytree(models / "repo", work / "repo")
+    for name in ("identity", "llm"):
+        shutil.copytree(models / "repo" / name, work / "repo_none" / name)
     shutil.copytree(models / "repo_extra", work / "repo_extra")
     shutil.copytree(models / "backends", work / "dist" / "backends")
 
