@@ -81,15 +81,19 @@ class RequestQueue:
         while True:
             with self._changed:
                 expired = self._take_expired()
-                batch = [] if expired else self._wait_for_batch()
+                batch, wait_s = self._try_batch()
                 if not expired and not batch:
-                    return None
+                    if self._stopped and not self._queue:
+                        return None
+                    self._changed.wait(wait_s)
+                elif self._queue:
+                    self._changed.notify()  # what is left is for another instance, which may sleep without a timeout
             for request in expired:
                 self._leave(request)
                 request.fail(unavailable("Request timeout expired"), FailureReason.REJECTED)
+            for request in batch:
+                self._leave(request)
             if batch:
-                for request in batch:
-                    self._leave(request)
                 return batch
 
     def stop(self) -> None:
@@ -98,20 +102,11 @@ class RequestQueue:
             self._stopped = True
             self._changed.notify_all()
 
-    def _wait_for_batch(self) -> list[InferRequest]:
-        """A batch, or [] when there will be none or a queued request may have expired. Holds the lock."""
-        while True:
-            if not self._queue and self._delayed:
-                self._queue.append(self._delayed.popleft())
-            if self._queue:
-                batch, wait_s = self._form_batch()
-                if batch:
-                    return batch
-                self._changed.wait(wait_s)
-            elif self._stopped:
-                return []
-            else:
-                self._changed.wait()
+    def _try_batch(self) -> tuple[list[InferRequest], float | None]:
+        """A batch if there is one; otherwise how long to wait for more (None = for a change). Holds the lock."""
+        if not self._queue and self._delayed:
+            self._queue.append(self._delayed.popleft())
+        return self._form_batch() if self._queue else ([], None)
 
     def _form_batch(self) -> tuple[list[InferRequest], float | None]:
         """Takes the next batch from the non-empty queue, or says how many seconds to wait for more. Holds the lock."""

@@ -1,0 +1,85 @@
+"""The metrics endpoint's text and the statistics message (golden 09, 10)."""
+
+from __future__ import annotations
+
+import prometheus_client
+import pytest
+from core_host import ECHO_BACKEND, Repository, eventually, send, serving
+
+from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.metrics import render
+
+MODEL_FAMILIES = [
+    ("nv_inference_request_success", "counter"),
+    ("nv_inference_request_failure", "counter"),
+    ("nv_inference_count", "counter"),
+    ("nv_inference_exec_count", "counter"),
+    ("nv_inference_request_duration_us", "counter"),
+    ("nv_inference_queue_duration_us", "counter"),
+    ("nv_inference_compute_input_duration_us", "counter"),
+    ("nv_inference_compute_infer_duration_us", "counter"),
+    ("nv_inference_compute_output_duration_us", "counter"),
+    ("nv_inference_pending_request_count", "gauge"),
+    ("nv_model_load_duration_secs", "gauge"),
+    ("nv_cpu_utilization", "gauge"),
+    ("nv_cpu_memory_total_bytes", "gauge"),
+    ("nv_cpu_memory_used_bytes", "gauge"),
+]
+
+
+def test_families_and_samples_have_the_names_of_triton(repository: Repository) -> None:
+    repository.backend("echo", ECHO_BACKEND)
+    repository.model("m", "echo")
+    with serving(repository, "m") as server:
+        send(server, "m").responses()
+        eventually(lambda: server.model_statistics("m")[0].execution_count == 1)
+        lines = render(server.metrics_registry).decode().splitlines()
+        assert [tuple(line.split()[2:]) for line in lines if line.startswith("# TYPE")] == MODEL_FAMILIES
+        labels = '{model="m",version="1"}'
+        for line in (
+            "# HELP nv_inference_request_success Number of successful inference requests, all batch sizes",
+            f"nv_inference_request_success{labels} 1",
+            f"nv_inference_count{labels} 1",
+            f"nv_inference_exec_count{labels} 1",
+            f"nv_inference_pending_request_count{labels} 0",
+        ):
+            assert line in lines
+        reasons = [line for line in lines if line.startswith("nv_inference_request_failure{")]
+        assert reasons == [
+            f'nv_inference_request_failure{{model="m",reason="{reason}",version="1"}} 0'
+            for reason in ("REJECTED", "OTHER", "BACKEND", "CANCELED")
+        ]
+        server.unload_model("m")
+        assert b'model="m"' not in render(server.metrics_registry)
+
+
+def test_families_of_prometheus_client_are_printed_too() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    counter = prometheus_client.Counter("requests", 'of "x"\\', ["who"], registry=registry)
+    counter.labels('a"b\\c\nd').inc(1.5)
+    assert render(registry).decode() == (
+        '# HELP requests_total of "x"\\\\\n# TYPE requests_total counter\nrequests_total{who="a\\"b\\\\c\\nd"} 1.5\n'
+    )
+
+
+def test_statistics_of_models_that_are_not_ready(repository: Repository) -> None:
+    repository.backend("echo", ECHO_BACKEND)
+    repository.model("a", "echo")
+    repository.model("b", "echo")
+    with serving(repository, "a", "b") as server:
+        assert [row.name for row in server.model_statistics()] == ["a", "b"]
+        for name, version, message in (
+            ("nosuch", -1, "requested model 'nosuch' is not available"),
+            ("a", 9, "requested model version is not available for model 'a'"),
+        ):
+            with pytest.raises(TritonError) as caught:
+                server.model_statistics(name, version)
+            assert (caught.value.code, caught.value.message) == (ErrorCode.INVALID_ARG, message)
+        (zero,) = server.model_statistics("a", 1)
+        assert zero.inference_stats.HasField("cache_hit") and not zero.batch_stats and zero.last_inference == 0
+
+
+def test_server_metadata(repository: Repository) -> None:
+    with serving(repository, server_id="me") as server:
+        metadata = server.server_metadata()
+        assert metadata.name == "me" and "model_repository" in metadata.extensions
