@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -342,6 +343,56 @@ def test_two_models_with_helpers_of_the_same_name_do_not_collide(host: Host) -> 
         host.load(name, TEXT_CONFIG, "import helper_of_model\n" + body(answer_line("helper_of_model.NAME")))
     for name in ("one", "two"):
         assert values(host.infer(name, text("x")).one())["R"] == [name.encode()]
+
+
+def test_imports_beside_model_py_also_late_in_packages_and_in_threads(host: Host) -> None:
+    execute = """
+found = []
+def look():
+    from parts_of_model.inner import WHERE
+    import parts_of_model.inner as again
+    found.append(f"{WHERE} {again.WHERE} {parts_of_model.inner.WHERE}")
+import parts_of_model.inner
+t = threading.Thread(target=look)
+t.start()
+t.join()
+"""
+    for name in ("one", "two"):
+        parts = host.repository / name / "1" / "parts_of_model"
+        parts.mkdir(parents=True)
+        (parts / "__init__.py").write_text("import beside_of_model\n")
+        (parts / "inner.py").write_text("from beside_of_model import WHO\nfrom . import other\nWHERE = WHO + other.X\n")
+        (parts / "other.py").write_text("X = '!'\n")
+        (parts.parent.parent / "beside_of_model.py").write_text(f"WHO = {name!r}\n")
+        host.load(name, TEXT_CONFIG, body(execute + answer_line("found[0]")))
+    for name in ("one", "two"):
+        assert values(host.infer(name, text("x")).one())["R"] == [f"{name}! {name}! {name}!".encode()]
+
+
+def test_installed_modules_come_before_those_beside_model_py(host: Host) -> None:
+    folder = host.repository / "m" / "1"
+    folder.mkdir(parents=True)
+    (folder / "json.py").write_text("raise RuntimeError('shadowed')\n")
+    host.load("m", TEXT_CONFIG, body(answer_line("json.dumps(1)")))
+    assert values(host.infer("m", text("x")).one())["R"] == [b"1"]
+
+
+def test_helper_that_fails_is_named_in_the_error(host: Host) -> None:
+    folder = host.repository / "m" / "1"
+    folder.mkdir(parents=True)
+    (folder / "broken_helper.py").write_text("\nraise KeyError('k')\n")
+    with pytest.raises(TritonError) as caught:
+        host.load("m", TEXT_CONFIG, "import broken_helper\n" + body(answer_line()))
+    at = f"At:\n  {folder}/broken_helper.py(2): <module>\n  {folder}/model.py(1): <module>\n"
+    assert f"KeyError: 'k'\n\n{at}" in str(caught.value)
+
+
+def test_modules_of_a_model_leave_with_it(host: Host) -> None:
+    folder = host.load("m", TEXT_CONFIG, body(answer_line())) / "model.py"
+    host.server.unload_model("m")
+    assert host.server.stop(10.0)
+    assert not [name for name, module in sys.modules.items() if getattr(module, "__file__", "") == str(folder)]
+    assert not (folder.parent / "__pycache__").exists()
 
 
 def test_reload_after_a_change_runs_the_new_code_and_finalizes_the_old(host: Host, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ Source: transcripts 07 and 13 of a real Triton (the layout is that of pybind11's
 
 from __future__ import annotations
 
+import importlib
 import traceback
 from pathlib import Path
 
 _PACKAGE_DIRECTORY = str(Path(__file__).parent)
+_IMPORTLIB_FILE = importlib.__file__
 
 
 def exception_text(error: BaseException) -> str:
@@ -19,7 +21,7 @@ def exception_text(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_PACKAGE_DIRECTORY)
+        if not frame.filename.startswith((_PACKAGE_DIRECTORY, "<frozen importlib", _IMPORTLIB_FILE))
     ]
     if not frames:
         return head

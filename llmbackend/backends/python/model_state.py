@@ -16,7 +16,7 @@ from llmbackend.core.backend_api import Model, internal
 from .config_json import config_from_dict, config_to_json
 from .current_model import model_scope
 from .error_text import exception_text
-from .model_loader import forget, import_model_file
+from .model_loader import ModelPackage
 from .pb_model_config import ModelConfig
 
 BACKEND_NAME = "python"
@@ -30,7 +30,7 @@ class ModelState:
         self.model = model
         self._lock = threading.Lock()
         self._spare: ModuleType | None = None
-        self._modules: list[ModuleType] = []
+        self._packages: list[ModelPackage] = []
 
     def auto_complete(self) -> None:
         """Lets the model's static `auto_complete_config` complete the configuration.
@@ -68,15 +68,16 @@ class ModelState:
 
     def release_modules(self) -> None:
         with self._lock:
-            modules, self._modules = self._modules, []
-        for module in modules:
-            forget(module)
+            packages, self._packages = self._packages, []
+        for package in packages:
+            package.forget()
 
     def _import(self) -> ModuleType:
         with model_scope(self.model):
-            module = import_model_file(self._path(), (self.model.version_directory, self.model.directory))
+            package = ModelPackage(self._path())
+            module = package.load()
         with self._lock:
-            self._modules.append(module)
+            self._packages.append(package)
         return module
 
     def _path(self) -> Path:
