@@ -98,6 +98,13 @@ class RequestConverter:
             raise invalid_argument(f"the prompt cannot be tokenised: {error}") from error
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # Before megabytes are tokenised for nothing, on the thread that every request of the instance goes through.
+        most_chars = self._limits.max_tokens * self._text.max_token_chars
+        if len(text) > most_chars:
+            raise invalid_argument(
+                f"the prompt has {len(text)} characters, expected at most {most_chars}: "
+                f"the model's context is {self._limits.max_tokens} tokens"
+            )
         # An empty text is an empty prompt, also where the tokenizer would add a special token.
         return self._text.encode(text, add_special_tokens=add_special_tokens) if text else []
 

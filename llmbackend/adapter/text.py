@@ -39,7 +39,12 @@ _CACHED_TOKEN_TEXTS = 1 << 16
 
 
 class Text(Protocol):
-    """What the adapter needs to know about a model's text."""
+    """What the adapter needs to know about a model's text.
+
+    max_token_chars: no token stands for more characters, which bounds the tokens of a text before it is tokenised.
+    """
+
+    max_token_chars: int
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -59,6 +64,7 @@ class ByteText:
     none."""
 
     BOS, EOS, PAD = 256, 257, 258
+    max_token_chars = 1
     _TEMPLATE = (
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -99,6 +105,7 @@ class HuggingFaceText:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         self._template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)

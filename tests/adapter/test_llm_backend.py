@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,29 @@ def test_stream_and_whole_are_the_same(host: LlmHost, seed: int) -> None:
     assert stream.all("finish_reason")[-1:] == whole.all("finish_reason")
     assert set(stream.all("finish_reason")[:-1]) <= {b"None"}
     assert stream.num_finals == 1
+
+
+def test_stream_and_whole_are_the_same_for_random_requests(host: LlmHost) -> None:
+    draw = random.Random(0)
+    for _ in range(30):
+        sampling = {
+            "seed": draw.randrange(1 << 40),
+            "max_tokens": draw.randint(1, 50),
+            "min_tokens": draw.choice([0, 1]),
+            "stop": draw.sample(["a", "Z", " ", "1", "~", "\u007f", "}", "M"], draw.randint(0, 4)),
+            "stop_token_ids": draw.sample(range(259), draw.randint(0, 20)),
+            "include_stop_str_in_output": draw.random() < 0.5,
+            "skip_special_tokens": draw.random() < 0.5,
+            "temperature": draw.choice([0, 0.7, 3]),
+            "ignore_eos": draw.random() < 0.5,
+        }
+        inputs = {"text_input": "p", "sampling": sampling, "exclude_input_in_output": True, **FLAGS}
+        whole, stream = host.infer(**inputs), host.infer(**inputs, stream=True)
+        for name in ("output_ids", "finish_reason"):
+            expected = whole.all(name)
+            assert stream.all(name)[-len(expected) :] == expected
+        assert stream.text == whole.text
+        assert len(stream.all("output_ids")) == whole.all("num_output_tokens")[0]
 
 
 def test_a_stream_has_several_responses_and_ends_with_content(host: LlmHost) -> None:
@@ -125,6 +149,7 @@ def test_only_requested_outputs_are_sent(host: LlmHost) -> None:
         ({"input_ids": [259]}, "'input_ids' holds 259, expected token ids from 0 to 258", ErrorCode.INVALID_ARG),
         ({"input_ids": [-1]}, "'input_ids' holds -1", ErrorCode.INVALID_ARG),
         ({"text_input": "x" * 256}, "the prompt has 256 tokens, expected at most 255", ErrorCode.INVALID_ARG),
+        ({"text_input": "x" * 10_000_000}, "the prompt has 10000000 characters", ErrorCode.INVALID_ARG),
         ({"text_input": "a", "messages": "[]"}, "exactly one of the inputs", ErrorCode.INVALID_ARG),
         ({"messages": "[]"}, "non-empty JSON list", ErrorCode.INVALID_ARG),
         ({"messages": "{"}, "'messages' is not JSON", ErrorCode.INVALID_ARG),
