@@ -22,19 +22,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_input = msgspec.msgpack.Decoder(EngineInput).decode
 
 
-def serve(config: EngineConfig, socket: zmq.Socket[bytes]) -> None:
-    """Loads the model and runs until the shutdown message. Returns after a model that cannot be loaded was reported."""
-    core = _load(config, socket)
-    if core is None:
-        return
-    try:
-        while _take_inputs(core, socket):
-            socket.send(_encode(core.step()))
-    finally:
-        core.close()
-
-
-def _load(config: EngineConfig, socket: zmq.Socket[bytes]) -> EngineCore | None:
+def load(config: EngineConfig, socket: zmq.Socket[bytes]) -> EngineCore | None:
+    """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None."""
     try:
         core = EngineCore(config, make_runner(config))
     except Exception as error:
@@ -46,6 +35,15 @@ def _load(config: EngineConfig, socket: zmq.Socket[bytes]) -> EngineCore | None:
         return None
     socket.send(_encode(EngineStarted(info=core.info)))
     return core
+
+
+def run(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+    """Steps until the shutdown message, and then closes the core."""
+    try:
+        while _take_inputs(core, socket):
+            socket.send(_encode(core.step()))
+    finally:
+        core.close()
 
 
 def _take_inputs(core: EngineCore, socket: zmq.Socket[bytes]) -> bool:

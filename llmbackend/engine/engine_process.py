@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from .config import EngineConfig
-from .engine_loop import serve
+from .engine_loop import load, run
 
 LINGER_MS = 1000
 
@@ -35,8 +35,11 @@ def main(arguments: list[str]) -> None:
         link.set_hwm(0)
         link.linger = LINGER_MS
         link.connect(endpoint)
-        gc.freeze()
-        serve(config, link)
+        core = load(config, link)
+        if core is not None:
+            gc.collect()
+            gc.freeze()  # what loading made stays; the collector need not walk over it again
+            run(core, link)
 
 
 def _end_with_host(lifeline_fd: int) -> None:

@@ -120,12 +120,21 @@ class LlmManager:
 
     def _run(self) -> None:
         while not self._stopping:
-            results = self._wait()
-            self._deliver(results)
-            self._wakeup.clear()
-            if not self._stopping:
-                self._feed()
+            try:
+                self._turn()
+            except EngineDeadError as error:
+                logger.error("%s; its last words:\n%s", error, error.details)
+                self._lose_engine(f"the engine died: {error}")
+            except Exception as error:
+                logger.exception("the loop of the LLM manager failed")
+                self._lose_engine(f"the engine's loop failed: {type(error).__name__}: {error}")
         self._end_all(lambda request_id: StepOutput(request_id, finish_reason="abort"))
+
+    def _turn(self) -> None:
+        self._deliver(self._wait())
+        self._wakeup.clear()
+        if not self._stopping:
+            self._feed()
 
     def _wait(self) -> list[StepResult]:
         """Blocks until there is something to do. A dead engine's loop lives on, to refuse what is queued for it."""
@@ -133,11 +142,7 @@ class LlmManager:
         if self._cause_of_death:
             self._wakeup.wait()
             return []
-        try:
-            return self._transport.receive()
-        except EngineDeadError as error:
-            self._lose_engine(error)
-            return []
+        return self._transport.receive()
 
     def _deliver(self, results: list[StepResult]) -> None:
         for result in results:
@@ -155,6 +160,8 @@ class LlmManager:
         abort = self._pull_aborts()
         if self._cause_of_death:
             self._fail_all()
+            if add:
+                self._wakeup.set()  # there may be more than there was room for
         elif add or abort:
             self._transport.send(EngineInput(tuple(add), tuple(abort)))
 
@@ -183,11 +190,11 @@ class LlmManager:
             self._call(self._status_response, request_id, error, StatusType.CONTROL_SIGNAL_STATUS)
         return abort
 
-    def _lose_engine(self, error: EngineDeadError) -> None:
+    def _lose_engine(self, cause: str) -> None:
         """The place where a restart would hand the live requests to a new engine; until then they end."""
-        logger.error("%s; %d requests were live; its last words:\n%s", error, len(self._live), error.details)
-        self._cause_of_death = f"the engine died: {error}"
+        self._cause_of_death = cause
         self._fail_all()
+        self._wakeup.set()
 
     def _fail_all(self) -> None:
         self._end_all(lambda request_id: StepOutput(request_id, finish_reason="error", error=self._cause_of_death))

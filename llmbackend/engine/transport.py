@@ -26,12 +26,13 @@ import msgspec
 import zmq
 
 from .config import EngineConfig
-from .engine_loop import serve
+from .engine_loop import load, run
 from .infer_request import EngineInput, EngineStarted, ModelInfo, StepResult
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_BEFORE_LOADED_S = 1.0
 STDERR_LINES_KEPT = 20
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -52,7 +53,7 @@ class Transport(ABC):
 
     def __init__(self, config: EngineConfig, wake_fd: int) -> None:
         self._config = config
-        self._wake_fd = wake_fd
+        self._loaded = False
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -75,6 +76,7 @@ class Transport(ABC):
         started = _decode_started(self._socket.recv())
         if started.info is None:
             raise RuntimeError(started.error)
+        self._loaded = True
         return started.info
 
     def send(self, message: EngineInput) -> None:
@@ -98,7 +100,7 @@ class Transport(ABC):
         """Ends the engine, gently first, and frees everything. Never raises for an engine that is dead already."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send(_encode(EngineInput(shutdown=True)), zmq.NOBLOCK)
-        ended = self._reap(CLOSE_TIMEOUT_S)
+        ended = self._reap(CLOSE_TIMEOUT_S if self._loaded else CLOSE_TIMEOUT_BEFORE_LOADED_S)
         self._lifeline.close()
         self._engine_lifeline.close()
         self._socket.close()
@@ -134,7 +136,9 @@ class InlineTransport(Transport):
             link.set_hwm(0)
             link.connect(self._ENDPOINT)
             try:
-                serve(self._config, link)
+                core = load(self._config, link)
+                if core is not None:
+                    run(core, link)
             except Exception as error:
                 logger.exception("the engine thread failed")
                 self._error = error

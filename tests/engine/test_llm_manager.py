@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -180,7 +182,8 @@ def test_an_impossible_request_is_answered_with_the_reason(owner: Owner) -> None
 
 
 def test_a_failing_callback_does_not_end_the_loop(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
-    send, failures = owner.send_responses, []
+    send = owner.send_responses
+    failures: list[bool] = []
 
     def fail_once(outputs: Sequence[StepOutput]) -> None:
         if not failures:
@@ -197,14 +200,15 @@ def test_a_failing_callback_does_not_end_the_loop(owner: Owner, caplog: pytest.L
 
 
 def test_a_dead_engine_ends_its_requests_and_is_not_ready(owner: Owner) -> None:
-    owner.start(transport="process", mock_step_ms=1)
-    owner.submit(endless("a"), endless("b"))
+    owner.start(transport="process", mock_step_ms=1, max_num_seqs=2)
+    queued = [f"queued {i}" for i in range(5)]
+    owner.submit(endless("a"), endless("b"), *map(endless, queued))
     owner.wait_for_tokens("a")
     transport = owner.manager._transport
     assert isinstance(transport, ProcessTransport) and transport._process is not None
     os.kill(transport._process.pid, signal.SIGKILL)
-    owner.wait_for_end("a", "b")
-    assert owner.reason("a") == owner.reason("b") == "error"
+    owner.wait_for_end("a", "b", *queued)
+    assert {owner.reason(name) for name in ("a", "b", *queued)} == {"error"}
     assert owner.outcomes["a"].error == "the engine died: the engine process ended by signal SIGKILL"
     with pytest.raises(RuntimeError, match="the engine died"):
         owner.manager.check_ready()
@@ -249,10 +253,17 @@ def test_a_model_that_cannot_load_leaves_nothing(owner: Owner, kind: str) -> Non
         owner.manager.check_ready()
 
 
+def test_the_host_side_imports_no_torch() -> None:
+    code = (
+        "import sys, llmbackend.engine.llm_manager; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_two_managers_share_one_queue(owner: Owner) -> None:
     other = Owner()
     other.changed, other.outcomes, other.statuses = owner.changed, owner.outcomes, owner.statuses
-    other.get_requests = lambda room: owner.get_requests(min(room, 2))  # type: ignore[method-assign, assignment]
+    other.get_requests = lambda room: owner.get_requests(min(room, 2))  # type: ignore[method-assign]
     owner.start(transport="inline", max_num_seqs=4)
     other.start(transport="inline", max_num_seqs=4)
     try:
