@@ -34,7 +34,7 @@ def TRITONBACKEND_Initialize(backend: Backend) -> None:
 
 
 def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None:
-    """One engine that chooses its device itself, unless the model says otherwise; several start side by side."""
+    """One engine on the configured device, unless the model names instance groups; several start side by side."""
     attributes.preferred_groups.append((InstanceGroupKind.MODEL, 1))
     attributes.parallel_instance_loading = True
 
