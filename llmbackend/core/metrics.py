@@ -1,9 +1,8 @@
-"""The nv_* metrics, and the text that the metrics endpoint serves.
+"""The nv_* metrics, as collectors of the server's registry.
 
-For: the metrics frontend (`render`) and the server, which registers a collector. Does not know: HTTP. Invariants:
-names are Triton's, with no suffix added; all four failure reasons are always present; values are read at scrape time
-from the counters that the statistics RPC reads, so the two can not disagree. Source: Triton's metrics.cc; golden
-transcripts 10, 34.
+For: the server, which registers them. Does not know: HTTP, the text format. Invariants: names are Triton's, with no
+suffix added; all four failure reasons are always present; values are read at scrape time from the counters that the
+statistics RPC reads, so the two can not disagree. Source: Triton's metrics.cc; golden transcripts 10, 34.
 """
 
 from __future__ import annotations
@@ -11,15 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from .metric_family import number_text
 from .model import LoadedModel
 from .statistics import FailureReason, Statistics
 
 Reader = Callable[[Statistics], float]
-CONTENT_TYPE = "text/plain; charset=utf-8"
 
 
 def _microseconds(ns: int) -> float:
@@ -175,35 +171,3 @@ def _memory_bytes() -> tuple[int, int]:
 
 def _kib_field(text: str) -> int:
     return int(text.split()[0]) * 1024
-
-
-def render(registry: CollectorRegistry) -> bytes:
-    """The registry in Prometheus' text format, with every name as its collector gave it.
-
-    prometheus_client's own renderer forces a `_total` suffix on counters, which Triton's names do not have.
-    """
-    lines: list[str] = []
-    for metric in registry.collect():
-        samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
-        name = metric.name
-        if metric.type == "counter" and samples:
-            name = samples[0].name
-        kind = "untyped" if metric.type == "unknown" else metric.type
-        help_text = metric.documentation.replace("\\", "\\\\").replace("\n", "\\n")
-        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]
-        for sample in samples:
-            lines.append(f"{sample.name}{_label_text(sample.labels)} {number_text(sample.value)}")
-    return "".join(f"{line}\n" for line in lines).encode()
-
-
-def _label_text(labels: dict[str, str]) -> str:
-    if not labels:
-        return ""
-    escaped = {
-        name: value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"') for name, value in labels.items()
-    }
-    return (
-        "{"
-        + ",".join(f'{name}="{escaped[name]}"' for name in sorted(escaped, key=lambda name: (name == "le", name)))
-        + "}"
-    )

@@ -24,13 +24,14 @@ from .infer_request import InferRequest
 from .messages import InferenceRequest
 from .model_config import merge_auto_complete, set_instance_groups
 from .model_config_rules import validate_config, warn_of_ignored_fields
-from .model_instance import InstanceThread, LoadedInstance, Scheduler
+from .model_instance import InstanceThread, LoadedInstance
 from .model_repository import ModelSpec
 from .reaper import Reaper
 from .request_validation import RequestValidator
 from .response_channel import ResponseChannel
 from .scheduling.dynamic_batcher import DynamicBatcher
 from .scheduling.request_queue import QueuePolicy, RequestQueue
+from .scheduling.scheduler import Scheduler
 from .statistics import Statistics
 
 log = logging.getLogger(__name__)
@@ -104,14 +105,14 @@ class LoadedModel:
         assert self._validator is not None and self._scheduler is not None, "load() comes first"
         try:
             valid = self._validator.validate(message)
-        except TritonError:
+        except BaseException:
             self.in_flight.leave()
             raise
         channel = ResponseChannel(message, self)
         request = InferRequest(message, channel, valid.inputs, valid.requested_outputs, valid.batch_size)
         try:
             self._scheduler.enqueue(request)
-        except TritonError:
+        except BaseException:
             channel.withdraw()
             request.release()
             raise

@@ -12,11 +12,12 @@ import logging
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .backend_api import InstanceGroupKind, Request, ResponseFactory
 from .errors import ErrorCode, TritonError, invalid_argument
 from .infer_request import InferRequest, InferResponseFactory
+from .scheduling.scheduler import Scheduler
 from .statistics import FailureReason, PhaseTimes
 
 if TYPE_CHECKING:
@@ -107,14 +108,6 @@ class LoadedInstance:
         self.model.statistics.record_response(
             index, response_start_ns, compute_output_start_ns, response_end_ns, outcome
         )
-
-
-class Scheduler(Protocol):
-    """What an instance thread and a model need of a scheduler."""
-
-    def enqueue(self, request: InferRequest) -> None: ...
-    def next_batch(self) -> list[InferRequest] | None: ...
-    def stop(self) -> None: ...
 
 
 class InstanceThread:

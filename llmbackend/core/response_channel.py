@@ -86,7 +86,8 @@ class ResponseChannel:
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> bool:
         """Calls the client's callback; False when FINAL went before (logged, nothing delivered)."""
-        flags = ResponseFlag(flags)  # a backend may give a plain number
+        if type(flags) is not ResponseFlag:
+            flags = ResponseFlag(flags)  # a backend may give a plain number
         with self._lock:
             if self._final_ns:
                 log.error(

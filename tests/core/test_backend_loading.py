@@ -277,7 +277,7 @@ def TRITONBACKEND_Initialize(backend):
 """,
     )
     repository.model("m", "b")
-    from llmbackend.core.metrics import render
+    from llmbackend.frontends.prometheus_text import render
 
     with serving(repository, "m") as server:
         text = render(server.metrics_registry).decode()

@@ -7,7 +7,7 @@ import pytest
 from core_host import ECHO_BACKEND, Repository, eventually, send, serving
 
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.metrics import render
+from llmbackend.frontends.prometheus_text import render
 
 MODEL_FAMILIES = [
     ("nv_inference_request_success", "counter"),

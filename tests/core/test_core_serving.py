@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from core_host import ECHO_BACKEND, Repository, send, serving, x
 
-from llmbackend.core.metrics import render
+from llmbackend.frontends.prometheus_text import render
 
 
 def test_a_request_is_answered_by_the_backend(repository: Repository) -> None:

@@ -194,7 +194,7 @@ def test_cancel_while_queued_completes_at_once(keeping: InferenceServer, reposit
 
 
 def metrics(server: InferenceServer) -> str:
-    from llmbackend.core.metrics import render
+    from llmbackend.frontends.prometheus_text import render
 
     return render(server.metrics_registry).decode()
 

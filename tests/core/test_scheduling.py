@@ -9,8 +9,8 @@ import pytest
 from core_host import ECHO_BACKEND, STAGE, Repository, eventually, send, serving, x
 
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.metrics import render
 from llmbackend.core.tensors import Tensor
+from llmbackend.frontends.prometheus_text import render
 
 GATED_BACKEND = """
 import threading
