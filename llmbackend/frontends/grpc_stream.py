@@ -67,6 +67,10 @@ class StreamSession:
         except TritonError as error:
             await self._write(_refusal(request, error))
             return
+        except Exception:
+            log.exception("a request to model '%s' can not be submitted", request.model_name)
+            await self._write(_refusal(request, internal(INTERNAL_ERROR)))
+            return
         before = None if config.model_transaction_policy.decoupled else self._last_ordered
         relay = group.create_task(self._relay(inference, request, options.empty_final_response, before))
         relay.add_done_callback(lambda _: inference.close())  # also when the task was cancelled before its first step

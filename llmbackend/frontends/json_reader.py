@@ -21,6 +21,7 @@ import rapidjson
 from llmbackend.core.errors import TritonError, internal, invalid_argument
 
 MAX_DEPTH: Final = 100
+_SCAN_BLOCK: Final = 1 << 20
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """A JSON string, closed or not: matching the open ones as well keeps the scan linear on hostile bodies."""
@@ -45,9 +46,14 @@ def _check_depth(body: bytes) -> None:
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     brackets = np.frombuffer(_STRING.sub(b"", body).translate(None, _NOT_BRACKETS), dtype=np.uint8)
-    steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1).astype(np.int32)
-    if steps.size and int(np.cumsum(steps).max()) > MAX_DEPTH:
-        raise invalid_argument(f"JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})")
+    depth = 0
+    for start in range(0, brackets.size, _SCAN_BLOCK):  # in blocks: a hostile body is all brackets
+        block = brackets[start : start + _SCAN_BLOCK]
+        opens = (block == ord("[")) | (block == ord("{"))
+        depths = depth + np.cumsum(opens * np.int8(2) - np.int8(1), dtype=np.int64)
+        if int(depths.max()) > MAX_DEPTH:
+            raise invalid_argument(f"JSON nesting depth exceeds maximum allowed limit ({MAX_DEPTH})")
+        depth = int(depths[-1])
 
 
 def _parse_as_rapidjson(body: bytes) -> Any:

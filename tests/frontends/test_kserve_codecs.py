@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
@@ -21,6 +21,7 @@ from llmbackend.frontends.json_tensors import json_from_tensor, tensor_from_json
 from llmbackend.frontends.request_body import response_encoding
 from llmbackend.frontends.request_parameters import RequestOptions, options_from_proto
 
+ANY_SPEED = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 MODEL = ModelMetadata(
     "m",
     ("1",),
@@ -61,12 +62,14 @@ def accepts_or_refuses(call: Any) -> None:
         assert error.message
 
 
+@ANY_SPEED
 @given(body=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_body(body: bytes) -> None:
     accepts_or_refuses(lambda: infer_codec.decode_request(infer_codec.InferBody.split(body, len(body)), "m", 1, ignore))
     accepts_or_refuses(lambda: generate_codec.decode_request(body, MODEL, 1, ignore))
 
 
+@ANY_SPEED
 @given(
     document=st.fixed_dictionaries(
         {"inputs": st.lists(TENSORS, max_size=3) | JSON},
@@ -80,6 +83,7 @@ def test_any_infer_request(document: Any, raw: bytes) -> None:
     accepts_or_refuses(lambda: infer_codec.decode_request(body, "m", -1, ignore))
 
 
+@ANY_SPEED
 @given(
     document=st.dictionaries(NAMES, JSON | st.dictionaries(NAMES, JSON)),
     repeat=st.booleans(),
@@ -90,8 +94,8 @@ def test_any_generate_request(document: Any, repeat: bool) -> None:
     accepts_or_refuses(lambda: generate_codec.decode_request(body, MODEL, -1, ignore))
 
 
+@ANY_SPEED
 @given(data=st.binary(max_size=80))
-@settings(max_examples=300)
 def test_any_grpc_request(data: bytes) -> None:
     message = pb.ModelInferRequest()
     try:
@@ -114,6 +118,7 @@ ARRAYS = st.one_of(
 )
 
 
+@ANY_SPEED
 @given(array=ARRAYS)
 def test_a_tensor_goes_through_json_and_back(array: Any) -> None:
     tensor = Tensor.of("T", array)
@@ -194,6 +199,25 @@ def test_response_encoding(header: str, encoding: str | None) -> None:
 def test_repeated_keys_at_any_depth() -> None:
     digits = "9" * 5000
     assert repeated_keys(b'{"a":{"b":1,"b":%b},"a":2,"c":[{"c":1}]}' % digits.encode()) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "deep"),
+    [
+        ("[" * 100 + "]" * 100, False),
+        ("[" * 101 + "]" * 101, True),
+        ('{"a":"' + "[" * 500 + '"}', False),
+        ('["\\"' + "[" * 500 + '"]', False),
+        ("[" + "[]," * (1 << 19) + "1]", False),
+        ("[" + "[]," * (1 << 19) + "[" * 100 + "]" * 101, True),
+    ],
+)
+def test_nesting_depth(text: str, deep: bool) -> None:
+    if deep:
+        with pytest.raises(TritonError, match="nesting depth exceeds"):
+            parse(text.encode())
+    else:
+        parse(text.encode())
 
 
 def test_options_default_to_nothing() -> None:

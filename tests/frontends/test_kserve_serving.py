@@ -163,3 +163,22 @@ def test_nothing_is_left_of_streams_that_ended_in_any_way(running: Running) -> N
         time.sleep(0.02)
     assert running.call(tasks()) == before
     running.stop()
+
+
+def test_a_bug_of_ours_is_a_500_without_detail_on_http_and_grpc(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        no_host: Any = None
+        frontend = FrontendServer(no_host, http_port=0, grpc_port=0, metrics_port=None)
+        await frontend.start()
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(f"http://127.0.0.1:{frontend.http_port}/v2")
+        assert (answer.status_code, answer.json()) == (500, {"error": "internal error, see the server's log"})
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{frontend.grpc_port}") as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ServerMetadata(pb.ServerMetadataRequest())
+        assert caught.value.details() == "internal error, see the server's log"
+        await frontend.stop(1)
+
+    asyncio.run(run())
+    assert "NoneType" in caplog.text
