@@ -55,8 +55,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
-    layer_shapes = check_model(model)
     linear_kind = pack_linears(model, dtype) if device.type == "cpu" else "torch"
+    layer_shapes = check_model(model)
     return LoadedModel(
         model=model,
         layer_shapes=layer_shapes,

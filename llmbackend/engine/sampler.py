@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .drawing import Limits, draw, draw_limited, most_likely
+from .drawing import Limits, draw, draw_limited, likeliest, most_likely
 from .infer_request import InferRequest, TokenLogprobs
 from .logit_edits import RowEdits, apply_edits, row_edits
 from .random_numbers import uniform
@@ -64,8 +64,8 @@ class Sampler:
         """One token for each of `rows` from logits [len(rows), vocab_size or more], in any float type, left
         unchanged."""
         logits = logits[:, : self._vocab_size]
-        peaks, likeliest = logits.max(dim=-1)  # the first of equals
-        token_ids = likeliest.cpu().numpy().astype(np.int32)
+        peaks, peak_ids = likeliest(logits)
+        token_ids = peak_ids.cpu().numpy().astype(np.int32)
         # A NaN or an infinity anywhere above the rest shows in the maximum.
         sound = torch.isfinite(peaks).cpu().numpy()
         random = self._temperature[rows] >= _GREEDY_TEMPERATURE
@@ -80,7 +80,7 @@ class Sampler:
     def _choose(self, rows: Int32Array, logits: torch.Tensor, table: RowTable) -> Int64Array:
         """Tokens for rows that are not plainly greedy; `logits` is a float32 copy."""
         self._edit(rows, logits, table)
-        chosen: Int64Array = logits.argmax(dim=-1).cpu().numpy()
+        chosen: Int64Array = likeliest(logits)[1].cpu().numpy()
         index = np.flatnonzero(self._temperature[rows] >= _GREEDY_TEMPERATURE)
         if not len(index):
             return chosen
