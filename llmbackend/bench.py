@@ -192,12 +192,13 @@ def _percentile_ms(values_s: list[float], percent: float) -> float:
 
 
 def _print(result: BenchResult, title: str) -> None:
-    table = Table("measure", "value", title=f"{title} on {result.model} ({result.dtype}, {result.device})")
+    table = Table("measure", "value")
     table.columns[1].justify = "right"
     for name, value in msgspec.structs.asdict(result).items():
         if not isinstance(value, str):
             table.add_row(name, f"{value:,.2f}" if isinstance(value, float) else f"{value:,}")
     console = Console()
+    console.print(f"{title} on {result.model} ({result.dtype}, {result.device})", style="bold")
     console.print(table)
     if result.description:
         console.print(result.description, style="dim")
