@@ -26,6 +26,7 @@ _VARYING = (
     (re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w.]+:\d+\]"), "<time, process and source line>"),
     (re.compile(r"'Stream removed \(Deadline Exceeded\)'"), "'Deadline Exceeded'"),
 )
+_CLOCK = re.compile(r"^ *\d+\.\d\ds ")
 _TOKEN_EVENTS = re.compile(r'(?:data: \{"id":"gone"[^\n]*" tok\d+"\}\n\n)+')
 
 
@@ -33,8 +34,20 @@ def normalise(answer: str) -> str:
     for pattern, replacement in _VARYING:
         answer = pattern.sub(replacement, answer)
     answer = _TOKEN_EVENTS.sub("data: <tokens until the disconnect>\n\n", answer)
+    answer = _without_clock(answer)
     answer = _HEAD.sub(lambda match: _normal_head(match, answer), answer)
     return _PRINTED_HEADERS.sub(_normal_printed_headers, answer)
+
+
+def _without_clock(answer: str) -> str:
+    """Takes the seconds from the lines of a script that prints them, and puts those of its stream behind the others."""
+    lines = answer.splitlines(keepends=True)
+    if not any(_CLOCK.match(line) for line in lines):
+        return answer
+    stripped = [_CLOCK.sub("", line) for line in lines]
+    timed = [line for line, before in zip(stripped, lines, strict=True) if line != before]
+    rest = [line for line, before in zip(stripped, lines, strict=True) if line == before]
+    return "".join([*sorted(timed, key=lambda line: line.startswith("stream ")), *rest])
 
 
 def _normal_head(match: re.Match[str], answer: str) -> str:

@@ -59,6 +59,7 @@ GROUPS = (
         _explicit(["repo_extra", "repo"], ["auto", "noconf", "vers", "asyncm", "custom", "llm", "viabackend"]),
         ("57", "61"),
     ),
+    Group("c2", _explicit(["repo"], ["llm", "identity"]), ("51",)),
     Group("d1", ("--model-repository", "$WORK/repo_none"), ("55",)),
 )
 _EMPTY_EVENT_LOG_BEFORE = frozenset({"24", "34"})

@@ -78,7 +78,7 @@ class Server:
         environment = dict(
             os.environ, MODEL_EVENT_LOG=str(self.event_log), PYTHONUNBUFFERED="1", PYTHONDONTWRITEBYTECODE="1"
         )
-        self.event_log.touch()
+        self.event_log.write_bytes(b"")
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
