@@ -160,6 +160,11 @@ class ProcessTransport(Transport):
     _directory = ""
     _reader: threading.Thread | None = None
 
+    def start(self) -> ModelInfo:
+        info = super().start()
+        shutil.rmtree(self._directory)  # the one connection there will be is made: a killed host leaves no file
+        return info
+
     def _launch(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="llmbackend-")
         endpoint = f"ipc://{self._directory}/engine"

@@ -129,10 +129,12 @@ def test_descriptors_do_not_leak(wakeup: Wakeup) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_private_directory_is_private(process: ProcessTransport) -> None:
-    directory = Path(process._directory)
-    assert directory.parent == Path(tempfile.gettempdir())
-    assert directory.stat().st_mode & 0o077 == 0
+def test_a_running_engine_has_no_files_that_a_crash_could_leave(process: ProcessTransport) -> None:
+    assert process._directory.startswith(tempfile.gettempdir())
+    assert not Path(process._directory).exists()
+    request = make_request("r")
+    process.send(EngineInput((request,)))
+    expect_oracle(collect(process, 1)["r"], request)
 
 
 # --- ends that nobody asked for ---------------------------------------------------------------------------------------
