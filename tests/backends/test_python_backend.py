@@ -258,7 +258,7 @@ def test_decoupled_model_that_raises_or_returns_something_ends_its_requests(host
 def test_request_that_a_decoupled_model_drops_is_ended_with_an_error(host: Host) -> None:
     host.load("m", DECOUPLED_CONFIG, body("return None"))
     error = host.infer("m", text("x")).one().error
-    assert error is not None and "dropped the request" in str(error)
+    assert error is not None and "ended the request without a response" in str(error)
 
 
 def test_response_parameters_reach_the_client(host: Host) -> None:
@@ -333,6 +333,18 @@ def test_auto_complete_config_that_contradicts_the_file_fails_the_load(host: Hos
     rest = f"    @staticmethod\n    def auto_complete_config(c):\n        {lines}\n"
     with pytest.raises(TritonError, match=told):
         host.load("m", config, ECHO + rest)
+
+
+def test_each_instance_has_a_module_and_an_object_of_its_own(host: Host) -> None:
+    config = TEXT_CONFIG.replace("kind: KIND_CPU", "kind: KIND_CPU count: 2")
+    rest = """
+    def initialize(self, args):
+        SEEN.append(args["model_instance_name"])
+"""
+    model = "SEEN = []\n" + body("time.sleep(0.05)\n" + answer_line("'|'.join(SEEN)"), rest=rest)
+    host.load("m", config, model)
+    answers = [host.infer("m", text("x")) for _ in range(2)]
+    assert {values(answer.one())["R"][0] for answer in answers} == {b"m_0_0", b"m_0_1"}
 
 
 def test_two_models_with_helpers_of_the_same_name_do_not_collide(host: Host) -> None:

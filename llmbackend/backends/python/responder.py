@@ -1,15 +1,13 @@
 """The way of one request's responses out of a model, for both kinds of models.
 
-For: the response sender of a model, and the host side of this backend. Does not know: pb_utils. Invariant: exactly
-one FINAL leaves, whatever the model does: after it every send is refused, and a request that the model drops
-without FINAL is ended with an error when its last reference dies. The lock makes sends of several threads follow
-one another.
+For: the response sender of a model, and the host side of this backend. Does not know: pb_utils. Invariant: exactly one
+FINAL leaves, whatever the model does: after it every send is refused. (A request that the model drops without FINAL is
+ended by the host, which sees that its factory was lost.) The lock makes sends of several threads follow one another.
 Source: Triton's python backend response sender (its refusals are kept in meaning).
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -21,10 +19,8 @@ from llmbackend.core.backend_api import (
     ResponseFlag,
     Tensor,
     TritonError,
-    internal,
 )
 
-_log = logging.getLogger(__name__)
 _PREFIX = "Unable to send response. "
 
 
@@ -35,7 +31,6 @@ class Responder:
         self._factory: ResponseFactory = request.response_factory()
         self._requested = frozenset(request.requested_outputs)
         self._decoupled = decoupled
-        self._request_id = request.id
         self._lock = threading.Lock()
         self._closed = False  # the model has said FINAL
         self._finished = False  # FINAL has left
@@ -109,9 +104,3 @@ class Responder:
         finally:
             if self._finished:
                 self._factory.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_finished", True):
-            return
-        _log.error("request %r was dropped by its model without a final response", self._request_id)
-        self.fail(internal("the model dropped the request without sending a final response"))
