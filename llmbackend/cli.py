@@ -153,16 +153,20 @@ def bench(
     """Run a workload through the engine alone, all requests at once, end-of-sequence ignored."""
     from .bench import run_bench
 
-    run_bench(
-        model=model,
-        workload_path=workload,
-        json_path=json_path,
-        dtype=dtype,
-        device=device,
-        load_format=load_format,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
+    try:
+        run_bench(
+            model=model,
+            workload_path=workload,
+            json_path=json_path,
+            dtype=dtype,
+            device=device,
+            load_format=load_format,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        typer.echo(f"bench: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def _existing(directories: list[Path]) -> list[Path]:

@@ -129,6 +129,18 @@ def read_model_arguments(model: Model) -> ModelArguments:
     return ModelArguments(engine, **_read_own_parameters(parameters))
 
 
+def check_checkpoint(model: str) -> None:
+    """A local directory must hold a checkpoint: said at once, not seconds later by whoever reads it first.
+
+    Raises TritonError INVALID_ARG.
+    """
+    path = Path(model)
+    if path.is_absolute() and not path.is_dir():
+        raise invalid_argument(f"engine argument 'model' is '{model}', which is not a directory")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise invalid_argument(f"engine argument 'model' is '{model}', which has no config.json: not a checkpoint")
+
+
 def instance_config(config: EngineConfig, instance: ModelInstance) -> EngineConfig:
     """The arguments of one instance: KIND_GPU puts it on its own device."""
     if instance.kind is not InstanceGroupKind.GPU:

@@ -31,7 +31,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import EngineStats, InferRequest, ModelInfo, StepOutput
 from llmbackend.engine.llm_manager import LlmManager, Operation, StatusType
 
-from .engine_args import instance_config, read_model_arguments
+from .engine_args import check_checkpoint, instance_config, read_model_arguments
 from .infer_task import InferTask
 from .metrics import LlmMetrics
 from .request_conversion import ModelLimits, RequestConverter
@@ -66,6 +66,7 @@ class ModelState:
         self._name = model.name
         self._arguments = read_model_arguments(model)
         config = self._arguments.engine
+        check_checkpoint(config.model)
         try:
             self._text = load_text(config.model, config.tokenizer, trust_remote_code=config.trust_remote_code)
         except (ValueError, OSError, ImportError) as error:
