@@ -151,14 +151,21 @@ def test_requests_that_wait_for_an_instance_become_one_batch(gated: Repository) 
         assert STAGE.events == ["m_0:0", "m_0:1,2,3,4", "m_0:5,6"]  # at most max_batch_size rows
 
 
-def test_a_preferred_size_is_sent_without_waiting_and_the_rest_after_the_delay(gated: Repository) -> None:
-    gated.model("m", "gated", BATCHING % "preferred_batch_size: [ 4 ] max_queue_delay_microseconds: 100000")
+def test_a_preferred_size_is_sent_without_waiting(gated: Repository) -> None:
+    gated.model("m", "gated", BATCHING % "preferred_batch_size: [ 4 ] max_queue_delay_microseconds: 60000000")
     STAGE.open("go")
     with serving(gated, "m") as server:
-        clients = [send(server, "m", row(), id=str(index)) for index in range(6)]
+        clients = [send(server, "m", row(), id=str(index)) for index in range(8)]
         for client in clients:
             client.responses()
-        assert STAGE.events == ["m_0:0,1,2,3", "m_0:4,5"]
+        assert STAGE.events == ["m_0:0,1,2,3", "m_0:4,5,6,7"]
+
+
+def test_fewer_than_a_preferred_size_are_sent_after_the_delay(gated: Repository) -> None:
+    gated.model("m", "gated", BATCHING % "preferred_batch_size: [ 4 ] max_queue_delay_microseconds: 1000")
+    STAGE.open("go")
+    with serving(gated, "m") as server:
+        assert send(server, "m", row(), id="0").responses()[0].error is None
 
 
 def test_only_equal_shapes_share_a_batch(gated: Repository) -> None:
@@ -183,7 +190,7 @@ def test_a_request_larger_than_every_preferred_size_still_runs(gated: Repository
 
 def test_batch_statistics_show_the_batches(repository: Repository) -> None:
     repository.backend("echo", ECHO_BACKEND)
-    repository.model("m", "echo", BATCHING % "preferred_batch_size: [ 4 ] max_queue_delay_microseconds: 100000")
+    repository.model("m", "echo", BATCHING % "preferred_batch_size: [ 4 ] max_queue_delay_microseconds: 60000000")
     with serving(repository, "m") as server:
         clients = [send(server, "m", row()) for _ in range(4)]
         for client in clients:
