@@ -194,13 +194,15 @@ def test_error_response_carries_the_models_code(host: Host) -> None:
         ),
         ("requests[0].exec()", "pb_utils.InferenceRequest.exec is not supported"),
         ("pb_utils.load_model(model_name='x')", "pb_utils.load_model is not supported"),
+        ("raise SystemExit(3)", "message: SystemExit: 3\n\nAt:\n"),
         ("pb_utils.nonsense", "AttributeError: pb_utils.nonsense is not supported"),
     ],
 )
 def test_wrong_use_is_told_to_the_client(host: Host, execute: str, told: str) -> None:
     host.load("m", TEXT_CONFIG, body(execute))
-    error = host.infer("m", text("x")).one().error
-    assert error is not None and told in str(error)
+    for _ in range(2):  # and the instance lives on
+        error = host.infer("m", text("x")).one().error
+        assert error is not None and told in str(error)
 
 
 def test_decoupled_model_streams_after_execute_returned(host: Host) -> None:
@@ -278,9 +280,14 @@ response = pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([b"a"], dty
     tail = "requests[0].get_response_sender().send(response, flags=1)" if decoupled else "return [response]"
     host.load("m", config, body(send + tail, is_async=True))
     assert values(host.infer("m", text("x")).one()) == {"R": [b"a"]}
-    host.load("bad", config, body('raise ValueError("in the coroutine")', is_async=True))
-    error = host.infer("bad", text("x")).one().error
-    assert error is not None and "message: ValueError: in the coroutine\n\nAt:\n" in str(error)
+    for raised, told in (
+        ('ValueError("oh")', "ValueError: oh\n\nAt:\n"),
+        ("SystemExit(3)", "RuntimeError: SystemExit: 3"),
+    ):
+        host.load(f"bad {raised}", config, body(f"raise {raised}", is_async=True))
+        for _ in range(2):
+            error = host.infer(f"bad {raised}", text("x")).one().error
+            assert error is not None and f"message: {told}" in str(error)
 
 
 def test_non_decoupled_model_may_answer_through_its_sender_once(host: Host) -> None:

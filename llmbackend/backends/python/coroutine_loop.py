@@ -50,7 +50,15 @@ class CoroutineLoop:
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name=f"{self._name}-asyncio", daemon=True)
             self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return asyncio.run_coroutine_threadsafe(_guarded(coroutine), self._loop)
+
+
+async def _guarded(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """asyncio would end the whole loop for a SystemExit."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 async def _cancel_all() -> None:

@@ -1,10 +1,11 @@
 """One TritonPythonModel object behind one model instance: initialize, execute, finalize.
 
-For: backend.py. Does not know: wire protocols or schedulers. Invariant: every request of an Execute call is
-released exactly once and ends with exactly one FINAL, whatever the model returns or raises; an error of the model
-is answered here and never raised to the host, so that nothing is counted twice.
-Source: Triton's python backend; statistics as transcript 09 shows them (an error response counts as success, a
-raise as failure).
+For: backend.py. Does not know: wire protocols or schedulers. Invariant: every request of an Execute call is released
+exactly once and ends with exactly one FINAL, whatever the model returns or raises; an error of the model is answered
+here and never raised to the host, so that nothing is counted twice. BaseException is caught around calls into a model,
+because sys.exit() there is an error of the model and not the end of a thread.
+Source: Triton's python backend; statistics as transcript 09 shows them (an error response counts as success, a raise as
+failure).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class InstanceState:
         try:
             with model_scope(self._model):
                 initialize(arguments)
-        except Exception as error:
+        except BaseException as error:
             raise internal(exception_text(error)) from error
 
     def finalize(self) -> None:
@@ -72,7 +73,7 @@ class InstanceState:
             if finalize is not None:
                 with model_scope(self._model):
                     finalize()
-        except Exception as error:
+        except BaseException as error:
             _log.error("finalize of model '%s' failed: %s", self._model.name, exception_text(error))
         finally:
             self._loop.close()
@@ -102,7 +103,7 @@ class InstanceState:
                 if inspect.iscoroutine(returned):
                     returned = self._run_coroutine(returned, given)
             return self._checked(returned, given), None
-        except Exception as error:
+        except BaseException as error:
             return (), self._execute_error(error)
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any], given: list[InferenceRequest]) -> Any:

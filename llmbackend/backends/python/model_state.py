@@ -46,7 +46,7 @@ class ModelState:
         try:
             with model_scope(self.model):
                 completed = complete(given)
-        except Exception as error:
+        except BaseException as error:  # also sys.exit() of a model
             raise internal(exception_text(error)) from error
         if not isinstance(completed, ModelConfig):
             raise internal(
@@ -63,7 +63,7 @@ class ModelState:
         try:
             with model_scope(self.model):
                 return _model_class(module)()
-        except Exception as error:
+        except BaseException as error:  # also sys.exit() of a model
             raise internal(exception_text(error)) from error
 
     def release_modules(self) -> None:
