@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -91,14 +92,18 @@ def _instantiate(config: EngineConfig, hf_config: Any) -> Any:
     if Path(config.model).is_dir() and not any(Path(config.model).glob("*.safetensors")):
         raise ValueError(f"engine argument 'model' is '{config.model}', which holds no safetensors file")
     transformers.utils.logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(
-        config.model,
-        config=hf_config,
-        dtype=dtype,
-        attn_implementation=interface.PAGED_ATTENTION,
-        use_safetensors=True,
-        trust_remote_code=config.trust_remote_code,
-    )
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            config.model,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=interface.PAGED_ATTENTION,
+            use_safetensors=True,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except SafetensorError as error:
+        message = f"engine argument 'model' is '{config.model}', whose weights cannot be read: {error}"
+        raise ValueError(message) from error
 
 
 def _random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str) -> Any:

@@ -1,0 +1,171 @@
+"""What the loader takes, what it refuses and how it says so; and that packed linear layers are linear layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from llmbackend.engine.compatibility import check_model
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.loader import load_model
+from llmbackend.engine.model_runner import ModelRunner
+from llmbackend.engine.packed_linear import PackedLinear, has_native, pack_linears
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def llama_dir(path: Path, **changes: Any) -> Path:
+    """A checkpoint directory with a config and no weights."""
+    tf.LlamaConfig(**{**TINY, **changes}, architectures=["LlamaForCausalLM"]).save_pretrained(path)
+    return path
+
+
+def dummy(path: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(model=str(path), load_format="dummy", transport="inline", **options)
+
+
+UNSUPPORTED = {
+    "BloomForCausalLM": tf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+    "FalconForCausalLM": tf.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "MptForCausalLM": tf.MptConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=4),
+    "GPTJForCausalLM": tf.GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
+    "MambaForCausalLM": tf.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+    "JambaForCausalLM": tf.JambaConfig(**TINY),
+    "Qwen3NextForCausalLM": tf.Qwen3NextConfig(**TINY),
+    "Lfm2ForCausalLM": tf.Lfm2Config(**TINY, layer_types=["conv", "full_attention"]),
+    "T5ForConditionalGeneration": tf.T5Config(vocab_size=64, d_model=32, num_layers=2),
+    "BertModel": tf.ViTConfig(),
+}
+
+
+@pytest.mark.parametrize("architecture", UNSUPPORTED)
+def test_a_model_that_would_compute_nonsense_is_refused_before_its_weights_are_read(
+    architecture: str, tmp_path: Path
+) -> None:
+    config = UNSUPPORTED[architecture]
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    with pytest.raises(ValueError, match=f"model architecture '{architecture}' is not supported: "):
+        load_model(EngineConfig(model=str(tmp_path), transport="inline"))
+
+
+class _Bidirectional(tf.LlamaForCausalLM):  # type: ignore[misc]
+    """A model that passes for Llama and adds something of its own to the order of tokens."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits + output.logits.cumsum(1)
+        return output
+
+
+def test_a_model_that_mixes_sequences_is_caught_by_its_logits() -> None:
+    from llmbackend.engine.attention import interface
+
+    interface.register()
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(**TINY)
+    config._attn_implementation = interface.PAGED_ATTENTION
+    with pytest.raises(ValueError, match="'_Bidirectional' is not supported: logits of a flattened batch differ"):
+        check_model(_Bidirectional(config).eval())
+
+
+def test_limits_of_length(tmp_path: Path) -> None:
+    llama_dir(tmp_path)
+    assert load_model(dummy(tmp_path)).max_model_len == 128
+    assert load_model(dummy(tmp_path, max_model_len=100)).max_model_len == 100
+    with pytest.raises(ValueError, match="'max_model_len' is 129, expected at most 128, the model's limit"):
+        load_model(dummy(tmp_path, max_model_len=129))
+
+
+def test_rotary_angles_that_depend_on_the_longest_sequence_limit_the_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    llama_dir(tmp_path, rope_parameters={**rope, "original_max_position_embeddings": 32})
+    assert load_model(dummy(tmp_path)).max_model_len == 32
+
+
+def test_devices(tmp_path: Path) -> None:
+    llama_dir(tmp_path)
+    for device in ("toaster", "meta"):
+        with pytest.raises(ValueError, match=f"'device' is '{device}', expected 'cpu', 'cuda' or 'cuda:N'"):
+            load_model(dummy(tmp_path, device=device))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"'device' is 'cuda', but this torch .* sees no CUDA device"):
+            load_model(dummy(tmp_path, device="cuda"))
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no safetensors file"):
+        load_model(EngineConfig(model=str(llama_dir(tmp_path)), transport="inline"))
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ValueError, match="weights cannot be read"):
+        load_model(EngineConfig(model=str(tmp_path), transport="inline"))
+    with pytest.raises(OSError, match="nowhere"):
+        load_model(EngineConfig(model=str(tmp_path / "nowhere"), transport="inline"))
+
+
+def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
+    config = tf.LlamaConfig(**TINY, eos_token_id=5)
+    torch.manual_seed(0)
+    tf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    assert ModelRunner(EngineConfig(model=str(tmp_path), transport="inline")).info.eos_token_ids == (5,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11]}))
+    assert ModelRunner(EngineConfig(model=str(tmp_path), transport="inline")).info.eos_token_ids == (9, 11)
+
+
+def test_random_weights_depend_on_the_seed(tmp_path: Path) -> None:
+    llama_dir(tmp_path)
+    first, same, other = (load_model(dummy(tmp_path, seed=seed)).model for seed in (1, 1, 2))
+    weights = [model.get_input_embeddings().weight for model in (first, same, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_kv_memory_is_sized_in_bytes_or_blocks(tmp_path: Path) -> None:
+    llama_dir(tmp_path)
+    block_bytes = 16 * 2 * 2 * (8 + 8) * 4  # tokens, layers, kv heads, key and value dims, float32
+    config = dummy(tmp_path, block_size=16, kv_cache_memory_bytes=5 * block_bytes + 7, dtype="float32")
+    info = ModelRunner(config).info
+    assert (info.num_blocks, info.block_size, info.dtype, info.device) == (5, 16, "float32", "cpu")
+    assert "threads" in info.description
+    assert ModelRunner(dummy(tmp_path, num_kv_blocks=3)).info.num_blocks == 3
+    with pytest.raises(ValueError, match="'kv_cache_memory_bytes' is 100, expected at least"):
+        ModelRunner(dummy(tmp_path, kv_cache_memory_bytes=100))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_linear_is_a_linear_layer_and_treats_rows_alike(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(96, 160, bias=bias, dtype=dtype)
+    packed = PackedLinear(plain.weight, plain.bias, dtype if has_native(dtype) else torch.float32)
+    with torch.inference_mode():
+        x = torch.randn(2, 33, 96, dtype=dtype)
+        everything = packed(x)
+        torch.testing.assert_close(everything, plain(x), atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+        for rows in (0, 1, 2, 5, 32):
+            assert torch.equal(packed(x[:1, :rows]), everything[:1, :rows])
+
+
+def test_packing_swaps_plain_linear_layers_alone(tmp_path: Path) -> None:
+    class Special(nn.Linear):
+        """A subclass may compute something else."""
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), Special(4, 4))
+    assert pack_linears(model, torch.float32) == "packed float32"
+    assert [type(layer) for layer in model] == [PackedLinear, nn.ReLU, Special]
