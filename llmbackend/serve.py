@@ -51,7 +51,6 @@ async def _serve(settings: ServerSettings) -> int:
     stop = _stop_on_signal()
     server = InferenceServer(settings.options)
     if not await _load_models(server):
-        await asyncio.to_thread(server.stop, settings.exit_timeout_s)
         return 1
     frontends = _frontends(server, settings)
     await frontends.start()
