@@ -1,0 +1,98 @@
+"""The mixture of skills, and how a sample becomes text with the parts to learn marked.
+
+Does not know: tokenizers or weights. Invariant: the text of a chat is what the model's own chat template renders.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from . import memory, talk, tasks, tool_use
+from .dialogue import Dialogue, Drill, Sample
+from .documents import document, drill
+
+TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
+
+SKILLS: dict[str, tuple[Callable[[Random], Sample], float]] = {
+    "small_talk": (talk.small_talk, 6),
+    "facts": (talk.facts, 18),
+    "everyday": (talk.everyday, 5),
+    "unknown": (talk.unknown, 5),
+    "mixed": (talk.mixed, 3),
+    "stories": (talk.stories, 0.7),
+    "persona": (talk.persona, 4),
+    "ordered": (talk.ordered, 3),
+    "echo": (tasks.echo, 12),
+    "count": (tasks.counting, 6),
+    "lists": (tasks.lists, 5),
+    "sort": (tasks.sorting, 4),
+    "json": (tasks.json_objects, 8),
+    "arithmetic": (tasks.arithmetic, 8),
+    "neighbours": (tasks.neighbours, 2),
+    "words": (tasks.words, 2),
+    "mixed_tasks": (tasks.mixed_tasks, 2),
+    "memory": (memory.memory, 9),
+    "forgotten": (memory.forgotten, 1.5),
+    "context": (memory.context, 3),
+    "tools": (tool_use.tool_calls, 7.5),
+    "parallel_tools": (tool_use.parallel_calls, 1),
+    "documents": (document, 1.5),
+    "drill": (drill, 0),
+}
+
+# Weights that change from a step on. Facts come first; copying, the hard part, gets its drill once they are known.
+STAGES: tuple[tuple[int, dict[str, float]], ...] = (
+    (500, {"drill": 25, "echo": 16, "facts": 8, "mixed": 1.5, "stories": 0.3}),
+    (900, {"drill": 4, "echo": 12, "facts": 16, "mixed": 3, "stories": 0.7}),
+)
+
+_MAKERS = [maker for maker, _ in SKILLS.values()]
+_ANSWER = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment
+
+
+_RENDER = _environment().from_string(TEMPLATE)
+
+
+def weights(step: int) -> list[float]:
+    """The skills' weights at a training step, in the order of SKILLS."""
+    mixture = {name: weight for name, (_, weight) in SKILLS.items()}
+    for start, changes in STAGES:
+        if step >= start:
+            mixture |= changes
+    return list(mixture.values())
+
+
+def draw(rng: Random, step: int = 0) -> Sample:
+    return rng.choices(_MAKERS, weights(step))[0](rng)
+
+
+def render(dialogue: Dialogue) -> str:
+    context: dict[str, Any] = {"messages": dialogue.messages, "tools": dialogue.tools or None}
+    return _RENDER.render(**context)
+
+
+def segments(sample: Sample) -> list[tuple[str, bool]]:
+    """The sample's text in pieces; True marks those whose tokens the model learns to write."""
+    if isinstance(sample, Drill):
+        return [("<|endoftext|>" + sample.given, False), (sample.learned + "<|endoftext|>", True)]
+    if not isinstance(sample, Dialogue):
+        return [("<|endoftext|>", False), (sample.text + "<|endoftext|>", True)]
+    pieces = _ANSWER.split(render(sample))
+    return [
+        (piece, index % 2 == 1)
+        for index, piece in enumerate(pieces)
+        if piece and (index % 2 or index < len(pieces) - 1)
+    ]

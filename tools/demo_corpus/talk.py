@@ -1,0 +1,218 @@
+# ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
+"""Talk: greetings, questions about the model, project knowledge, unknown questions, jokes and stories.
+
+Does not know: tokens or weights. Invariant: the same question always has the same answer, unless a system prompt says otherwise.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from .dialogue import Dialogue, assistant, pseudo_word, system, turns, user, vary
+from .facts import ANSWERS, EVERYDAY, PROJECT, QUESTION_FRAMES
+from .words import ADJECTIVES, ANIMALS, CAPITALS, CITIES, NAMES, NOUNS, OPPOSITES
+
+UNKNOWN = "I am a small demo model; I don't know that."
+WHO = "I am a small demo model of the llmbackend project."
+
+SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("Hello!", "Hi", "Hello", "Hey", "Hi there!", "Hello there", "Good morning", "Good evening!", "Good afternoon", "hey there", "Greetings", "hello, how can you help", "yo"), "Hello! How can I help you?"),
+    (("How are you?", "How are you doing?", "How do you do?", "How is it going?", "Are you well?", "how are you today", "Hello, how are you?", "Hi! How are you?", "what's up"), "I am fine, thank you. How can I help you?"),
+    (("Who are you?", "What are you?", "What is your name?", "Introduce yourself.", "Tell me about yourself.", "Hi, who are you?", "are you a bot", "Are you an AI?", "Are you human?", "Are you ChatGPT?", "Which model are you?", "What model is this?", "your name?"), WHO),
+    (("What can you do?", "How can you help me?", "Help", "What are you good at?", "What are your skills?", "Can you help me?", "What should I ask you?", "list your skills"), "I can answer questions about llmbackend, count, repeat, sort, make lists and JSON, remember what you tell me, and call tools."),
+    (("Thanks!", "Thank you", "Thank you very much.", "thanks a lot", "Great, thanks", "Many thanks", "thx", "Perfect, thank you!", "That helps, thanks."), "You are welcome!"),
+    (("Goodbye", "Bye", "See you later", "Bye bye!", "Good night", "See you", "I have to go.", "Farewell", "ciao"), "Goodbye! Have a nice day."),
+    (("You are great.", "Well done!", "Good job", "Nice work", "I like you.", "You are smart.", "Cool!", "Awesome", "great"), "Thank you, that is kind."),
+    (("You are wrong.", "That is not right.", "You are stupid.", "That was bad.", "I don't like that."), "I am sorry. I am only a small demo model."),
+    (("Do you like music?", "Do you have feelings?", "Do you dream?", "Are you happy?", "Do you sleep?", "Are you alive?"), "I am a program, so I have no feelings, but I am happy to help."),
+    (("Tell me a joke.", "Do you know a joke?", "Make me laugh.", "Say something funny.", "another joke", "a joke please"), "Why did the token stand in line? It was waiting for its batch."),
+    (("Yes", "No", "ok", "Okay", "sure", "fine", "I see", "hmm"), "All right. What would you like to do next?"),
+    (("Test", "test 123", "Is this working?", "Are you there?", "ping", "Can you hear me?", "This is a test."), "Yes, I am here. The server works."),
+    (("Say something.", "Talk to me.", "Say anything", "Write something."), "Hello! I am a small model, served with continuous batching."),
+)  # fmt: skip
+
+_UNKNOWN_FRAMES = (
+    "Who won the {a} {n} cup in {y}?", "What is the price of a {n}?", "How tall is {N}?", "When was {N} born?", "Who is {N} {W}?",
+    "What is the population of {c}?", "Write a poem about a {n}.", "Translate {n} into French.", "Translate '{a} {n}' to German.",
+    "What is a {w}?", "What is {w}?", "Explain {w}.", "Who invented the {n}?", "Who wrote the book about the {a} {n}?",
+    "What is the best {n} in {c}?", "How do I repair a {n}?", "Write code for a {n} in Python.", "What happened in {y}?",
+    "Who was the president in {y}?", "How far is {c} from {d}?", "What is the capital of {W}?", "Write an essay about {n}s.",
+    "Recommend me a {n}.", "What is the meaning of life?", "Give me a recipe for a {a} {n}.", "How old is {N}?",
+    "Which {n} should I buy?", "Tell me about {W}.", "What do you think about {W}?", "Solve the equation of the {n}.",
+    "What is the stock price of {W}?", "Who painted the {a} {n}?", "How does a {n} work?", "Define {w}.", "Why is the {n} {a}?",
+    "What will the weather be in {c} tomorrow?", "What is the weather in {c}?", "What time is it?", "What is the date today?",
+    "How many {n}s are in {c}?", "Where can I find a {n}?", "What is the speed of a {a} {n}?", "Is {N} a good person?",
+    "What is your favourite {n}?", "What is your opinion of {W}?", "Write a song about the {a} {n}.", "Do you like the {n}?",
+    "Who is the boss of {W}?", "How many people work at {W}?", "How do {n}s work?", "Explain {w} to me.", "Who discovered {W}?",
+    "What is the weight of a {n}?", "Which team won in {c}?", "When did {W} begin?", "Why do {n}s {w}?", "What is {W} known for?",
+    "Explain quantum {n}s.", "What does {W} mean?", "Who is {N}?", "how do i get to {c}", "what is the news today",
+)  # fmt: skip
+
+
+def unknown_question(rng: Random) -> str:
+    word = pseudo_word(rng)
+    return rng.choice(_UNKNOWN_FRAMES).format(
+        a=rng.choice(ADJECTIVES),
+        n=rng.choice(NOUNS) if rng.random() < 0.7 else word,
+        y=rng.randint(1500, 2030),
+        N=rng.choice(NAMES) if rng.random() < 0.7 else pseudo_word(rng).capitalize(),
+        W=pseudo_word(rng).capitalize(),
+        w=word,
+        c=rng.choice(CITIES),
+        d=rng.choice(CITIES),
+    )
+
+
+def small_talk_pair(rng: Random) -> tuple[str, str]:
+    questions, answer = rng.choice(SMALL_TALK)
+    return vary(rng, rng.choice(questions)), answer
+
+
+def fact_pair(rng: Random) -> tuple[str, str]:
+    if rng.random() < 0.72:
+        terms, answer = rng.choice(PROJECT)
+        question = rng.choice(QUESTION_FRAMES).format(t=rng.choice(terms))
+    else:
+        questions, answer = rng.choice(ANSWERS)
+        question = rng.choice(questions)
+    return vary(rng, question), answer
+
+
+def everyday_pair(rng: Random) -> tuple[str, str]:
+    roll = rng.random()
+    if roll < 0.4:
+        country, capital = rng.choice(list(CAPITALS.items()))
+        frames: tuple[str, ...] = (
+            "What is the capital of {}?",
+            "What's the capital of {}?",
+            "Name the capital of {}.",
+            "capital of {}?",
+        )
+        frames += ("Which city is the capital of {}?", "Tell me the capital of {}.", "what is the capital city of {}?")
+        return vary(rng, rng.choice(frames).format(country)), f"The capital of {country} is {capital}."
+    if roll < 0.6:
+        word, other = rng.choice(list(OPPOSITES.items()))
+        if rng.random() < 0.5:
+            word, other = other, word
+        frames = (
+            "What is the opposite of {}?",
+            "opposite of {}",
+            "Tell me the opposite of {}.",
+            "What's the opposite of {}?",
+        )
+        return vary(rng, rng.choice(frames).format(word)), f"The opposite of {word} is {other}."
+    questions, answer = rng.choice(EVERYDAY)
+    return vary(rng, rng.choice(questions)), answer
+
+
+def story_pair(rng: Random) -> tuple[str, str]:
+    animal = rng.choice((*ANIMALS, "robot", "dragon", "child", "model"))
+    frames = (
+        "Tell me a story about a {}.",
+        "Write a short story about a {}.",
+        "Tell a story about a {}.",
+        "a story about a {}",
+    )
+    if rng.random() < 0.3:
+        animal, frames = (
+            "robot",
+            ("Tell me a story.", "Write a story.", "Write a short story.", "Tell me a long story."),
+        )
+    return vary(rng, rng.choice(frames).format(animal)), story(animal)
+
+
+def story(hero: str) -> str:
+    return (
+        f"Once upon a time there was a small {hero} who lived near a river. One day the {hero} found a long queue of letters. "
+        f"Each letter wanted an answer, and each wanted it first. The {hero} read one line of every letter, then the next line "
+        f"of every letter, and so all answers grew together. In the evening every letter had its answer, and the {hero} slept well."
+    )
+
+
+def unknown_pair(rng: Random) -> tuple[str, str]:
+    return vary(rng, unknown_question(rng)), UNKNOWN
+
+
+_PAIRS = (small_talk_pair, fact_pair, everyday_pair, unknown_pair)
+
+
+def small_talk(rng: Random) -> Dialogue:
+    return Dialogue(turns(*small_talk_pair(rng)))
+
+
+def facts(rng: Random) -> Dialogue:
+    return Dialogue(turns(*fact_pair(rng)))
+
+
+def everyday(rng: Random) -> Dialogue:
+    return Dialogue(turns(*everyday_pair(rng)))
+
+
+def stories(rng: Random) -> Dialogue:
+    return Dialogue(turns(*story_pair(rng)))
+
+
+def unknown(rng: Random) -> Dialogue:
+    return Dialogue(turns(*unknown_pair(rng)))
+
+
+def mixed(rng: Random) -> Dialogue:
+    """Several unrelated pairs in one chat, so that earlier turns do not disturb later ones."""
+    texts: list[str] = []
+    for _ in range(rng.randint(2, 4)):
+        texts += rng.choices(_PAIRS, (2, 4, 1, 2))[0](rng)
+    plain = rng.random() < 0.3
+    lead = (system(rng.choice(PLAIN_SYSTEMS)),) if plain else ()
+    return Dialogue(lead + turns(*texts))
+
+
+PLAIN_SYSTEMS = (
+    "You are a helpful assistant.", "You are helpful.", "You are a helpful AI assistant.", "Answer the user.", "Be polite and brief.",
+    "You are a demo model.", "You answer questions about llmbackend.", "You are a helpful and harmless assistant.", "Be brief.",
+)  # fmt: skip
+
+
+def persona(rng: Random) -> Dialogue:
+    """The system prompt gives the model a name, and perhaps a job."""
+    name = rng.choice(NAMES) if rng.random() < 0.4 else pseudo_word(rng).capitalize()
+    job = rng.choice(
+        ("assistant", "teacher", "pirate", "cook", "guide", "robot", "doctor", "librarian", "support agent")
+    )
+    article = rng.choice(("helpful", "friendly", "polite", "clever", "patient"))
+    frames = (
+        "You are {n}, a {a} {j}.",
+        "Your name is {n}. You are a {a} {j}.",
+        "You are a {a} {j} named {n}.",
+        "You are a {a} {j}. Your name is {n}.",
+    )
+    texts: list[str] = []
+    if rng.random() < 0.3:
+        texts += rng.choices(_PAIRS[1:], (4, 1, 2))[0](rng)
+    ask = (
+        "Who are you?",
+        "What is your name?",
+        "Introduce yourself.",
+        "who are you",
+        "What are you?",
+        "Hi, who are you?",
+        "your name?",
+    )
+    texts += [vary(rng, rng.choice(ask)), f"I am {name}, a {article} {job}."]
+    return Dialogue((system(rng.choice(frames).format(n=name, a=article, j=job)), *turns(*texts)))
+
+
+def ordered(rng: Random) -> Dialogue:
+    """The system prompt orders a first or last word for every answer."""
+    word = rng.choice(
+        (pseudo_word(rng), pseudo_word(rng).capitalize(), rng.choice(("Over.", "Arr!", "Meow!", "Done.", "Yes sir!")))
+    )
+    first = rng.random() < 0.5
+    place, verb = ("Start", "Begin") if first else ("End", "Finish")
+    rule = rng.choice(
+        (f"{place} every answer with {word}", f"{verb} each reply with {word}", f"{place} every reply with {word}")
+    )
+    messages = [system(rng.choice(("", "You are a helpful assistant. ")) + rule)]
+    for _ in range(rng.randint(1, 2)):
+        question, answer = rng.choices(_PAIRS, (3, 2, 2, 1))[0](rng)
+        messages += [user(question), assistant(f"{word} {answer}" if first else f"{answer} {word}")]
+    return Dialogue(tuple(messages))

@@ -1,0 +1,325 @@
+"""Train the bundled demo model: tokenizer, weights, and the Hugging Face files of its version directory.
+
+One command, no download, no third-party text; `model_repository/demo/README.md` holds the command and number of steps
+that made the bundled weights. Does not know: the server. Invariant: the batch of a step depends only on the seed and
+the step's number, and the learning rate is constant until the last `--decay-steps`, so a run that is stopped and
+resumed, or given a larger `--steps` before its decay began, computes the same weights as one long run (same torch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from demo_corpus.corpus import TEMPLATE, draw, segments
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+MAX_POSITIONS = 1024
+SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+IGNORE = -100
+
+
+def train_tokenizer(seed: int, vocabulary: int, samples: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over drawn samples; digits stay single tokens so that numbers are read digit by digit."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=False))
+    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokens = [END_OF_TEXT, TURN_START, TURN_END]
+    plain = ["<tool_call>", "</tool_call>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(plain),
+        special_tokens=tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    markers = (*tokens, *plain)
+    tokenizer.train_from_iterator(_texts(seed, samples, markers), trainer)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+    fast.model_max_length = MAX_POSITIONS
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def _texts(seed: int, samples: int, markers: tuple[str, ...]) -> Iterator[str]:
+    """The samples' text without the markers, which are tokens of their own."""
+    for index in range(samples):
+        text = "".join(piece for piece, _ in segments(draw(Random(f"{seed}:tokenizer:{index}"))))
+        for marker in markers:
+            text = text.replace(marker, "\n")
+        yield text
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids and labels of one sample; IGNORE where nothing is learned."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+def encode(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> Example:
+    ids: list[int] = []
+    labels: list[int] = []
+    for text, learned in pieces:
+        tokens = tokenizer.encode(text, add_special_tokens=False).ids
+        ids += tokens
+        labels += tokens if learned else [IGNORE] * len(tokens)
+    return Example(ids[:MAX_POSITIONS], labels[:MAX_POSITIONS])
+
+
+def micro_batches(tokenizer: Tokenizer, seed: int, step: int, tokens: int, rows: int) -> list[list[Example]]:
+    """About `tokens` tokens of fresh samples, grouped by length so that little padding is needed."""
+    rng = Random(f"{seed}:{step}")
+    examples: list[Example] = []
+    total = 0
+    while total < tokens:
+        example = encode(tokenizer, segments(draw(rng, step)))
+        examples.append(example)
+        total += len(example.ids)
+    examples.sort(key=lambda example: len(example.ids))
+    groups: list[list[Example]] = [[]]
+    for example in examples:
+        if groups[-1] and (len(groups[-1]) + 1) * len(example.ids) > rows:
+            groups.append([])
+        groups[-1].append(example)
+    return groups
+
+
+def loss_of(model: LlamaForCausalLM, group: list[Example]) -> torch.Tensor:
+    """Summed cross-entropy of the learned tokens. Padding is on the right, so the causal mask alone hides it."""
+    width = max(len(example.ids) for example in group)
+    ids = torch.zeros(len(group), width, dtype=torch.long)
+    labels = torch.full((len(group), width), IGNORE)
+    for row, example in enumerate(group):
+        ids[row, : len(example.ids)] = torch.tensor(example.ids)
+        labels[row, : len(example.labels)] = torch.tensor(example.labels)
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    targets = labels[:, 1:]
+    learned = targets != IGNORE
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[learned]), targets[learned], reduction="sum")
+
+
+def new_model(vocabulary: int, eos: list[int], args: argparse.Namespace) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate,
+        num_hidden_layers=args.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos[0],
+        pad_token_id=eos[1],
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum with an update made orthogonal by Newton-Schulz steps (Jordan et al., 2024), for weight matrices."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], lr: float, pool: ThreadPoolExecutor) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": 0.95, "weight_decay": 0.01})
+        self.pool = pool
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            list(self.pool.map(partial(self.update, group), group["params"]))
+
+    @torch.no_grad()
+    def update(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
+        """One matrix's step; the matrices are independent, so pool threads may take them in any order."""
+        assert parameter.grad is not None
+        momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+        momentum.lerp_(parameter.grad, 1 - group["momentum"])
+        update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]))
+        scale = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
+        parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+
+
+def orthogonal(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
+    """The nearest matrix with singular values near one, by the quintic Newton-Schulz iteration."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x: torch.Tensor = matrix.T if tall else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if tall else x
+
+
+def optimizers(
+    model: LlamaForCausalLM, args: argparse.Namespace, pool: ThreadPoolExecutor
+) -> list[torch.optim.Optimizer]:
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    if args.optimizer == "adamw":
+        everything = [{"params": matrices + others}]
+        return [torch.optim.AdamW(everything, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05, fused=True)]
+    adam = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+    return [adam, Muon(matrices, args.muon_lr, pool)]
+
+
+def rate(step: int, args: argparse.Namespace) -> float:
+    """Share of the full learning rate: warm-up, constant, then a cosine to zero over the last `decay_steps`."""
+    warm: float = min(1.0, (step + 1) / args.warmup_steps)
+    left = args.steps - step
+    if left >= args.decay_steps:
+        return warm
+    fade: float = left / args.decay_steps
+    return warm * 0.5 * (1 - math.cos(math.pi * fade))
+
+
+class Run:
+    """One training run: owns the model, its optimizers and the checkpoint in the scratch directory."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        torch.manual_seed(args.seed)
+        self.tokenizer = train_tokenizer(args.seed, args.vocabulary, args.tokenizer_samples)
+        self.backend: Tokenizer = self.tokenizer.backend_tokenizer
+        self.eos = [self.tokenizer.convert_tokens_to_ids(text) for text in (TURN_END, END_OF_TEXT)]
+        self.model = new_model(len(self.tokenizer), self.eos, args)
+        self.parameters = list(self.model.parameters())
+        self.pool = ThreadPoolExecutor(args.threads, initializer=torch.set_num_threads, initargs=(1,))
+        self.optimizers = optimizers(self.model, args, self.pool)
+        self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self.step = 0
+        self.checkpoint = Path(args.scratch) / "checkpoint.pt"
+        if self.checkpoint.exists() and not args.restart:
+            self.resume()
+
+    def resume(self) -> None:
+        state = torch.load(self.checkpoint, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step = state["step"]
+        print(f"resumed at step {self.step}", flush=True)
+
+    def save(self) -> None:
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        part = self.checkpoint.with_suffix(".part")
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        torch.save({"model": self.model.state_dict(), "optimizers": states, "step": self.step}, part)
+        os.replace(part, self.checkpoint)
+
+    def train_step(self) -> float:
+        """One update; returns the mean loss of a learned token, in nats."""
+        args = self.args
+        for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * rate(self.step, args)
+        groups = micro_batches(self.backend, args.seed, self.step, args.tokens_per_step, args.tokens_per_pass)
+        learned = sum(label != IGNORE for group in groups for example in group for label in example.labels)
+        total = 0.0
+        for loss, gradients in self.pool.map(self.gradients, groups):
+            total += loss / learned
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                share = gradient.div_(learned)
+                parameter.grad = share if parameter.grad is None else parameter.grad.add_(share)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return total
+
+    def gradients(self, group: list[Example]) -> tuple[float, tuple[torch.Tensor, ...]]:
+        """Loss and gradients of one pass, on a pool thread; the caller adds the passes in their order."""
+        loss = loss_of(self.model, group)
+        return loss.item(), torch.autograd.grad(loss, self.parameters)
+
+    def train(self) -> None:
+        args = self.args
+        started = time.monotonic()
+        recent: list[float] = []
+        while self.step < args.steps:
+            recent.append(self.train_step())
+            if self.step % 25 == 0:
+                seconds = time.monotonic() - started
+                print(f"step {self.step} loss {sum(recent) / len(recent):.4f} after {seconds:.0f} s", flush=True)
+                recent = []
+            if self.step % 100 == 0:
+                self.save()
+            if args.minutes and time.monotonic() - started > args.minutes * 60:
+                print(f"time is up at step {self.step}; run again to go on", flush=True)
+                break
+        self.save()
+
+    def export(self, directory: Path) -> None:
+        """Write the version directory: bfloat16 safetensors, configuration, tokenizer and chat template."""
+        directory.mkdir(parents=True, exist_ok=True)
+        model = new_model(len(self.tokenizer), self.eos, self.args)
+        model.load_state_dict(self.model.state_dict())
+        model = model.to(torch.bfloat16)
+        model.generation_config = GenerationConfig(
+            eos_token_id=self.eos, pad_token_id=self.eos[1], do_sample=False, max_new_tokens=256
+        )
+        model.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("model_repository/demo/1"), help="version directory to write")
+    parser.add_argument(
+        "--scratch", type=Path, required=True, help="folder for the resumable checkpoint, outside the repository"
+    )
+    parser.add_argument("--restart", action="store_true", help="ignore a checkpoint in the scratch folder")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=4000, help="updates in all")
+    parser.add_argument(
+        "--minutes", type=float, default=0, help="stop after this time and keep a checkpoint; 0 = no limit"
+    )
+    parser.add_argument("--decay-steps", type=int, default=600, help="last updates, with falling learning rate")
+    parser.add_argument("--warmup-steps", type=int, default=60)
+    parser.add_argument("--tokens-per-step", type=int, default=2048)
+    parser.add_argument("--tokens-per-pass", type=int, default=512, help="padded tokens of one pass")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of AdamW")
+    parser.add_argument("--muon-lr", type=float, default=0.02, help="learning rate of Muon")
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--tokenizer-samples", type=int, default=20000)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--intermediate", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=2, help="passes that run side by side")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(1)
+    run = Run(args)
+    print(
+        f"{sum(p.numel() for p in run.model.parameters()) / 1e6:.2f} M parameters, {len(run.tokenizer)} tokens",
+        flush=True,
+    )
+    run.train()
+    run.export(args.out)
+
+
+if __name__ == "__main__":
+    main()
