@@ -14,8 +14,8 @@ import msgspec
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Raises ValueError naming field, value and what was expected.
 
-    model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no weights).
-    max_model_len None = the model's own limit. num_kv_blocks None = sized from kv_cache_memory_bytes.
+    model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no
+    weights). max_model_len None = the model's own limit. num_kv_blocks None = sized from kv_cache_memory_bytes.
     max_num_batched_tokens: the token budget of a step. num_threads 0 = torch's default.
     """
 

@@ -1,7 +1,7 @@
 """The way of a response from an engine's thread into the event loop of a frontend.
 
-For: every streaming frontend. Does not know: protocols, backends. Invariant: the event loop is woken once for all responses
-that are put before it runs, so that an engine step costs one wake-up and not one per token.
+For: every streaming frontend. Does not know: protocols, backends. Invariant: the event loop is woken once for all
+responses that are put before it runs, so that an engine step costs one wake-up and not one per token.
 """
 
 from __future__ import annotations
