@@ -87,7 +87,9 @@ def _check_calls(name: str, config: Any, recorder: RecordingAttention) -> None:
     expected_calls = int(config.num_hidden_layers)
     if len(recorder.calls) != expected_calls or len(recorder.shapes) != expected_calls:
         raise unsupported(
-            name, f"{len(recorder.shapes)} of its {expected_calls} layers go through transformers' attention interface"
+            name,
+            f"its {expected_calls} layers called transformers' attention interface {len(recorder.calls)} times, "
+            f"from {len(recorder.shapes)} layers, expected once per layer",
         )
     if recorder.problems:
         raise unsupported(name, recorder.problems[0])

@@ -39,6 +39,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._compute_dtype = compute_dtype
+        # Some models ask for the weight's type; to compute with this one is an error.
+        self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         widened = weight.detach().to(compute_dtype).contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(widened, _PACK_ROWS)
         self._bias = None if bias is None else bias.detach().to(compute_dtype)

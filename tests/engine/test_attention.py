@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from llmbackend.engine.attention import reference
 from llmbackend.engine.attention.interface import PAGED_ATTENTION, AttentionOptions, register
 from llmbackend.engine.attention.kv_cache import LayerKVCache, LayerShape
 from llmbackend.engine.attention.ragged_batch import RaggedBatch, padded_blocks
@@ -127,6 +128,15 @@ def test_a_row_does_not_depend_on_its_neighbours_bit_by_bit(chunk: int) -> None:
     expected = together.step(dict.fromkeys(range(4), chunk), OPTIONS["plain"])
     for i in range(4):
         assert torch.equal(alone.step({i: chunk}, OPTIONS["plain"])[i], expected[i])
+
+
+def test_chunks_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Harness([60]).step({0: 60}, OPTIONS["plain"])[0]
+    chunked = Harness([60])
+    parts = [chunked.step({0: n}, OPTIONS["plain"])[0] for n in (1, 13, 2, 30, 1, 13)]
+    assert torch.equal(torch.cat(parts), whole)
+    monkeypatch.setattr(reference, "_MAX_SCORES", 2000)
+    assert torch.equal(Harness([60]).step({0: 60}, OPTIONS["plain"])[0], whole)
 
 
 def test_leftovers_of_a_broken_request_do_not_leak_into_a_reused_block() -> None:

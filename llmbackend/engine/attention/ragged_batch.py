@@ -16,6 +16,9 @@ import torch
 
 Int64Array = npt.NDArray[np.int64]
 
+# Products over fewer keys than this take other paths through the CPU's matrix library, which round differently.
+_MIN_KEYS = 32
+
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
@@ -88,7 +91,7 @@ class RaggedBatch:
 
     def _key_ranges(self, window: int | None) -> tuple[Int64Array, Int64Array]:
         """Per row: how many blocks of keys are read, and the first of them."""
-        total = padded_blocks(-(-self._seq_lens // self._block_size))
+        total = padded_blocks(-(-np.maximum(self._seq_lens, _MIN_KEYS) // self._block_size))
         if window is None:
             return total, np.zeros_like(total)
         # The oldest visible key may lie anywhere in its block, hence the second extra block.

@@ -17,6 +17,11 @@ from .interface import AttentionOptions
 from .kv_cache import LayerKVCache
 from .ragged_batch import RaggedBatch, RowGroup
 
+# Products with fewer rows than this take other paths through the CPU's matrix library, which round differently.
+_MIN_ROWS = 8
+# 64 MB of float32.
+_MAX_SCORES = 1 << 24
+
 
 class PagedAttention:
     """The context of a step: the runner sets `batch` before each forward pass."""
@@ -41,13 +46,31 @@ def _attend_group(query: torch.Tensor, cache: LayerKVCache, group: RowGroup, opt
     keys, values = cache.gather(group.blocks)
     # [tokens, heads, dim] → [rows, heads, query_len, dim]
     queries = query.reshape(group.num_rows, group.query_len, *query.shape[1:]).transpose(1, 2)
-    if group.query_len == 1 or options.softcap is not None or options.sinks is not None:
-        attended = grouped_attention(queries, keys, values, group.visible, options)
-    else:
-        attended = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=group.visible[:, None], scale=options.scaling, enable_gqa=True
-        )
+    attended = _dense_attention(queries, keys, values, group.visible, options)
     return attended.transpose(1, 2).flatten(0, 1)
+
+
+def _dense_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """As grouped_attention, in slices of queries that bound the memory for scores; torch's fused attention on a GPU.
+
+    Not fused on CPU, although that saves a third of the time of a long prefill: the fused kernel's result for a query
+    depends on how many others are computed with it, so a prompt's chunks would change its tokens. Plain products do
+    not.
+    """
+    rows, heads, query_len, _ = queries.shape
+    if queries.is_cuda and query_len > 1 and options.softcap is None and options.sinks is None:
+        return functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=visible[:, None], scale=options.scaling, enable_gqa=True
+        )
+    slice_len = max(1, _MAX_SCORES // (rows * heads * keys.shape[2]))
+    if slice_len >= query_len:
+        return grouped_attention(queries, keys, values, visible, options)
+    keys, values = keys.float(), values.float()
+    starts = range(0, query_len, slice_len)
+    slices = ((queries[:, :, a : a + slice_len], visible[:, a : a + slice_len]) for a in starts)
+    return torch.cat([grouped_attention(q, keys, values, seen, options) for q, seen in slices], dim=2)
 
 
 def grouped_attention(
@@ -61,15 +84,24 @@ def grouped_attention(
     """
     rows, heads, query_len, dim = queries.shape
     kv_heads = keys.shape[1]
-    grouped = (queries.float() * options.scaling).reshape(rows, kv_heads, (heads // kv_heads) * query_len, dim)
-    scores = (grouped @ keys.float().transpose(-1, -2)).view(rows, heads, query_len, -1)
+    num_grouped = heads // kv_heads * query_len
+    grouped = (queries.float() * options.scaling).reshape(rows, kv_heads, num_grouped, dim)
+    scores = _product(grouped, keys.float().transpose(-1, -2)).reshape(rows, heads, query_len, -1)
     if options.softcap is not None:
         scores.div_(options.softcap).tanh_().mul_(options.softcap)
     # Filled, not added: a masked score may be infinite.
     scores.masked_fill_(~visible[:, None], float("-inf"))
     weights = _softmax(scores, options.sinks)
-    attended = weights.view(rows, kv_heads, -1, weights.shape[-1]) @ values.float()
-    return attended.view(rows, heads, query_len, -1).to(queries.dtype)
+    attended = _product(weights.view(rows, kv_heads, num_grouped, -1), values.float())
+    return attended.reshape(rows, heads, query_len, -1).to(queries.dtype)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right, where a row of the result does not depend on how many others there are."""
+    count = left.shape[2]
+    if count >= _MIN_ROWS or left.is_cuda:
+        return left @ right
+    return (functional.pad(left, (0, 0, 0, _MIN_ROWS - count)) @ right)[:, :, :count]
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
