@@ -28,7 +28,7 @@ COMMAND_TIMEOUT_S = 60.0
 LONGEST_SLEEP_S = 0.6
 """The recordings waited seconds for a slower server; nothing that is compared takes this long here."""
 _LEAVE_AT_ONCE = "\nimport os, sys; sys.stdout.flush(); os._exit(0)\n"
-"""A client that its script left open is closed while the interpreter goes down, and now and then waits there for ever."""
+"""A client that a script left open is closed as the interpreter goes down, and now and then waits there for ever."""
 _SLEEP = re.compile(r"\bsleep ([\d.]+)")
 
 
