@@ -33,6 +33,7 @@ conformance: $(VENV)/.test
 
 # `make serve` installs what serving needs and no more; `make test` adds the test tools.
 $(VENV)/.serve: pyproject.toml constraints.txt
+	@echo "installing into $(VENV): torch is large, this takes a minute or more"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --editable .
 	touch $@

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _SERVED_AT = {
     "http": "KServe v2, generate and generate_stream; OpenAI under /v1",
     "grpc": "KServe v2, decoupled streams",
-    "metrics": "Prometheus, at /metrics",
+    "metrics": "Prometheus",
 }
 
 
@@ -113,11 +113,11 @@ async def _drain(server: InferenceServer, frontends: FrontendServer, timeout_s: 
 def _urls(frontends: FrontendServer, settings: ServerSettings) -> dict[str, str]:
     """Where each open endpoint listens, by protocol."""
     found = {
-        "http": (settings.http.address, frontends.http_port),
-        "grpc": (settings.grpc.address, frontends.grpc_port),
-        "metrics": (settings.metrics.address, frontends.metrics_port),
+        "http": ("http://{}:{}", settings.http.address, frontends.http_port),
+        "grpc": ("{}:{}", settings.grpc.address, frontends.grpc_port),
+        "metrics": ("http://{}:{}/metrics", settings.metrics.address, frontends.metrics_port),
     }
-    return {name: f"{address}:{port}" for name, (address, port) in found.items() if port is not None}
+    return {name: form.format(address, port) for name, (form, address, port) in found.items() if port is not None}
 
 
 def _announce(server: InferenceServer, urls: dict[str, str], startup_s: float) -> None:
@@ -135,8 +135,8 @@ def _announce(server: InferenceServer, urls: dict[str, str], startup_s: float) -
     sys.stdout.flush()
 
 
-def _example(address: str, model: str) -> str:
-    url = f"http://{address.replace('0.0.0.0', 'localhost')}/v1/chat/completions"
+def _example(http_url: str, model: str) -> str:
+    url = f"{http_url.replace('0.0.0.0', 'localhost')}/v1/chat/completions"
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Who are you?"}], "stream": True})
     return f"  curl -N {url} -H 'content-type: application/json' -d '{body}'"
 
