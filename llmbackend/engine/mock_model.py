@@ -18,7 +18,8 @@ import numpy as np
 
 from .config import EngineConfig
 from .infer_request import FinishReason, InferRequest, ModelInfo, TokenLogprobs
-from .mock_sampler import FloatArray, sample, splitmix64
+from .mock_sampler import FloatArray, sample
+from .random_numbers import splitmix64
 from .step import Int32Array, RowTable, SampledTokens, StepPlan
 
 DEFAULT_MAX_MODEL_LEN = 4096

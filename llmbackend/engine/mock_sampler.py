@@ -13,23 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from .infer_request import SamplingParams, TokenLogprobs
+from .random_numbers import uniform
 from .step import Int32Array
 
 FloatArray = npt.NDArray[np.float64]
 
 
-def splitmix64(value: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A 64-bit mix of each value: equal inputs give equal outputs, close ones unrelated outputs."""
-    z = np.asarray(value, np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def uniform(seed: int, position: int) -> float:
-    """One number in [0, 1) for the token at `position`: a function of its arguments, with no generator state."""
-    key = np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64)
-    return float(splitmix64(splitmix64(key) + np.uint64(position))[0] >> np.uint64(11)) / float(1 << 53)
+def _uniform(seed: int, position: int) -> float:
+    """One number in [0, 1) for the token at `position`."""
+    seeds, positions = np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64), np.array([position], np.uint64)
+    return float(uniform(seeds, positions)[0])
 
 
 def sample(
@@ -49,7 +42,7 @@ def sample(
     if sampling.temperature < 1e-5:
         token_id = int(processed.argmax())
     else:
-        token_id = _draw(processed / sampling.temperature, sampling, uniform(sampling.seed, len(token_ids)))
+        token_id = _draw(processed / sampling.temperature, sampling, _uniform(sampling.seed, len(token_ids)))
     return token_id, _logprobs(logits, token_id, sampling.logprobs)
 
 

@@ -1,7 +1,7 @@
 """One uniform number per token, from a counter and not from a generator's state.
 
-For: the sampler. Does not know: logits. Invariant: the number for (seed, position) is the same in every batch, process
-and restart, because nothing is remembered between calls.
+For: the samplers, and whoever needs a hash of 64-bit numbers. Does not know: logits. Invariant: the number for (seed,
+position) is the same in every batch, process and restart, because nothing is remembered between calls.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def uniform(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.float6
 
     The position is mixed into the mixed seed, so that neighbouring seeds and positions have unrelated numbers.
     """
-    bits = _splitmix(_splitmix(seeds) ^ (positions * _GOLDEN))
+    bits = splitmix64(splitmix64(seeds) ^ (positions * _GOLDEN))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _splitmix(values: UInt64Array) -> UInt64Array:
+def splitmix64(values: UInt64Array) -> UInt64Array:
     """The output function of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit numbers."""
     mixed = values + _GOLDEN
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
