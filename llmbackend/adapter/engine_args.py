@@ -135,8 +135,6 @@ def check_checkpoint(model: str) -> None:
     Raises TritonError INVALID_ARG.
     """
     path = Path(model)
-    if path.is_absolute() and not path.is_dir():
-        raise invalid_argument(f"engine argument 'model' is '{model}', which is not a directory")
     if path.is_dir() and not (path / "config.json").is_file():
         raise invalid_argument(f"engine argument 'model' is '{model}', which has no config.json: not a checkpoint")
 

@@ -7,8 +7,10 @@ is stored is finite, so that a broken request's leftovers in a reused block cann
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -32,8 +34,8 @@ class LayerKVCache:
         self, shape: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         leading = (num_blocks, shape.num_kv_heads, block_size)
-        self.keys = torch.zeros((*leading, shape.key_dim), dtype=dtype, device=device)
-        self.values = torch.zeros((*leading, shape.value_dim), dtype=dtype, device=device)
+        self.keys = _zeros((*leading, shape.key_dim), dtype, device)
+        self.values = _zeros((*leading, shape.value_dim), dtype, device)
 
     def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """key, value [tokens, num_kv_heads, dim] go to slots int64 [tokens] (block * block_size + offset)."""
@@ -45,6 +47,14 @@ class LayerKVCache:
     def gather(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """blocks int64 [rows, n] → keys [rows, num_kv_heads, n * block_size, key_dim] and values, contiguous."""
         return _gather(self.keys, blocks), _gather(self.values, blocks)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that cost no memory on CPU before they are written: numpy asks the system for zero pages, torch fills."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size_bytes, np.uint8)).view(dtype).view(shape)
 
 
 def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
