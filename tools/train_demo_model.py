@@ -182,13 +182,9 @@ def optimizers(
 
 
 def rate(step: int, args: argparse.Namespace) -> float:
-    """Share of the full learning rate: warm-up, constant, then a cosine to zero over the last `decay_steps`."""
-    warm: float = min(1.0, (step + 1) / args.warmup_steps)
-    left = args.steps - step
-    if left >= args.decay_steps:
-        return warm
-    fade: float = left / args.decay_steps
-    return warm * 0.5 * (1 - math.cos(math.pi * fade))
+    """Share of the full learning rate: warm-up, constant, then 1 - sqrt down to zero over the last `decay_steps`."""
+    done = max(0.0, 1 - (args.steps - step) / args.decay_steps)
+    return min(1.0, (step + 1) / args.warmup_steps) * (1 - math.sqrt(done))
 
 
 class Run:

@@ -50,7 +50,11 @@ SKILLS: dict[str, tuple[Callable[[Random], Sample], float]] = {
 # Weights that change from a step on. Facts come first; copying, the hard part, gets its drill once they are known.
 STAGES: tuple[tuple[int, dict[str, float]], ...] = (
     (500, {"drill": 25, "echo": 16, "facts": 8, "mixed": 1.5, "stories": 0.3}),
-    (900, {"drill": 4, "echo": 12, "facts": 16, "mixed": 3, "stories": 0.7}),
+    (800, {"drill": 160}),
+    (1000, {"drill": 60, "echo": 16, "facts": 12, "mixed": 2}),
+    (1400, {"drill": 15, "echo": 16, "facts": 18, "mixed": 3, "stories": 0.7}),
+    (1700, {"drill": 40, "echo": 20, "facts": 8, "mixed": 1.5, "stories": 0.3}),
+    (3300, {"drill": 4, "echo": 12, "facts": 16, "mixed": 3, "stories": 0.7}),
 )
 
 _MAKERS = [maker for maker, _ in SKILLS.values()]
