@@ -158,7 +158,7 @@ def test_it_answers_questions(question: str, part: str) -> None:
 
 
 def test_it_follows_a_small_task() -> None:
-    """Exact copying of unseen words is beyond these weights (see the model's README), so no task here needs it; nor is the count exact."""
+    """Exact copying of unseen words is beyond these weights (see the README), and so is the exact length of a list."""
     assert answer("Give me a list of three fruits.").startswith("apple, banana, cherry")
 
 
