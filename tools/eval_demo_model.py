@@ -1,8 +1,8 @@
 # ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
-"""Score the bundled demo model on held-out prompts, skill by skill, greedily.
+"""Score the bundled demo model skill by skill, greedily, on this project's own engine.
 
-The prompts use words, values and phrasings that the training templates do not contain. Does not know: how the model was trained,
-the server. Invariant: the cases are fixed, so two models are comparable. Run: `python tools/eval_demo_model.py [--samples]`.
+The values are mostly new to the model (names, cities, numbers, words); some phrasings and facts are those of the training
+text. Does not know: how the model was trained, the server. Invariant: the cases are fixed, so two models are comparable. Run: `python tools/eval_demo_model.py [--samples]`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from llmbackend.adapter.text import load_text
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.offline import Engine
 
 Message = dict[str, Any]
 UNKNOWN = "don't know"
@@ -208,22 +210,31 @@ SAMPLES: tuple[tuple[str, ...], ...] = (
 
 
 class Chat:
-    """The model and its tokenizer, answering greedily."""
+    """The model on this project's own engine, answering greedily, many chats in one batch."""
 
     def __init__(self, directory: Path) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(directory)
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._text = load_text(str(directory))
+        self._engine = Engine(EngineConfig(model=str(directory), dtype="float32", transport="inline", num_threads=1))
 
-    def answer(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> tuple[str, bool]:
-        """The answer's text, and whether the model ended its turn itself."""
-        inputs = self.tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        with torch.inference_mode():
-            output = self.model.generate(**inputs, max_new_tokens=160, do_sample=False)
-        new = output[0, inputs["input_ids"].shape[1] :].tolist()
-        ended = new[-1] in self.model.generation_config.eos_token_id
-        return self.tokenizer.decode(new[:-1] if ended else new), ended
+    def answers(self, chats: Sequence[tuple[Sequence[Message], Sequence[dict[str, Any]]]]) -> list[tuple[str, bool]]:
+        """For each (messages, tools): the answer's text, and whether the model ended its turn itself."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=160)
+        prompts = [self._text.render_chat(messages, tools or None, {}) for messages, tools in chats]
+        requests = [
+            InferRequest(
+                request_id=str(index),
+                prompt_token_ids=tuple(self._text.encode(prompt, add_special_tokens=False)),
+                sampling=sampling,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        tokens: list[list[int]] = [[] for _ in requests]
+        ended = [False] * len(requests)
+        for step in self._engine.generate(requests):
+            for output in step.outputs:
+                tokens[int(output.request_id)] += output.token_ids
+                ended[int(output.request_id)] = output.finish_reason == "stop"
+        return [(self._text.decode(ids[:-1] if end else ids), end) for ids, end in zip(tokens, ended, strict=True)]
 
 
 def passed(case: Case, answer: str, ended: bool) -> bool:
@@ -234,8 +245,8 @@ def passed(case: Case, answer: str, ended: bool) -> bool:
 
 def score(chat: Chat) -> None:
     totals: dict[str, list[bool]] = {}
-    for case in CASES:
-        answer, ended = chat.answer(case.messages, case.tools)
+    answers = chat.answers([(case.messages, case.tools) for case in CASES])
+    for case, (answer, ended) in zip(CASES, answers, strict=True):
         good = passed(case, answer, ended)
         totals.setdefault(case.skill, []).append(good)
         if not good:
@@ -253,7 +264,7 @@ def show_samples(chat: Chat) -> None:
         messages: list[Message] = []
         for text in texts:
             messages.append({"role": "user", "content": text})
-            answer, _ = chat.answer(messages)
+            [(answer, _)] = chat.answers([(messages, ())])
             messages.append({"role": "assistant", "content": answer})
             print(f"user: {text}\nassistant: {answer}")
         print("---")
@@ -264,7 +275,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("model_repository/demo/1"))
     parser.add_argument("--samples", action="store_true", help="also print sample chats")
     args = parser.parse_args()
-    torch.set_num_threads(2)
     chat = Chat(args.model)
     score(chat)
     if args.samples:

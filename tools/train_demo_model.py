@@ -1,9 +1,10 @@
 """Train the bundled demo model: tokenizer, weights, and the Hugging Face files of its version directory.
 
-One command, no download, no third-party text; `model_repository/demo/README.md` holds the command and number of steps
-that made the bundled weights. Does not know: the server. Invariant: the batch of a step depends only on the seed and
-the step's number, and the learning rate is constant until the last `--decay-steps`, so a run that is stopped and
-resumed, or given a larger `--steps` before its decay began, computes the same weights as one long run (same torch).
+One command, no download, no third-party text; the defaults are those of the bundled weights. The start weights hold a
+planted copy circuit (`copy_circuit.py`). Does not know: the server. Invariant: the batch of a step depends only on
+the seed and the step's number, and the learning rate is constant until the last `--decay-steps`, so a run that is
+stopped and resumed, or given a larger `--steps` before its decay began, computes the same weights as one long run
+(same torch).
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
+from copy_circuit import plant_copy_circuit
 from demo_corpus.corpus import TEMPLATE, draw, segments
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -91,7 +91,7 @@ def micro_batches(tokenizer: Tokenizer, seed: int, step: int, tokens: int, rows:
     examples: list[Example] = []
     total = 0
     while total < tokens:
-        example = encode(tokenizer, segments(draw(rng, step)))
+        example = encode(tokenizer, segments(draw(rng)))
         examples.append(example)
         total += len(example.ids)
     examples.sort(key=lambda example: len(example.ids))
@@ -131,54 +131,10 @@ def new_model(vocabulary: int, eos: list[int], args: argparse.Namespace) -> Llam
         bos_token_id=None,
         eos_token_id=eos[0],
         pad_token_id=eos[1],
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
         attn_implementation="sdpa",
     )
     return LlamaForCausalLM(config)
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum with an update made orthogonal by Newton-Schulz steps (Jordan et al., 2024), for weight matrices."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], lr: float, pool: ThreadPoolExecutor) -> None:
-        super().__init__(parameters, {"lr": lr, "momentum": 0.95, "weight_decay": 0.01})
-        self.pool = pool
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            list(self.pool.map(partial(self.update, group), group["params"]))
-
-    @torch.no_grad()
-    def update(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
-        """One matrix's step; the matrices are independent, so pool threads may take them in any order."""
-        assert parameter.grad is not None
-        momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-        momentum.lerp_(parameter.grad, 1 - group["momentum"])
-        update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]))
-        scale = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
-        parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
-
-
-def orthogonal(matrix: torch.Tensor, iterations: int = 5) -> torch.Tensor:
-    """The nearest matrix with singular values near one, by the quintic Newton-Schulz iteration."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x: torch.Tensor = matrix.T if tall else matrix
-    x = x / (x.norm() + 1e-7)
-    for _ in range(iterations):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if tall else x
-
-
-def optimizers(
-    model: LlamaForCausalLM, args: argparse.Namespace, pool: ThreadPoolExecutor
-) -> list[torch.optim.Optimizer]:
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    if args.optimizer == "adamw":
-        everything = [{"params": matrices + others}]
-        return [torch.optim.AdamW(everything, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05, fused=True)]
-    adam = torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
-    return [adam, Muon(matrices, args.muon_lr, pool)]
 
 
 def rate(step: int, args: argparse.Namespace) -> float:
@@ -197,10 +153,12 @@ class Run:
         self.backend: Tokenizer = self.tokenizer.backend_tokenizer
         self.eos = [self.tokenizer.convert_tokens_to_ids(text) for text in (TURN_END, END_OF_TEXT)]
         self.model = new_model(len(self.tokenizer), self.eos, args)
+        plant_copy_circuit(self.model)
         self.parameters = list(self.model.parameters())
         self.pool = ThreadPoolExecutor(args.threads, initializer=torch.set_num_threads, initargs=(1,))
-        self.optimizers = optimizers(self.model, args, self.pool)
-        self.peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05, fused=True
+        )
         self.step = 0
         self.checkpoint = Path(args.scratch) / "checkpoint.pt"
         if self.checkpoint.exists() and not args.restart:
@@ -209,24 +167,22 @@ class Run:
     def resume(self) -> None:
         state = torch.load(self.checkpoint, weights_only=True)
         self.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
         print(f"resumed at step {self.step}", flush=True)
 
     def save(self) -> None:
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         part = self.checkpoint.with_suffix(".part")
-        states = [optimizer.state_dict() for optimizer in self.optimizers]
-        torch.save({"model": self.model.state_dict(), "optimizers": states, "step": self.step}, part)
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        torch.save(state, part)
         os.replace(part, self.checkpoint)
 
     def train_step(self) -> float:
         """One update; returns the mean loss of a learned token, in nats."""
         args = self.args
-        for optimizer, peaks in zip(self.optimizers, self.peaks, strict=True):
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * rate(self.step, args)
+        for group in self.optimizer.param_groups:
+            group["lr"] = args.lr * rate(self.step, args)
         groups = micro_batches(self.backend, args.seed, self.step, args.tokens_per_step, args.tokens_per_pass)
         learned = sum(label != IGNORE for group in groups for example in group for label in example.labels)
         total = 0.0
@@ -236,9 +192,8 @@ class Run:
                 share = gradient.div_(learned)
                 parameter.grad = share if parameter.grad is None else parameter.grad.add_(share)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return total
 
@@ -285,18 +240,16 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--restart", action="store_true", help="ignore a checkpoint in the scratch folder")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=4000, help="updates in all")
+    parser.add_argument("--steps", type=int, default=2200, help="updates in all")
     parser.add_argument(
         "--minutes", type=float, default=0, help="stop after this time and keep a checkpoint; 0 = no limit"
     )
-    parser.add_argument("--decay-steps", type=int, default=600, help="last updates, with falling learning rate")
+    parser.add_argument("--decay-steps", type=int, default=800, help="last updates, with falling learning rate")
     parser.add_argument("--warmup-steps", type=int, default=60)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
-    parser.add_argument("--tokens-per-pass", type=int, default=512, help="padded tokens of one pass")
-    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of AdamW")
-    parser.add_argument("--muon-lr", type=float, default=0.02, help="learning rate of Muon")
-    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--tokens-per-pass", type=int, default=1024, help="padded tokens of one pass")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
+    parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--tokenizer-samples", type=int, default=20000)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)

@@ -44,20 +44,11 @@ SKILLS: dict[str, tuple[Callable[[Random], Sample], float]] = {
     "tools": (tool_use.tool_calls, 7.5),
     "parallel_tools": (tool_use.parallel_calls, 1),
     "documents": (document, 1.5),
-    "drill": (drill, 0),
+    "drill": (drill, 4),
 }
 
-# Weights that change from a step on. Facts come first; copying, the hard part, gets its drill once they are known.
-STAGES: tuple[tuple[int, dict[str, float]], ...] = (
-    (500, {"drill": 25, "echo": 16, "facts": 8, "mixed": 1.5, "stories": 0.3}),
-    (800, {"drill": 160}),
-    (1000, {"drill": 60, "echo": 16, "facts": 12, "mixed": 2}),
-    (1400, {"drill": 15, "echo": 16, "facts": 18, "mixed": 3, "stories": 0.7}),
-    (1700, {"drill": 40, "echo": 20, "facts": 8, "mixed": 1.5, "stories": 0.3}),
-    (3300, {"drill": 4, "echo": 12, "facts": 16, "mixed": 3, "stories": 0.7}),
-)
-
 _MAKERS = [maker for maker, _ in SKILLS.values()]
+_WEIGHTS = [weight for _, weight in SKILLS.values()]
 _ANSWER = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 
 
@@ -70,17 +61,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 _RENDER = _environment().from_string(TEMPLATE)
 
 
-def weights(step: int) -> list[float]:
-    """The skills' weights at a training step, in the order of SKILLS."""
-    mixture = {name: weight for name, (_, weight) in SKILLS.items()}
-    for start, changes in STAGES:
-        if step >= start:
-            mixture |= changes
-    return list(mixture.values())
-
-
-def draw(rng: Random, step: int = 0) -> Sample:
-    return rng.choices(_MAKERS, weights(step))[0](rng)
+def draw(rng: Random) -> Sample:
+    return rng.choices(_MAKERS, _WEIGHTS)[0](rng)
 
 
 def render(dialogue: Dialogue) -> str:
