@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import openai
 import pytest
-from conftest import ServerProcess
+from server_process import ServerProcess
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 GENERATE = "/v2/models/mock/generate"

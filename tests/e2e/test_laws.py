@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as grpc_client
-from conftest import ServerProcess
+from server_process import ServerProcess
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 Tokens = tuple[int, ...]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ServerProcess, stop_server, write_mock_model
+from server_process import ServerProcess, stop_server, write_mock_model
 
 MakeServer = Callable[..., ServerProcess]
 

@@ -1,0 +1,82 @@
+"""A real server process, for tests over real sockets with real clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    process: subprocess.Popen[str]
+    http: str
+    grpc: str
+    metrics: str
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://{self.http}{path}", timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def metric(self, name: str, model: str) -> float:
+        """Sum of a metric's samples of one model."""
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        samples = re.findall(rf'^{name}\{{[^}}]*model="{model}"[^}}]*\}} (\S+)$', text, re.MULTILINE)
+        assert samples, f"no metric {name} of model {model}"
+        return sum(float(value) for value in samples)
+
+    def wait_until_idle(self, model: str, timeout_s: float = 20.0) -> None:
+        """Until the engine holds no request and no KV block of `model`."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            busy = [self.metric(f"vllm:{name}", model) for name in ("num_requests_running", "num_requests_waiting")]
+            if not any(busy) and self.metric("vllm:kv_cache_usage_perc", model) == 0:
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"model {model} still holds requests or KV blocks after {timeout_s} s")
+
+
+def start_server(*arguments: str) -> ServerProcess:
+    """Starts `llmbackend serve` on free loopback ports and waits until it says where it listens."""
+    command = [sys.executable, "-m", "llmbackend.cli", "serve", *arguments]
+    for protocol in ("http", "grpc", "metrics"):
+        command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
+    assert process.stdout is not None
+    found: dict[str, str] = {}
+    for line in process.stdout:
+        if match := re.match(r"(http|grpc|metrics)\s+\S*?([0-9.]+:\d+)", line):
+            found[match[1]] = match[2]
+        if len(found) == 3:
+            return ServerProcess(process, **found)
+    raise AssertionError(f"the server ended with exit code {process.wait()}")
+
+
+def stop_server(server: ServerProcess) -> int:
+    server.process.send_signal(signal.SIGTERM)
+    try:
+        return server.process.wait(timeout=40)
+    finally:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+        assert server.process.stdout is not None
+        server.process.stdout.close()
+
+
+def write_mock_model(repository: Path, name: str = "mock", **engine_args: object) -> None:
+    """A model of the `llm` backend on the mock model: real engine process, real paging, no weights."""
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (version / "model.json").write_text(json.dumps({"model": "mock", "max_model_len": 512, **engine_args}))
+    (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
