@@ -150,16 +150,25 @@ def test_samples_depend_only_on_the_seed(monkeypatch: pytest.MonkeyPatch) -> Non
         ("What is continuous batching?", "batch at every step"),
         ("how do i start the server", "make serve"),
         ("What is the capital of France?", "Paris"),
-        ("Who won the chess match yesterday?", "don't know"),
+        ("Who is the president of Iceland?", "don't know"),
     ],
 )
 def test_it_answers_questions(question: str, part: str) -> None:
     assert part in answer(question)
 
 
-def test_it_follows_a_small_task() -> None:
-    """Exact copying of unseen words is beyond these weights (see the README), and so is the exact length of a list."""
-    assert answer("Give me a list of three fruits.").startswith("apple, banana, cherry")
+@pytest.mark.parametrize(
+    ("task", "result"),
+    [
+        ("Count from 1 to 10", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"),
+        ("Name three fruits", "apple, banana, cherry"),
+        ("Repeat after me: the quick cat sleeps", "the quick cat sleeps"),
+        ("Make a JSON object with name Anna and age 31", '{"name": "Anna", "age": 31}'),
+    ],
+)
+def test_it_does_small_tasks(task: str, result: str) -> None:
+    """Rare words and sums are beyond these weights (see the README beside them)."""
+    assert answer(task) == result
 
 
 def test_it_remembers_what_was_said() -> None:
