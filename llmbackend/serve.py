@@ -53,7 +53,12 @@ async def _serve(settings: ServerSettings) -> int:
     if not await _load_models(server):
         return 1
     frontends = _frontends(server, settings)
-    await frontends.start()
+    try:
+        await frontends.start()
+    except (OSError, RuntimeError) as error:
+        log.error("cannot listen: %s", error)
+        await asyncio.to_thread(server.stop, settings.exit_timeout_s)
+        return 1
     _announce(server, _urls(frontends, settings), time.monotonic() - began_s)
     await stop.wait()
     return await _drain(server, frontends, settings.exit_timeout_s)

@@ -80,6 +80,17 @@ def test_a_missing_checkpoint_ends_with_the_reason(tmp_path: Path) -> None:
     assert "config.json" in run.stderr
 
 
+def test_a_taken_port_ends_with_the_reason(make_server: MakeServer) -> None:
+    server = make_server("--model", "mock")
+    port = server.http.partition(":")[2]
+    command = [sys.executable, "-m", "llmbackend.cli", "serve", "--model", "mock", "--http-address", "127.0.0.1"]
+    command += ["--http-port", port, "--grpc-port", "0", "--metrics-port", "0"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert f"127.0.0.1', {port}" in run.stderr and "Traceback" not in run.stderr
+    assert stop_server(server) == 0
+
+
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process and its children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
