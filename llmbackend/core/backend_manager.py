@@ -48,9 +48,6 @@ class EntryPoints:
                 f"of '{backend}'"
             )
 
-    def has(self, name: str) -> bool:
-        return callable(getattr(self._module, f"TRITONBACKEND_{name}", None))
-
     def call(self, name: str, *arguments: Any) -> None:
         """Calls TRITONBACKEND_<name> if the module has it."""
         function: Callable[..., None] | None = getattr(self._module, f"TRITONBACKEND_{name}", None)

@@ -63,10 +63,6 @@ class ResponseChannel:
     def is_cancelled(self) -> bool:
         return self._cancelled
 
-    @property
-    def is_complete(self) -> bool:
-        return self._final_ns != 0
-
     def retain(self) -> None:
         with self._lock:
             self._handles += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,3 +82,14 @@ def write_mock_model(repository: Path, name: str = "mock", **engine_args: object
     version.mkdir(parents=True)
     (version / "model.json").write_text(json.dumps({"model": "mock", "max_model_len": 512, **engine_args}))
     (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
+
+
+def post(server: ServerProcess, path: str, body: Any) -> tuple[int, str]:
+    """Status and text of the answer to a JSON body (bytes go out as they are)."""
+    connection = http.client.HTTPConnection(server.http, timeout=60)
+    payload = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", path, payload, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text

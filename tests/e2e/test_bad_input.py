@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from typing import Any
 
 import grpc
 import openai
 import pytest
-from server_process import ServerProcess
+from server_process import ServerProcess, post
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 GENERATE = "/v2/models/mock/generate"
@@ -18,16 +17,6 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
 TOO_LONG = "x" * 600
-
-
-def post(server: ServerProcess, path: str, body: Any) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(server.http, timeout=60)
-    payload = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", path, payload, {"content-type": "application/json"})
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
-    return answer.status, text
 
 
 HTTP_CASES: list[tuple[str, Any, int, str]] = [

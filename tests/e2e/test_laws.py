@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as grpc_client
-from server_process import ServerProcess
+from server_process import ServerProcess, post
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 Tokens = tuple[int, ...]
@@ -122,18 +122,6 @@ def generate_bodies(stream: bool) -> dict[str, Any]:
     messages = json.dumps(CHAT["messages"])
     sampling = json.dumps({key: value for key, value in CHAT.items() if key != "messages"})
     return {"messages": messages, "sampling_parameters": sampling, "stream": stream, "return_finish_reason": True}
-
-
-def post(server: ServerProcess, path: str, body: Any) -> tuple[int, str]:
-    import http.client
-
-    connection = http.client.HTTPConnection(server.http, timeout=60)
-    payload = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", path, payload, {"content-type": "application/json"})
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
-    return answer.status, text
 
 
 def test_stream_equals_whole_on_generate_and_openai(server: ServerProcess) -> None:
