@@ -1,22 +1,22 @@
 """The `llmbackend` command: flags in, one frozen settings object out.
 
-For: people and process managers. Does not know: how anything is served; `serve.py` and `bench.py` do. Invariant:
-flags have Triton's names and defaults where Triton has them, and a wrong one ends with a message that names it and
-exit code 2 or 1.
+For: people and process managers. Does not know: how anything is served; `serve.py` and `bench.py` do. The flags of
+`serve` are in `cli_flags.py`. Invariant: a wrong flag ends with a message that names it and exit code 2 or 1.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from llmbackend import __version__
-from llmbackend.core.messages import ServerOptions
 
-from .settings import Endpoint, LogSettings, ServerSettings
+from .cli_flags import GrpcFlags, HttpFlags, LifeFlags, LogFlags, MetricsFlags, ModelFlags, server_options
+from .flag_groups import takes_flag_groups
+from .settings import ServerSettings
 
 app = typer.Typer(
     help="Serve large language models the Triton way.",
@@ -24,21 +24,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-def _boolean(text: str | bool) -> bool:
-    """Triton's flags take a value: `--allow-http=false`."""
-    if isinstance(text, bool):
-        return text
-    values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
-    try:
-        return values[text.lower()]
-    except KeyError:
-        raise typer.BadParameter(f"'{text}' is not a boolean, expected true or false") from None
-
-
-def _flag(name: str, help_text: str) -> Any:
-    return typer.Option(name, parser=_boolean, metavar="BOOL", help=help_text)
 
 
 @app.callback(invoke_without_command=True)
@@ -49,89 +34,21 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command()
+@takes_flag_groups
 def serve(
-    model_repository: Annotated[
-        list[Path] | None,
-        typer.Option("--model-repository", "--model-store", help="Directory of models; repeatable."),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="Serve one checkpoint directory or hub id, with no repository (see --model-name).")
-    ] = "",
-    model_name: Annotated[str, typer.Option(help="The name that --model is served as; default: its last part.")] = "",
-    dtype: Annotated[str, typer.Option(help="For --model: auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="For --model: cpu, cuda or cuda:N.")] = "cpu",
-    max_model_len: Annotated[int, typer.Option(help="For --model: context limit in tokens; 0 = the model's.")] = 0,
-    server_id: Annotated[str, typer.Option("--id", help="The server's name in its metadata.")] = "triton",
-    model_control_mode: Annotated[str, typer.Option(help="none or explicit.")] = "none",
-    load_model: Annotated[
-        list[str] | None,
-        typer.Option("--load-model", help="Model to load at start in explicit mode; repeatable, or *."),
-    ] = None,
-    model_load_thread_count: Annotated[int, typer.Option(min=1, help="Models loaded at once.")] = 4,
-    model_load_retry_count: Annotated[int, typer.Option(min=0, help="Retries of a failed load.")] = 0,
-    disable_auto_complete_config: Annotated[
-        bool, typer.Option("--disable-auto-complete-config", help="Backends may not complete config.pbtxt.")
-    ] = False,
-    backend_directory: Annotated[Path | None, typer.Option(help="Where <name>/ directories of backends are.")] = None,
-    backend_config: Annotated[
-        list[str] | None, typer.Option("--backend-config", help="<backend>,<key>=<value> or <key>=<value>; repeatable.")
-    ] = None,
-    allow_http: Annotated[Any, _flag("--allow-http", "Serve HTTP: KServe v2, generate, OpenAI.")] = True,
-    http_address: Annotated[str, typer.Option(help="Address of HTTP.")] = "0.0.0.0",
-    http_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of HTTP; 0 picks a free one.")] = 8000,
-    http_max_input_size: Annotated[int, typer.Option(min=1, help="Largest request body, bytes.")] = 64 << 20,
-    allow_grpc: Annotated[Any, _flag("--allow-grpc", "Serve gRPC.")] = True,
-    grpc_address: Annotated[str, typer.Option(help="Address of gRPC.")] = "0.0.0.0",
-    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of gRPC; 0 picks a free one.")] = 8001,
-    allow_metrics: Annotated[Any, _flag("--allow-metrics", "Serve Prometheus metrics.")] = True,
-    metrics_address: Annotated[str, typer.Option(help="Address of metrics; default: that of HTTP.")] = "",
-    metrics_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of metrics; 0 picks a free one.")] = 8002,
-    exit_timeout_secs: Annotated[int, typer.Option(min=0, help="Seconds that running requests get at shutdown.")] = 30,
-    exit_on_error: Annotated[Any, _flag("--exit-on-error", "Exit when a startup model fails.")] = True,
-    strict_readiness: Annotated[Any, _flag("--strict-readiness", "Ready only if every model is.")] = True,
-    log_verbose: Annotated[int, typer.Option(min=0, help="Debug lines from 1 on.")] = 0,
-    log_info: Annotated[Any, _flag("--log-info", "Log information.")] = True,
-    log_warning: Annotated[Any, _flag("--log-warning", "Log warnings.")] = True,
-    log_error: Annotated[Any, _flag("--log-error", "Log errors.")] = True,
-    log_format: Annotated[str, typer.Option(help="default or ISO8601.")] = "default",
+    models: ModelFlags, life: LifeFlags, http: HttpFlags, grpc: GrpcFlags, metrics: MetricsFlags, log: LogFlags
 ) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
-    from .serve import run_server, single_model_repository
+    from .serve import run_server
 
-    _one_of("--log-format", log_format, ("default", "ISO8601"))
-    _one_of("--model-control-mode", model_control_mode, ("none", "explicit"))
-    repositories = _existing(model_repository or [])
-    if model:
-        repositories.append(single_model_repository(model, model_name, dtype, device, max_model_len))
-    if not repositories:
-        raise typer.BadParameter("give --model-repository DIR, or --model DIR for a single checkpoint")
-    options = ServerOptions(
-        model_repositories=tuple(repositories),
-        server_id=server_id,
-        model_control_mode=model_control_mode,  # type: ignore[arg-type]  # checked above
-        startup_models=tuple(load_model or ()),
-        backend_directory=backend_directory,
-        backend_config=_backend_config(backend_config or []),
-        strict_readiness=strict_readiness,
-        exit_on_error=exit_on_error,
-        model_load_thread_count=model_load_thread_count,
-        model_load_retry_count=model_load_retry_count,
-        auto_complete_config=not disable_auto_complete_config,
-    )
     settings = ServerSettings(
-        options=options,
-        http=Endpoint(address=http_address, port=http_port, enabled=allow_http),
-        grpc=Endpoint(address=grpc_address, port=grpc_port, enabled=allow_grpc),
-        metrics=Endpoint(address=metrics_address or http_address, port=metrics_port, enabled=allow_metrics),
-        http_max_input_size_bytes=http_max_input_size,
-        exit_timeout_s=exit_timeout_secs,
-        log=LogSettings(
-            verbose=log_verbose,
-            info=log_info,
-            warning=log_warning,
-            error=log_error,
-            format=log_format,  # type: ignore[arg-type]  # checked above
-        ),
+        log=log.settings(),
+        options=server_options(models, life),
+        http=http.endpoint(),
+        grpc=grpc.endpoint(),
+        metrics=metrics.endpoint(http.http_address),
+        http_max_input_size_bytes=http.http_max_input_size,
+        exit_timeout_s=life.exit_timeout_secs,
     )
     raise typer.Exit(run_server(settings))
 
@@ -167,32 +84,6 @@ def bench(
     except (ValueError, RuntimeError, OSError) as error:
         typer.echo(f"bench: {error}", err=True)
         raise typer.Exit(1) from error
-
-
-def _existing(directories: list[Path]) -> list[Path]:
-    for directory in directories:
-        if not directory.is_dir():
-            raise typer.BadParameter(f"--model-repository '{directory}' is not a directory")
-    return list(directories)
-
-
-def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise typer.BadParameter(f"{flag} is '{value}', expected one of {', '.join(allowed)}")
-
-
-def _backend_config(items: list[str]) -> dict[str, dict[str, str]]:
-    """`<backend>,<key>=<value>` or `<key>=<value>` (for every backend: key "")."""
-    config: dict[str, dict[str, str]] = {}
-    for item in items:
-        backend, comma, setting = item.partition(",")
-        if not comma:
-            backend, setting = "", item
-        key, equals, value = setting.partition("=")
-        if not equals or not key:
-            raise typer.BadParameter(f"--backend-config '{item}', expected <backend>,<key>=<value> or <key>=<value>")
-        config.setdefault(backend, {})[key] = value
-    return config
 
 
 def main() -> None:

@@ -1,0 +1,180 @@
+"""The flags of `llmbackend serve`, in groups.
+
+For: the command line. Does not know: what is done with them. Invariant: names and defaults are Triton's where Triton
+has the flag; a wrong value ends with a message that names its flag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llmbackend.core.messages import ServerOptions
+
+from .settings import Endpoint, LogSettings
+
+
+def _boolean(text: str | bool) -> bool:
+    """Triton's flags take a value: `--allow-http=false`."""
+    if isinstance(text, bool):
+        return text
+    values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
+    try:
+        return values[text.lower()]
+    except KeyError:
+        raise typer.BadParameter(f"'{text}' is not a boolean, expected true or false") from None
+
+
+def _switch(name: str, help_text: str) -> Any:
+    return typer.Option(name, parser=_boolean, metavar="BOOL", help=help_text)
+
+
+def _port(help_text: str) -> Any:
+    return typer.Option(min=0, max=65535, help=f"{help_text}; 0 picks a free one.")
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Which models are served, and how they come up."""
+
+    model_repository: Annotated[
+        list[Path] | None,
+        typer.Option("--model-repository", "--model-store", help="Directory of models; repeatable."),
+    ] = None
+    model: Annotated[
+        str, typer.Option(help="Serve one checkpoint directory or hub id, with no repository (see --model-name).")
+    ] = ""
+    model_name: Annotated[str, typer.Option(help="The name that --model is served as; default: its last part.")] = ""
+    dtype: Annotated[str, typer.Option(help="For --model: auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, typer.Option(help="For --model: cpu, cuda or cuda:N.")] = "cpu"
+    max_model_len: Annotated[int, typer.Option(help="For --model: context limit in tokens; 0 = the model's.")] = 0
+    model_control_mode: Annotated[str, typer.Option(help="none or explicit.")] = "none"
+    load_model: Annotated[
+        list[str] | None,
+        typer.Option("--load-model", help="Model to load at start in explicit mode; repeatable, or *."),
+    ] = None
+    model_load_thread_count: Annotated[int, typer.Option(min=1, help="Models loaded at once.")] = 4
+    model_load_retry_count: Annotated[int, typer.Option(min=0, help="Retries of a failed load.")] = 0
+    disable_auto_complete_config: Annotated[
+        bool, typer.Option("--disable-auto-complete-config", help="Backends may not complete config.pbtxt.")
+    ] = False
+    backend_directory: Annotated[Path | None, typer.Option(help="Where <name>/ directories of backends are.")] = None
+    backend_config: Annotated[
+        list[str] | None, typer.Option("--backend-config", help="<backend>,<key>=<value> or <key>=<value>; repeatable.")
+    ] = None
+
+    def repositories(self) -> list[Path]:
+        """The repositories to serve; one is made for `--model`."""
+        from .serve import single_model_repository
+
+        found = list(self.model_repository or ())
+        for directory in found:
+            if not directory.is_dir():
+                raise typer.BadParameter(f"--model-repository '{directory}' is not a directory")
+        if self.model:
+            made = single_model_repository(self.model, self.model_name, self.dtype, self.device, self.max_model_len)
+            found.append(made)
+        if not found:
+            raise typer.BadParameter("give --model-repository DIR, or --model DIR for a single checkpoint")
+        return found
+
+
+@dataclass(frozen=True)
+class LifeFlags:
+    """The server's name, and how it starts and ends."""
+
+    server_id: Annotated[str, typer.Option("--id", help="The server's name in its metadata.")] = "triton"
+    exit_timeout_secs: Annotated[int, typer.Option(min=0, help="Seconds that running requests get at shutdown.")] = 30
+    exit_on_error: Annotated[Any, _switch("--exit-on-error", "Exit when a startup model fails.")] = True
+    strict_readiness: Annotated[Any, _switch("--strict-readiness", "Ready only if every model is.")] = True
+
+
+@dataclass(frozen=True)
+class HttpFlags:
+    allow_http: Annotated[Any, _switch("--allow-http", "Serve HTTP: KServe v2, generate, OpenAI.")] = True
+    http_address: Annotated[str, typer.Option(help="Address of HTTP.")] = "0.0.0.0"
+    http_port: Annotated[int, _port("Port of HTTP")] = 8000
+    http_max_input_size: Annotated[int, typer.Option(min=1, help="Largest request body, bytes.")] = 64 << 20
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(address=self.http_address, port=self.http_port, enabled=self.allow_http)
+
+
+@dataclass(frozen=True)
+class GrpcFlags:
+    allow_grpc: Annotated[Any, _switch("--allow-grpc", "Serve gRPC.")] = True
+    grpc_address: Annotated[str, typer.Option(help="Address of gRPC.")] = "0.0.0.0"
+    grpc_port: Annotated[int, _port("Port of gRPC")] = 8001
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(address=self.grpc_address, port=self.grpc_port, enabled=self.allow_grpc)
+
+
+@dataclass(frozen=True)
+class MetricsFlags:
+    allow_metrics: Annotated[Any, _switch("--allow-metrics", "Serve Prometheus metrics.")] = True
+    metrics_address: Annotated[str, typer.Option(help="Address of metrics; default: that of HTTP.")] = ""
+    metrics_port: Annotated[int, _port("Port of metrics")] = 8002
+
+    def endpoint(self, default_address: str) -> Endpoint:
+        address = self.metrics_address or default_address
+        return Endpoint(address=address, port=self.metrics_port, enabled=self.allow_metrics)
+
+
+@dataclass(frozen=True)
+class LogFlags:
+    log_verbose: Annotated[int, typer.Option(min=0, help="Debug lines from 1 on.")] = 0
+    log_info: Annotated[Any, _switch("--log-info", "Log information.")] = True
+    log_warning: Annotated[Any, _switch("--log-warning", "Log warnings.")] = True
+    log_error: Annotated[Any, _switch("--log-error", "Log errors.")] = True
+    log_format: Annotated[str, typer.Option(help="default or ISO8601.")] = "default"
+
+    def settings(self) -> LogSettings:
+        _one_of("--log-format", self.log_format, ("default", "ISO8601"))
+        return LogSettings(
+            verbose=self.log_verbose,
+            info=self.log_info,
+            warning=self.log_warning,
+            error=self.log_error,
+            format=self.log_format,  # type: ignore[arg-type]  # checked above
+        )
+
+
+def server_options(models: ModelFlags, life: LifeFlags) -> ServerOptions:
+    """What the host is told."""
+    _one_of("--model-control-mode", models.model_control_mode, ("none", "explicit"))
+    return ServerOptions(
+        model_repositories=tuple(models.repositories()),
+        server_id=life.server_id,
+        model_control_mode=models.model_control_mode,  # type: ignore[arg-type]  # checked above
+        startup_models=tuple(models.load_model or ()),
+        backend_directory=models.backend_directory,
+        backend_config=_backend_config(models.backend_config or []),
+        strict_readiness=life.strict_readiness,
+        exit_on_error=life.exit_on_error,
+        model_load_thread_count=models.model_load_thread_count,
+        model_load_retry_count=models.model_load_retry_count,
+        auto_complete_config=not models.disable_auto_complete_config,
+    )
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise typer.BadParameter(f"{flag} is '{value}', expected one of {', '.join(allowed)}")
+
+
+def _backend_config(items: list[str]) -> dict[str, dict[str, str]]:
+    """`<backend>,<key>=<value>` or `<key>=<value>` (for every backend: key "")."""
+    config: dict[str, dict[str, str]] = {}
+    for item in items:
+        backend, comma, setting = item.partition(",")
+        if not comma:
+            backend, setting = "", item
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter(f"--backend-config '{item}', expected <backend>,<key>=<value> or <key>=<value>")
+        config.setdefault(backend, {})[key] = value
+    return config

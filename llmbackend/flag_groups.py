@@ -1,0 +1,37 @@
+"""Commands whose parameters are groups of flags: frozen dataclasses, one field per flag.
+
+For: the command line. Does not know: any flag. Invariant: the command that typer sees has every field of every group
+as a parameter of its own, in order, so that help, parsing and errors are typer's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+
+def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """`command(group: Group, ...)` as a function of the groups' fields. A field's name must be unique among them."""
+    groups = {name: kind for name, kind in get_type_hints(command).items() if name != "return"}
+
+    def flat(**flags: Any) -> None:
+        command(**{name: kind(**{field: flags[field] for field in _fields(kind)}) for name, kind in groups.items()})
+
+    flat.__doc__ = command.__doc__
+    flat.__name__ = command.__name__
+    flat.__annotations__ = {}
+    parameters = [parameter for kind in groups.values() for parameter in _fields(kind).values()]
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
+    return flat
+
+
+def _fields(group: Any) -> dict[str, inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return {
+        field.name: inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(group)
+    }
