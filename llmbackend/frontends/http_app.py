@@ -18,6 +18,7 @@ from .http_errors import install_error_handlers
 from .infer_http import InferEndpoint
 from .inference import InferenceGate
 from .kserve_http import DescriptionEndpoints, HealthEndpoints, RepositoryEndpoints, add_unbuilt
+from .openapi import create_openapi_router
 
 DEFAULT_MAX_INPUT_SIZE_BYTES = 64 << 20
 
@@ -34,8 +35,8 @@ def create_http_app(
     """
     app = FastAPI(title="llmbackend", redirect_slashes=False, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    app.include_router(create_kserve_router(server, max_input_size_bytes))
-    for router in routers:
+    served = (create_kserve_router(server, max_input_size_bytes), *routers)
+    for router in (*served, create_openapi_router(served)):
         app.include_router(router)
     return app
 

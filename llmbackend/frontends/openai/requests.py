@@ -25,8 +25,8 @@ from .sampling import (
 from .tensors import MESSAGES, input_ids_tensor, messages_tensor, text_tensor
 
 _DEFAULT_COMPLETION_TOKENS = 16
-_MAX_PROMPTS = 64
-_CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
+MAX_PROMPTS = 64
+CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
@@ -43,7 +43,7 @@ _CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "chat_template": (),
     "documents": (),
 }
-_COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
+COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "prompt_embeds": (),
     "add_special_tokens": (True,),
@@ -82,7 +82,7 @@ def parse_chat(body: JsonObject) -> GenerationRequest:
     sampling["max_tokens"] = new or old  # None = as many as the context has room for
     check_min_tokens(sampling)
     top_logprobs = _take_chat_logprobs(fields)
-    _take_neutral(fields, _CHAT_NEUTRAL)
+    _take_neutral(fields, CHAT_NEUTRAL)
     return _request(model, (prompt,), sampling, stream, top_logprobs, ("",))
 
 
@@ -97,7 +97,7 @@ def parse_completion(body: JsonObject) -> GenerationRequest:
     check_min_tokens(sampling)
     top_logprobs = fields.integer("logprobs", 0, 5)
     echo = _echoed(fields.boolean("echo") or False, prompts, top_logprobs)
-    _take_neutral(fields, _COMPLETION_NEUTRAL)
+    _take_neutral(fields, COMPLETION_NEUTRAL)
     tensors = tuple(text_tensor(item) if isinstance(item, str) else input_ids_tensor(item) for item in prompts)
     return _request(model, tensors, sampling, stream, top_logprobs, echo)
 
@@ -146,8 +146,8 @@ def _split_prompt(value: object) -> list[str | list[int]]:
     if isinstance(value, list) and value:
         if is_token_ids(value):
             return [value]
-        if len(value) > _MAX_PROMPTS:
-            raise refuse("prompt", f"at most {_MAX_PROMPTS} prompts in one request", f"{len(value)} prompts")
+        if len(value) > MAX_PROMPTS:
+            raise refuse("prompt", f"at most {MAX_PROMPTS} prompts in one request", f"{len(value)} prompts")
         if all(isinstance(item, str) for item in value) or all(is_token_ids(item) for item in value):
             return [_not_empty(item) for item in value]
     raise refuse("prompt", "a non-empty string, a list of strings, a list of token ids, or a list of such lists", value)

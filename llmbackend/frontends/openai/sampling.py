@@ -13,7 +13,7 @@ from typing import Any
 from .errors import refuse
 from .fields import Fields
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "store": (False,),
@@ -38,7 +38,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields this server knows and does not act on, with the values that ask for exactly what it does anyway."""
 
-_LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 """Strings about the caller; they ask nothing of the model."""
 
 
@@ -102,11 +102,11 @@ def take_sampling(fields: Fields) -> dict[str, Any]:
 
 def take_neutral(fields: Fields) -> None:
     """Takes the fields that change nothing; refuses by name those that would have to."""
-    for name in _LABELS:
+    for name in LABELS:
         fields.text(name)
     fields.boolean("parallel_tool_calls")
     fields.object("metadata")
-    for name, accepted in _NEUTRAL.items():
+    for name, accepted in NEUTRAL.items():
         fields.only(name, accepted)
 
 

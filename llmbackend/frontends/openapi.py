@@ -1,0 +1,92 @@
+"""GET /openapi.json: an OpenAPI 3.1 document of everything this server answers on HTTP.
+
+For: people, client generators, the fuzzer. Does not know: handlers. Invariant: the document's paths are the routes of
+the application: a route that nobody described can not be built into a document (KeyError), so that a test of the
+document finds it. What a path means is data in `openapi_kserve.py` and `openapi_openai.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import orjson
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from llmbackend import __version__
+
+from . import openapi_kserve, openapi_openai
+from .http_errors import JSON, plain
+from .openapi_parts import Json, operation, plain_response
+
+PATH: Final = "/openapi.json"
+_OPERATIONS: Final = (
+    openapi_kserve.OPERATIONS
+    | openapi_openai.OPERATIONS
+    | {("GET", PATH): operation("This document", {"200": plain_response("OpenAPI 3.1.", JSON)})}
+)
+_VARIANTS: Final = ("/versions/{version}", "/{repository}")
+"""Parts of a path that select among the same things; their operation is that of the path without them."""
+
+_PARAMETERS: Final[dict[str, Json]] = {
+    "name": {"type": "string", "minLength": 1},
+    "model": {"type": "string", "minLength": 1},
+    "version": {"type": "string", "pattern": "^[0-9]{1,18}$"},
+    "repository": {"type": "string", "minLength": 1, "description": "Accepted by the index alone."},
+}
+_CONVERTER: Final = re.compile(r"\{(\w+):\w+\}")
+_CATCH_ALL: Final = frozenset({"/v1/{path}", "/v2/logging", "/v2/trace/setting", "/v2/models/{name}/trace/setting"})
+"""Routes that only refuse, with 404 or 501."""
+
+
+def create_openapi_router(routers: Sequence[APIRouter]) -> APIRouter:
+    """A router that serves the document of `routers` and of itself, made on the first request."""
+    own = APIRouter(redirect_slashes=False)
+    made: list[bytes] = []
+
+    async def serve(request: Request) -> Response:
+        if not made:
+            made.append(orjson.dumps(document([*routers, own])))
+        return plain(made[0], content_type=JSON)
+
+    own.add_api_route(PATH, serve, methods=["GET"])
+    return own
+
+
+def document(routers: Iterable[APIRouter]) -> Json:
+    """The document of all routes of `routers`. Raises KeyError for a route that is not described."""
+    paths: Json = {}
+    for method, path in sorted(_documented(route for router in routers for route in router.routes)):
+        paths.setdefault(path, {})[method.lower()] = _operation(method, path)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "llmbackend", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": openapi_kserve.SCHEMAS | openapi_openai.SCHEMAS},
+    }
+
+
+def _documented(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
+    """(method, path) of each route that does something."""
+    for route in routes:
+        assert isinstance(route, Route)
+        path = _CONVERTER.sub(r"{\1}", route.path)
+        if path not in _CATCH_ALL and "sharedmemory" not in path:
+            yield from ((method, path) for method in (route.methods or ()) if method != "HEAD")
+
+
+def _operation(method: str, path: str) -> Json:
+    plain_path = path
+    for variant in _VARIANTS:
+        plain_path = plain_path.replace(variant, "")
+    described: Json = dict(_OPERATIONS[method, plain_path])
+    in_path = [
+        {"name": name, "in": "path", "required": True, "schema": _PARAMETERS[name]}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    if in_path:
+        described["parameters"] = [*in_path, *described.get("parameters", ())]
+    return described | {"operationId": f"{method} {path}"}
