@@ -1,0 +1,256 @@
+"""The engine core as a state machine: whatever is added, aborted and goes wrong, in whatever order.
+
+After every rule no block and no row is lost. Every request ends exactly once; its tokens are those that it would give
+alone, to the last one if it finished, up to its end if it was aborted or failed; and whoever fails was to blame.
+How to search with many more sequences: machine_settings.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from engine_requests import VOCAB_SIZE, priorities, prompts, resumed, sampling_params, shares
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, invariant, multiple, rule
+from machine_settings import machine_settings
+from mock_engine import Outcome, make_request
+
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
+from llmbackend.engine.mock_model import MockRunner, mock_generate
+from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
+
+MAX_MODEL_LEN = 40
+NOT_NUMBERS = "its logits are not numbers"
+TOO_LARGE = "the engine's whole KV cache"
+POISONOUS = "ArithmeticError: poisonous"
+BAD_BIAS = "logit_bias names token"
+IMPOSSIBLE = {
+    "prompt_token_ids is empty": make_request("", ()),
+    "prompt_token_ids has": make_request("", range(MAX_MODEL_LEN)),
+    "outside the vocabulary": make_request("", (VOCAB_SIZE,)),
+    "max_tokens is 0": make_request("", max_tokens=0),
+    BAD_BIAS: make_request("", logit_bias={VOCAB_SIZE: 1.0}),
+}
+"""Requests that can never run, by a part of the text that says so."""
+
+
+class FailingRunner(MockRunner):
+    """A mock runner that raises after it has written to the KV cache, as a real one may.
+
+    poisonous: requests that no step survives. not_numbers: requests whose sampled row gets an error of its own.
+    failures_left: how many of the next executions raise, whatever they hold. Ids are those of requests.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.poisonous: set[str] = set()
+        self.not_numbers: set[str] = set()
+        self.failures_left = 0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._requests)
+
+    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        sampled = super().execute(plan, table)
+        ids = {row: self._requests[row].request_id for row in plan.rows.tolist()}
+        if self.failures_left:
+            self.failures_left -= 1
+            raise RuntimeError("this execution fails")
+        if self.poisonous & set(ids.values()):
+            raise ArithmeticError("poisonous")
+        errors = {row: NOT_NUMBERS for row in plan.rows[plan.sample_rows].tolist() if ids[row] in self.not_numbers}
+        return SampledTokens(sampled.token_ids, sampled.logprobs, errors)
+
+
+@dataclass
+class Life:
+    """One request from its add to its end.
+
+    expected: all the tokens that it would give alone, those before its add included. finish_reason: its end, alone.
+    impossible: why it can never run, or "". may_fail: texts of the errors that it may end with.
+    """
+
+    request: InferRequest
+    expected: tuple[int, ...] = ()
+    finish_reason: str = "error"
+    impossible: str = ""
+    aborted: bool = False
+    may_fail: set[str] = field(default_factory=set)
+    is_live: bool = True
+    """Whether the engine holds it: not one that was over when it came, was aborted, or has ended."""
+    outcome: Outcome = field(default_factory=Outcome)
+
+    @property
+    def ended(self) -> bool:
+        return self.outcome.finish_reason is not None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.request.output_token_ids + self.outcome.token_ids
+
+
+class EngineMachine(RuleBasedStateMachine):
+    ids = Bundle("ids")
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        spare_blocks=st.integers(-2, 6),
+        max_num_seqs=st.sampled_from((5, 3, 1)),
+        max_num_batched_tokens=st.sampled_from((64, 8, 3, 1)),
+    )
+    def make(self, block_size: int, spare_blocks: int, **arguments: int) -> None:
+        num_kv_blocks = MAX_MODEL_LEN // block_size + spare_blocks
+        config = EngineConfig(
+            model="mock", max_model_len=MAX_MODEL_LEN, block_size=block_size, num_kv_blocks=num_kv_blocks, **arguments
+        )
+        self.runner = FailingRunner(config)
+        self.core = EngineCore(config, self.runner)
+        self.capacity = config.block_size * self.runner.info.num_blocks
+        self.lives: dict[str, list[Life]] = {}
+
+    # --- what clients do ----------------------------------------------------------------------------------------------
+
+    @rule(target=ids, specs=st.lists(st.tuples(prompts, sampling_params, priorities, shares), min_size=1, max_size=4))
+    def add(self, specs: list[tuple[tuple[int, ...], SamplingParams, int, float]]) -> MultipleResults[str]:
+        """New requests; those with a share come from an engine that died after that share of their tokens."""
+        added = []
+        for prompt, sampling, priority, share in specs:
+            request_id = f"r{len(self.lives)}"
+            request = InferRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, priority=priority)
+            self._add(resumed(request, share, MAX_MODEL_LEN) if share else request)
+            added.append(request_id)
+        return multiple(*added)
+
+    @rule(target=ids, first=st.integers(0, 255), priorities=st.lists(priorities, min_size=3, max_size=6))
+    def add_crowd(self, first: int, priorities: list[int]) -> MultipleResults[str]:
+        """Long requests that outgrow the pool together."""
+        specs = [
+            ((first, i), SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), priority, 0.0)
+            for i, priority in enumerate(priorities)
+        ]
+        return self.add(specs)
+
+    @rule(target=ids, cause=st.sampled_from(sorted(IMPOSSIBLE)))
+    def add_impossible(self, cause: str) -> str:
+        """Refused by the core, or, for its logit_bias, by the runner when it gets its row."""
+        request_id = f"r{len(self.lives)}"
+        self._add(msgspec.structs.replace(IMPOSSIBLE[cause], request_id=request_id), cause)
+        return request_id
+
+    @rule(request_id=ids)
+    def add_again(self, request_id: str) -> None:
+        """A live id is refused and the live request goes on; the id of one that is over may be used again."""
+        life = self.lives[request_id][-1]
+        if life.is_live:
+            with pytest.raises(ValueError, match="is already live"):
+                self.core.add(life.request)
+        else:
+            self._add(life.request, life.impossible)
+
+    @rule(request_id=ids)
+    def abort(self, request_id: str) -> None:
+        self.core.abort("nobody")
+        self.core.abort(request_id)
+        life = self.lives[request_id][-1]
+        life.aborted |= life.is_live
+        life.is_live = False
+
+    # --- what goes wrong ----------------------------------------------------------------------------------------------
+
+    @rule(request_id=ids, error=st.sampled_from((POISONOUS, NOT_NUMBERS)))
+    def break_request(self, request_id: str, error: str) -> None:
+        (self.runner.poisonous if error == POISONOUS else self.runner.not_numbers).add(request_id)
+        self.lives[request_id][-1].may_fail.add(error)
+
+    @rule()
+    def fail_one_execution(self) -> None:
+        """The batch fails and each of its rows runs alone afterwards: nobody is hurt."""
+        if self.runner.failures_left == 0:
+            self.runner.failures_left = 1
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.core.has_work:
+                self._step()
+
+    @invariant()
+    def conserved(self) -> None:
+        if hasattr(self, "core"):
+            self.core.check()
+            live = [life for lives in self.lives.values() for life in lives if not life.ended]
+            assert self.core.has_work == bool(live)
+
+    def teardown(self) -> None:
+        """To idle, in a bounded number of steps: then all have ended, and rows and blocks are whole."""
+        if not hasattr(self, "core"):
+            return
+        # Whatever the preemptions, the first running request moves by a token per step, or by its chunk.
+        num_lives = sum(map(len, self.lives.values()))
+        for _ in range(2 * MAX_MODEL_LEN * (num_lives + 1)):
+            if not self.core.has_work:
+                break
+            self._step()
+            self.core.check()
+        assert not self.core.has_work, "the engine does not come to an end"
+        assert self.runner.num_rows == 0
+        assert all(life.ended for lives in self.lives.values() for life in lives)
+
+    # --- the model ----------------------------------------------------------------------------------------------------
+
+    def _add(self, request: InferRequest, impossible: str = "") -> None:
+        life = Life(request, impossible=impossible, may_fail={impossible}) if impossible else self._possible(request)
+        self.core.add(request)
+        life.is_live = impossible in ("", BAD_BIAS) and life.is_live
+        self.lives.setdefault(request.request_id, []).append(life)
+
+    def _possible(self, request: InferRequest) -> Life:
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        if num_tokens > self.capacity:
+            return Life(request, request.output_token_ids, may_fail={TOO_LARGE}, is_live=False)
+        alone = mock_generate(request, max_model_len=MAX_MODEL_LEN)
+        life = Life(request, alone.token_ids, alone.finish_reason)
+        life.is_live = alone.token_ids != request.output_token_ids
+        if len(request.prompt_token_ids) + len(alone.token_ids) > self.capacity:
+            life.may_fail.add(TOO_LARGE)
+        if request.request_id in self.runner.poisonous:
+            life.may_fail.add(POISONOUS)
+        if request.request_id in self.runner.not_numbers:
+            life.may_fail.add(NOT_NUMBERS)
+        return life
+
+    def _step(self) -> None:
+        result = self.core.step()
+        for output in result.outputs:
+            self._take_in(output)
+        waiting_or_running = result.stats.num_requests_running + result.stats.num_requests_waiting
+        assert waiting_or_running == sum(not life.ended for lives in self.lives.values() for life in lives)
+
+    def _take_in(self, output: StepOutput) -> None:
+        life = next((one for one in self.lives[output.request_id] if not one.ended), None)
+        assert life is not None, f"{output.request_id} gave an output after its end: {output}"
+        life.outcome.add(output)
+        assert life.token_ids == life.expected[: len(life.token_ids)], "a token was lost, repeated or changed"
+        if life.ended:
+            life.is_live = False
+            self._judge(life)
+
+    def _judge(self, life: Life) -> None:
+        reason, error = life.outcome.finish_reason, life.outcome.error
+        if reason == "abort":
+            assert life.aborted, "nobody aborted it"
+        elif reason == "error":
+            assert any(text in error for text in life.may_fail), f"nobody blamed it for: {error}"
+        else:
+            assert (life.token_ids, reason) == (life.expected, life.finish_reason)
+
+
+EngineMachine.TestCase.settings = machine_settings(examples=70, steps=40)
+TestEngineMachine = EngineMachine.TestCase

@@ -1,0 +1,229 @@
+"""Scheduler and KV cache as a state machine, without a model: what a plan may and may not do, for each step.
+
+The engine's own machine sees whether tokens come out right; this one sees the order in which requests are served, the
+budget, and which blocks are held when. How to search with many more sequences: machine_settings.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from machine_settings import machine_settings
+from mock_engine import make_request
+
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.kv_cache import KVCacheManager
+from llmbackend.engine.mock_model import MockRunner
+from llmbackend.engine.scheduler import Schedule, Scheduler
+from llmbackend.engine.sequence import Rows, Sequence
+from llmbackend.engine.step import RowTable
+
+MAX_MODEL_LEN = 64
+
+
+@dataclass(frozen=True)
+class Before:
+    """What stood before a step: sequences in order, the first of each list the most important one."""
+
+    running: list[Sequence]
+    waiting: list[Sequence]
+    num_tokens: dict[Sequence, int]
+    num_missing: dict[Sequence, int]
+    """Tokens of each one that are not computed."""
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    sequences = Bundle("sequences")
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(4, 24),
+        num_rows=st.sampled_from((4, 2, 1)),
+        budget=st.sampled_from((16, 5, 2, 1, 100)),
+    )
+    def make(self, block_size: int, num_blocks: int, num_rows: int, budget: int) -> None:
+        config = EngineConfig(model="mock", block_size=block_size, num_kv_blocks=num_blocks, max_num_seqs=num_rows)
+        self.runner = MockRunner(config)
+        self.table = RowTable(num_rows, MAX_MODEL_LEN, block_size)
+        self.kv_cache = KVCacheManager(num_blocks, self.table)
+        self.rows = Rows(self.table, self.runner)
+        self.scheduler = Scheduler(self.rows, self.kv_cache, budget)
+        self.budget = budget
+        self.arrivals = 0
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+
+    @rule(target=sequences, prompt_len=st.integers(1, 24), priority=st.integers(-1, 1), refused=st.just(False))
+    def add(self, prompt_len: int, priority: int, refused: bool) -> Sequence:
+        bias = {9999: 1.0} if refused else {}
+        request = make_request(f"r{self.arrivals}", range(prompt_len), priority, logit_bias=bias)
+        sequence = Sequence(request, self.arrivals, self.runner.info)
+        self.arrivals += 1
+        self.waiting.append(sequence)
+        self.scheduler.add(sequence)
+        return sequence
+
+    @rule(target=sequences, prompt_len=st.integers(1, 24), priority=st.integers(-1, 1))
+    def add_one_that_the_runner_refuses(self, prompt_len: int, priority: int) -> Sequence:
+        return self.add(prompt_len, priority, refused=True)
+
+    @rule(sequence=consumes(sequences))
+    def remove(self, sequence: Sequence) -> None:
+        if sequence in self.running or sequence in self.waiting:
+            self._remove(sequence)
+
+    @rule(count=st.integers(1, 8))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self._step()
+
+    @invariant()
+    def conserved(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.kv_cache.check()
+        self.rows.check()
+        assert (self.scheduler.num_waiting, self.scheduler.num_running) == (len(self.waiting), len(self.running))
+        assert self.kv_cache.num_free_blocks == self.kv_cache.num_blocks - sum(map(self._held, self.running))
+        assert all(self._held(sequence) == 0 for sequence in self.waiting)
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler"):
+            for sequence in self.running + self.waiting:
+                self._remove(sequence)
+            assert self.kv_cache.num_free_blocks == self.kv_cache.num_blocks
+            assert self.rows.num_free == self.table.max_num_seqs
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        before = self._look()
+        num_preemptions = self.scheduler.num_preemptions
+        schedule = self.scheduler.schedule()
+        chunks = self._chunks(schedule)
+        for sequence, error in schedule.refused:
+            self._expect_refusal(sequence, error, before)
+        preempted = self._preempted(before, schedule)
+        assert self.scheduler.num_preemptions - num_preemptions == len(preempted)
+        still_running = [one for one in before.running if one in self.running]
+        admitted = [one for one in chunks if one in before.waiting]
+        self._expect_running_first(before, still_running, chunks)
+        self._expect_admission_in_order(before, admitted, chunks, bool(preempted))
+        self._move(admitted)
+        self._expect_blocks_of_the_step_alone(chunks)
+        self._expect_progress(before, schedule, chunks)
+        self._commit(schedule)
+        self.conserved()
+
+    def _look(self) -> Before:
+        running, waiting = sorted(self.running), sorted(self.waiting)
+        num_tokens = {one: self._num_tokens(one) for one in running + waiting}
+        return Before(running, waiting, num_tokens, {one: n - self._num_computed(one) for one, n in num_tokens.items()})
+
+    def _chunks(self, schedule: Schedule) -> dict[Sequence, int]:
+        """Tokens by sequence, in the plan's order; the budget holds, each row comes once."""
+        plan = schedule.plan
+        if plan is None:
+            return {}
+        rows = plan.rows.tolist()
+        assert len(set(rows)) == len(rows)
+        assert plan.num_scheduled_tokens.min() >= 1
+        assert plan.num_tokens <= self.budget
+        reach = self.table.num_computed_tokens[plan.rows] + plan.num_scheduled_tokens
+        assert (plan.sample_rows == (reach == self.table.num_tokens[plan.rows])).all()
+        return {self.rows[row]: n for row, n in zip(rows, plan.num_scheduled_tokens.tolist(), strict=True)}
+
+    def _expect_refusal(self, sequence: Sequence, error: str, before: Before) -> None:
+        """Refused is whom the runner does not take, and who outgrew the whole pool."""
+        if "logit_bias" in error:
+            assert sequence.request.sampling.logit_bias
+        else:
+            assert "the engine's whole KV cache" in error
+            assert self.kv_cache.blocks_for(before.num_tokens[sequence]) > self.kv_cache.num_blocks
+        assert sequence.row == -1
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+
+    def _preempted(self, before: Before, schedule: Schedule) -> list[Sequence]:
+        """Who went back to the queue: the least important of the running ones, and never the first."""
+        refused = [sequence for sequence, _ in schedule.refused]
+        left = [one for one in before.running if one not in refused]
+        preempted = [one for one in left if one in self.scheduler._waiting]
+        assert left[len(left) - len(preempted) :] == preempted, "a more important request was preempted"
+        assert not left or left[0] not in preempted or refused, "the first running request was preempted"
+        for one in preempted:
+            self.running.remove(one)
+            self.waiting.append(one)
+        return preempted
+
+    def _expect_running_first(self, before: Before, running: list[Sequence], chunks: dict[Sequence, int]) -> None:
+        """In their order, each as far as the budget goes."""
+        budget = self.budget
+        for one in running:
+            assert chunks.get(one, 0) == min(before.num_missing[one], budget)
+            budget -= chunks.get(one, 0)
+
+    def _expect_admission_in_order(
+        self, before: Before, admitted: list[Sequence], chunks: dict[Sequence, int], preempted: bool
+    ) -> None:
+        """Nobody overtakes the head of the queue, and it waits for a reason: budget, rows, blocks or a preemption."""
+        queue = [one for one in before.waiting if one in self.waiting]
+        assert admitted == queue[: len(admitted)]
+        assert not (preempted and admitted)
+        budget = self.budget - sum(n for one, n in chunks.items() if one not in admitted)
+        for one in admitted:
+            assert chunks[one] == min(before.num_missing[one], budget)
+            budget -= chunks[one]
+        if len(queue) > len(admitted) and budget > 0 and not preempted:
+            head = queue[len(admitted)]
+            no_row = head.row < 0 and self.rows.num_free == 0
+            needed = self.kv_cache.blocks_for(before.num_missing[head])
+            # The blocks of the last one admitted were counted free when the head was looked at, or are reserved now.
+            assert no_row or needed > self.kv_cache.num_free_blocks, "the head of the queue waits for nothing"
+
+    def _move(self, admitted: list[Sequence]) -> None:
+        for one in admitted:
+            self.waiting.remove(one)
+            self.running.append(one)
+
+    def _expect_blocks_of_the_step_alone(self, chunks: dict[Sequence, int]) -> None:
+        for one in self.running:
+            num_tokens = self._num_computed(one) + chunks.get(one, 0)
+            assert self._held(one) == self.kv_cache.blocks_for(num_tokens)
+
+    def _expect_progress(self, before: Before, schedule: Schedule, chunks: dict[Sequence, int]) -> None:
+        if before.running or before.waiting:
+            assert chunks or schedule.refused, "nobody runs and nobody is refused"
+
+    def _commit(self, schedule: Schedule) -> None:
+        if schedule.plan is not None:
+            plan = schedule.plan
+            self.table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
+            self.table.num_tokens[plan.rows[plan.sample_rows]] += 1
+            for one in [one for one in self.running if self._num_tokens(one) >= MAX_MODEL_LEN]:
+                self._remove(one)
+
+    # --- the state of a sequence --------------------------------------------------------------------------------------
+
+    def _remove(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        assert sequence.row == -1
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+
+    def _num_tokens(self, sequence: Sequence) -> int:
+        return int(self.table.num_tokens[sequence.row]) if sequence.row >= 0 else len(sequence.request.prompt_token_ids)
+
+    def _num_computed(self, sequence: Sequence) -> int:
+        return int(self.table.num_computed_tokens[sequence.row]) if sequence.row >= 0 else 0
+
+    def _held(self, sequence: Sequence) -> int:
+        if sequence.row < 0:
+            return 0
+        everything = np.array([self.kv_cache.block_size * 1000], np.int32)
+        return 1000 - int(self.kv_cache.missing_blocks(np.array([sequence.row], np.int32), everything)[0])
+
+
+SchedulerMachine.TestCase.settings = machine_settings(examples=60, steps=40)
+TestSchedulerMachine = SchedulerMachine.TestCase
