@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import msgspec
 
 from llmbackend.core.backend_api import InstanceGroupKind, Model, ModelInstance, invalid_argument
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +81,6 @@ _TRITON_PARAMETERS: dict[str, str] = {
     "npu_device_ids": "use instance_group.gpus",
 }
 ENGINE_CONFIG_PATH = "engine_config_path"
-MAX_QUEUE_SIZE = "max_queue_size"
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("ModelDeployConfig",), "maxSeqLen", "max_model_len"),
     (("ModelDeployConfig", "ModelConfig"), "modelWeightPath", "model"),
@@ -94,11 +95,27 @@ _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 class ModelArguments:
     """engine: the arguments of every instance, before its kind decides the device.
 
-    max_queue_size: requests the model's queue holds before it refuses with UNAVAILABLE.
+    The others are config.pbtxt parameters; 0 = no limit. max_queue_size: requests the model's queue holds before it
+    refuses with UNAVAILABLE. max_prompt_tokens: longer prompts are refused. max_output_tokens: max_tokens is cut to it.
+    request_timeout_s: a request that is older ends with UNAVAILABLE. stall_timeout_s: work waiting and no step finished
+    for this long = not ready.
     """
 
     engine: EngineConfig
     max_queue_size: int = 4096
+    max_prompt_tokens: int = 0
+    max_output_tokens: int = 0
+    request_timeout_s: float = 0.0
+    stall_timeout_s: float = STALL_TIMEOUT_S
+
+
+_OWN_PARAMETERS: dict[str, Callable[[str], float]] = {
+    "max_queue_size": int,
+    "max_prompt_tokens": int,
+    "max_output_tokens": int,
+    "request_timeout_s": float,
+    "stall_timeout_s": float,
+}
 
 
 def read_model_arguments(model: Model) -> ModelArguments:
@@ -157,7 +174,7 @@ def _read_parameters(parameters: Mapping[str, str], version_directory: Path) -> 
     for name, value in parameters.items():
         if name in _TRITON_PARAMETERS:
             _check_triton_parameter(name, value)
-        elif name not in (ENGINE_CONFIG_PATH, MAX_QUEUE_SIZE):
+        elif name != ENGINE_CONFIG_PATH and name not in _OWN_PARAMETERS:
             values[name] = value
     return _convert(values, "config.pbtxt parameters", version_directory)
 
@@ -168,13 +185,19 @@ def _check_triton_parameter(name: str, value: str) -> None:
     logger.warning("parameter '%s' has no effect: %s", name, _TRITON_PARAMETERS[name])
 
 
-def _read_own_parameters(parameters: Mapping[str, str]) -> dict[str, int]:
-    if MAX_QUEUE_SIZE not in parameters:
-        return {}
-    text = parameters[MAX_QUEUE_SIZE]
-    if not text.isdecimal() or int(text) < 1:
-        raise invalid_argument(f"parameter '{MAX_QUEUE_SIZE}' is '{text}', expected an integer of at least 1")
-    return {MAX_QUEUE_SIZE: int(text)}
+def _read_own_parameters(parameters: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in _OWN_PARAMETERS.keys() & parameters.keys():
+        read, text = _OWN_PARAMETERS[name], parameters[name]
+        try:
+            value = read(text)
+        except (ValueError, OverflowError):
+            value = -1
+        if not 0 < value < math.inf:
+            expected = "an integer of at least 1" if read is int else "a number of seconds above 0"
+            raise invalid_argument(f"parameter '{name}' is '{text}', expected {expected}")
+        values[name] = value
+    return values
 
 
 def _read_mindie_config(model_directory: Path, text: str) -> dict[str, Any]:

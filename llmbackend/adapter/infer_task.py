@@ -52,10 +52,16 @@ class InferTask:
         times: TaskTimes,
     ) -> None:
         """prompt_text: what is prepended to the first text, "" for nothing. wants_logprobs: `logprobs` was asked
-        for."""
+        for. Owner of is_delayed (TaskQueue), is_suspect and strikes (Probation): ModelState's lock. lost_ns: when the
+        engine that had it died, until the next output; 0 otherwise."""
         self.infer_request = infer_request
         self.output_token_ids: list[int] = []
         self.times = times
+        self.timeout_us = request.timeout_us
+        self.is_delayed = False
+        self.is_suspect = False
+        self.strikes = 0
+        self.lost_ns = 0
         self._request = request
         self._instance = instance
         self._factory = request.response_factory()
@@ -72,6 +78,11 @@ class InferTask:
         return self.infer_request.request_id
 
     @property
+    def lane(self) -> tuple[int, bool]:
+        """Its place in the order of the queue: priority level first, then whether it waited too long."""
+        return self.infer_request.priority, self.is_delayed
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.infer_request.prompt_token_ids)
 
@@ -85,7 +96,9 @@ class InferTask:
         self._request.on_cancel(callback)
 
     def resume_request(self) -> InferRequest:
-        """The request with which another engine goes on after the tokens so far."""
+        """The request with which an engine goes on after the tokens so far."""
+        if not self.output_token_ids:
+            return self.infer_request
         return msgspec.structs.replace(self.infer_request, output_token_ids=tuple(self.output_token_ids))
 
     def take_in(self, output: StepOutput, now_ns: int) -> None:

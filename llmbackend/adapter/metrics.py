@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from typing import get_args
 
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
 from llmbackend.engine.infer_request import EngineStats
+from llmbackend.engine.transport import DeathKind
 
 from .infer_task import InferTask
 
@@ -31,6 +33,11 @@ _SECONDS_REQUEST = (
 )
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
+_RECOVERED = "llmbackend:recovered_requests_total"
+_POISON = "llmbackend:poison_requests_total"
+_BREACHES = "llmbackend:invariant_breaches_total"
+_RECOVERY = "llmbackend:engine_recovery_seconds"
+_RESTARTS = "llmbackend:engine_restarts_total"
 _GAUGES = {
     "vllm:num_requests_running": "Requests in the engines' batches.",
     "vllm:num_requests_waiting": "Requests waiting for an engine, in the model's queue or in an engine.",
@@ -40,6 +47,9 @@ _COUNTERS = {
     "vllm:num_preemptions_total": "Preemptions of running requests.",
     "vllm:prompt_tokens_total": "Prompt tokens processed.",
     "vllm:generation_tokens_total": "Tokens generated.",
+    _RECOVERED: "Requests that went on after their engine died.",
+    _POISON: "Requests that were ended because they killed the engine.",
+    _BREACHES: "Self-checks that found something lost or left behind.",
 }
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("Arrival to first token.", _SECONDS_FIRST_TOKEN),
@@ -47,9 +57,11 @@ _HISTOGRAMS = {
     "vllm:e2e_request_latency_seconds": ("Arrival to last token.", _SECONDS_REQUEST),
     "vllm:request_queue_time_seconds": ("Arrival to being taken by an engine.", _SECONDS_REQUEST),
     "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
+    _RECOVERY: ("Death of a request's engine to its next output.", _SECONDS_FIRST_TOKEN),
     "vllm:request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
 }
 _SUCCESS = "vllm:request_success_total"
+_DEATHS = get_args(DeathKind)
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -93,6 +105,9 @@ class LlmMetrics:
         self._success = backend.metric_family(
             MetricKind.COUNTER, _SUCCESS, "Requests that ended, by reason.", (*_LABELS, "finished_reason")
         )
+        self._restarts = backend.metric_family(
+            MetricKind.COUNTER, _RESTARTS, "Engines that were replaced, by how they were lost.", (*_LABELS, "cause")
+        )
         self._inter_token = self._families["vllm:inter_token_latency_seconds"]
         self._show_zeros()
 
@@ -108,6 +123,22 @@ class LlmMetrics:
         self._count("vllm:num_preemptions_total", before.num_preemptions, stats.num_preemptions)
         self._count("vllm:prompt_tokens_total", before.prompt_tokens, stats.prompt_tokens)
         self._count("vllm:generation_tokens_total", before.generation_tokens, stats.generation_tokens)
+        self._count(_BREACHES, before.num_invariant_breaches, stats.num_invariant_breaches)
+
+    def engine_lost(self, engine: int, cause: DeathKind, num_queued: int, *, poisoned: bool) -> None:
+        """The engine died; the next one of this number counts from zero."""
+        self.engine_stats(engine, EngineStats(), num_queued)
+        self._restarts.increment(1, cause=cause, **self._labels)
+        if poisoned:
+            self._families[_POISON].increment(1, **self._labels)
+
+    def recovered(self, duration_ns: int) -> None:
+        """A request went on, so long after its engine died."""
+        self._families[_RECOVERED].increment(1, **self._labels)
+        self._observe_seconds(_RECOVERY, duration_ns)
+
+    def invariant_broken(self) -> None:
+        self._families[_BREACHES].increment(1, **self._labels)
 
     def queued(self, num_queued: int) -> None:
         """A request came: the waiting gauge moves although no step has ended yet."""
@@ -138,6 +169,8 @@ class LlmMetrics:
             family.remove(**self._labels)
         for reason in _FINISH_REASONS:
             self._success.remove(finished_reason=reason, **self._labels)
+        for cause in _DEATHS:
+            self._restarts.remove(cause=cause, **self._labels)
 
     def _show_zeros(self) -> None:
         """Series exist from the start, so that a rate over them is right from the first request on."""
@@ -147,6 +180,8 @@ class LlmMetrics:
             self._families[name].increment(0, **self._labels)
         for reason in _FINISH_REASONS:
             self._success.increment(0, finished_reason=reason, **self._labels)
+        for cause in _DEATHS:
+            self._restarts.increment(0, cause=cause, **self._labels)
 
     def _set(self, name: str, value: float) -> None:
         self._families[name].set(value, **self._labels)

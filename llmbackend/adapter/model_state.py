@@ -3,7 +3,9 @@ instances.
 
 For: the meeting point of Triton's threads (submit, cancel) and the engines' loops (pull, send). Does not know: tensors,
 text.
-Invariant: every task put in is answered with exactly one FINAL and removed: by its engine, by a cancel, or at shutdown.
+Invariants: every task put in is answered with exactly one FINAL and removed: by its engine, by a cancel, by its
+deadline, or at shutdown. The death of an engine is no end: its tasks go back to the front of the queue, with the tokens
+so far, for the next engine that has room; only when every engine is given up are they answered with an error.
 Owner of queue, map and control lists: `_lock`, which is never held while a response is sent. A task is used by the loop
 of the engine that took it, or by whoever popped it from the map. Names and roles are MindIE's.
 """
@@ -13,8 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,14 +31,20 @@ from llmbackend.core.backend_api import (
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import EngineStats, InferRequest, ModelInfo, StepOutput
 from llmbackend.engine.llm_manager import LlmManager, Operation, StatusType
+from llmbackend.engine.transport import EngineDeadError
 
+from .deadlines import Deadlines
 from .engine_args import check_checkpoint, instance_config, read_model_arguments
 from .infer_task import InferTask
 from .metrics import LlmMetrics
+from .probation import STRIKES, Probation
 from .request_conversion import ModelLimits, RequestConverter
+from .task_queue import QueuePolicies, TaskQueue
 from .text import load_text
 
 logger = logging.getLogger(__name__)
+
+EXPIRED = "Request timeout expired"
 
 
 @dataclass(eq=False, slots=True)
@@ -47,17 +54,22 @@ class Engine:
     index: int
     manager: LlmManager = field(init=False)
     info: ModelInfo = field(init=False)
-    cancelled_ids: list[str] = field(default_factory=list)
-    """Requests whose clients gave up; their tasks are still in the map."""
+    probation: Probation = field(default_factory=Probation)
+    given_up: list[tuple[str, TritonError]] = field(default_factory=list)
+    """Requests to end with this error: cancelled, or too late. Their tasks are still in the map."""
     stopped_ids: list[str] = field(default_factory=list)
     """Requests that a stop string ended before the engine did; their tasks are gone."""
 
-    def is_ready(self) -> bool:
+    def why_not_ready(self) -> str:
+        """ "" when it is."""
         try:
             self.manager.check_ready()
-        except RuntimeError:
-            return False
-        return True
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def is_ready(self) -> bool:
+        return not self.why_not_ready()
 
 
 class ModelState:
@@ -73,13 +85,15 @@ class ModelState:
             source = config.tokenizer or config.model
             raise invalid_argument(f"the tokenizer of '{source}' cannot be loaded: {error}") from error
         self._decoupled = model.config.model_transaction_policy.decoupled
+        self._policies = QueuePolicies(model.config)
         self._metrics = LlmMetrics(model.backend, model.name, model.version)
         self._lock = threading.Lock()
-        self._requests: OrderedDict[str, InferRequest] = OrderedDict()
+        self._requests = TaskQueue()
         self._tasks: dict[str, InferTask] = {}
         self._engine_of: dict[str, Engine] = {}
         self._engines: list[Engine] = []
         self._num_engines_made = 0
+        self._deadlines = Deadlines(self._tasks.__contains__)
         self.converter: RequestConverter | None = None
         """Set when the first engine has said what fits; the strictest engine counts."""
 
@@ -101,7 +115,7 @@ class ModelState:
             raise internal(f"the engine of '{instance.name}' did not start: {error}") from error
         with self._lock:
             self._engines.append(engine)
-            self.converter = RequestConverter(self._text, self._limits(), decoupled=self._decoupled)
+            self.converter = RequestConverter(self._text, self._limits(), self._policies, decoupled=self._decoupled)
         logger.info("%s: %s", instance.name, engine.info.description or f"loaded in {engine.info.load_s:.1f} s")
         return engine
 
@@ -121,6 +135,7 @@ class ModelState:
             self._fail(task, unavailable(f"model '{self._name}' was unloaded before the request was finished"))
 
     def close(self) -> None:
+        self._deadlines.close()
         self._metrics.close()
 
     def _make_manager(self, config: EngineConfig, engine: Engine) -> LlmManager:
@@ -131,6 +146,8 @@ class ModelState:
             control_signal=partial(self._control_signal, engine),
             stats=partial(self._on_stats, engine),
             status_response=self._on_status,
+            engine_lost=partial(self._engine_lost, engine),
+            stall_timeout_s=self._arguments.stall_timeout_s,
         )
 
     def _limits(self) -> ModelLimits:
@@ -138,63 +155,118 @@ class ModelState:
         return ModelLimits(
             max_tokens=min(min(info.max_model_len, info.num_blocks * info.block_size) for info in infos),
             vocab_size=min(info.vocab_size for info in infos),
+            max_prompt_tokens=self._arguments.max_prompt_tokens,
+            max_output_tokens=self._arguments.max_output_tokens,
         )
 
     # --- from Triton's threads ----------------------------------------------------------------------------------------
 
     def submit(self, task: InferTask) -> None:
-        """Queues a task and wakes the engines. A full queue answers it UNAVAILABLE."""
+        """Queues a task and wakes the engines. One that cannot be queued is answered UNAVAILABLE."""
         request_id = task.request_id
         with self._lock:
-            full = len(self._requests) >= self._arguments.max_queue_size
-            if not full and self._engines:
+            refusal = self._refusal(task)
+            if not refusal:
                 self._tasks[request_id] = task
-        if request_id not in self._tasks:
-            reason = f"its queue holds {self._arguments.max_queue_size} requests" if full else "no engine is running"
-            self._fail(task, unavailable(f"model '{self._name}' takes no more requests: {reason}"))
+        if refusal:
+            self._fail(task, unavailable(f"model '{self._name}' takes no more requests: {refusal}"))
             return
         # Before it is queued: afterwards it may be finished and released at any time.
         task.on_cancel(partial(self._cancel, request_id))
         with self._lock:
             if request_id in self._tasks:
-                self._requests[request_id] = task.infer_request
+                self._requests.append(task)
             num_queued = len(self._requests)
             engines = tuple(self._engines)
         self._metrics.queued(num_queued)
-        for engine in engines:
-            engine.manager.wake()
+        self._set_deadlines(task)
+        _wake(engines)
+
+    def _refusal(self, task: InferTask) -> str:
+        """Under the lock: why a task cannot be queued now, or ""."""
+        level = task.infer_request.priority
+        most, in_level = self._policies.of(level).max_queue_size, self._requests.num_in_level(level)
+        if not self._engines:
+            return "no engine is running"
+        if all(engine.manager.is_given_up for engine in self._engines):
+            return self._engines[0].why_not_ready()
+        if most and in_level >= most:
+            return f"its queue holds {in_level} requests of this priority"
+        if len(self._requests) >= self._arguments.max_queue_size:
+            return f"its queue holds {self._arguments.max_queue_size} requests"
+        return ""
+
+    def _set_deadlines(self, task: InferTask) -> None:
+        """For the whole request (its own `timeout`, the model's request_timeout_s), and for its time in the queue."""
+        timeouts_s = [self._arguments.request_timeout_s, task.timeout_us * 1e-6]
+        timeout_s = min((one for one in timeouts_s if one), default=0.0)
+        start_ns = task.times.exec_start_ns
+        if timeout_s:
+            self._deadlines.add(start_ns + int(timeout_s * 1e9), task.request_id, self._expire)
+        queue_us = self._policies.of(task.infer_request.priority).timeout_us
+        if queue_us:
+            self._deadlines.add(start_ns + queue_us * 1000, task.request_id, self._expire_in_queue)
 
     def _cancel(self, request_id: str) -> None:
+        self._give_up(request_id, cancelled("Request was cancelled"))
+
+    def _expire(self, request_id: str) -> None:
+        self._give_up(request_id, unavailable(EXPIRED))
+
+    def _expire_in_queue(self, request_id: str) -> None:
+        with self._lock:
+            task = self._tasks.get(request_id)
+            if task is None or task not in self._requests:
+                return
+            if not self._policies.of(task.infer_request.priority).reject:
+                self._requests.delay(task)
+                return
+        self._give_up(request_id, unavailable(EXPIRED))
+
+    def _give_up(self, request_id: str, error: TritonError) -> None:
+        """Has the loop of the task's engine, or of any while it is queued, end the task."""
         with self._lock:
             if request_id not in self._tasks or not self._engines:
                 return
             engine = self._engine_of.get(request_id, self._engines[0])
-            engine.cancelled_ids.append(request_id)
+            engine.given_up.append((request_id, error))
         engine.manager.wake()
 
-    # --- the five callbacks, on an engine's loop ----------------------------------------------------------------------
+    # --- the callbacks, on an engine's loop ---------------------------------------------------------------------------
 
     def _get_requests(self, engine: Engine, room: int) -> Sequence[InferRequest]:
-        """At most `room` requests in the order they came, and no more than this engine's share of the queue;
-        none for an engine that is not ready while another is."""
+        """At most `room` requests in the queue's order, and no more than this engine's share of it; none for an engine
+        that is not ready while another is."""
         if not self._requests:
             return ()
         with self._lock:
-            ready = [one for one in self._engines if one.is_ready()]
-            if ready and engine not in ready:
-                return ()
-            share = -(-len(self._requests) // max(len(ready), 1))
-            taken = [self._requests.popitem(last=False)[1] for _ in range(min(room, share))]
-            tasks = [self._tasks[request.request_id] for request in taken]
-            for request in taken:
-                self._engine_of[request.request_id] = engine
+            tasks = self._take(engine, room)
         now_ns = time.monotonic_ns()
         for task in tasks:
-            self._metrics.taken_by_engine(task, now_ns)
+            if not task.output_token_ids:
+                self._metrics.taken_by_engine(task, now_ns)
+        return [task.resume_request() for task in tasks]
+
+    def _take(self, engine: Engine, room: int) -> list[InferTask]:
+        ready = [one for one in self._engines if one.is_ready()]
+        if ready and engine not in ready:
+            return []
+        share = -(-len(self._requests) // max(len(ready), 1))
+        taken: list[InferTask] = []
+        while len(taken) < min(room, share):
+            task = self._requests.head()
+            if task is None or not engine.probation.admits(task):
+                break
+            self._requests.remove(task)
+            self._engine_of[task.request_id] = engine
+            engine.probation.take(task)
+            taken.append(task)
         return taken
 
     def _send_responses(self, engine: Engine, outputs: Sequence[StepOutput]) -> None:
         now_ns = time.monotonic_ns()
+        if engine.probation:
+            self._end_probation(engine, outputs)
         for output in outputs:
             task = self._tasks.get(output.request_id)
             if task is None:
@@ -206,33 +278,78 @@ class ModelState:
                 self._end(engine, task, output)
                 task.fail(internal(f"the response could not be made: {error}"))
 
+    def _end_probation(self, engine: Engine, outputs: Sequence[StepOutput]) -> None:
+        with self._lock:
+            for output in outputs:
+                engine.probation.leave(output.request_id)
+
     def _control_signal(self, engine: Engine) -> Sequence[tuple[str, Operation]]:
-        """Answers cancelled requests and names those that this engine must drop."""
-        if not engine.cancelled_ids and not engine.stopped_ids:
+        """Answers requests that were given up and names those that this engine must drop."""
+        if not engine.given_up and not engine.stopped_ids:
             return ()
-        given_up: list[InferTask] = []
+        ended: list[tuple[InferTask, TritonError]] = []
         with self._lock:
             stop, engine.stopped_ids = engine.stopped_ids, []
-            ids, engine.cancelled_ids = engine.cancelled_ids, []
-            for request_id in ids:
+            given_up, engine.given_up = engine.given_up, []
+            for request_id, error in given_up:
                 owner = self._engine_of.get(request_id)
                 if owner is not None and owner is not engine:
-                    owner.cancelled_ids.append(request_id)  # taken by another engine since
+                    owner.given_up.append((request_id, error))  # taken by another engine since
                     owner.manager.wake()
                     continue
                 task = self._pop(request_id)
                 if task is not None:
-                    given_up.append(task)
+                    ended.append((task, error))
                     if owner is engine:
                         stop.append(request_id)
             num_queued = len(self._requests)
         self._metrics.queued(num_queued)
-        for task in given_up:
-            self._fail(task, cancelled("Request was cancelled"), "abort")
+        for task, error in ended:
+            self._fail(task, error, "abort")
         return [(request_id, Operation.STOP) for request_id in stop]
+
+    def _engine_lost(self, engine: Engine, request_ids: Sequence[str], cause: EngineDeadError) -> None:
+        """Gives what the dead engine had to the next one that has room, but for a request that keeps killing."""
+        now_ns = time.monotonic_ns()
+        with self._lock:
+            engine.stopped_ids.clear()
+            convicted = engine.probation.engine_died()
+            lost = [self._tasks[one] for one in request_ids if self._engine_of.pop(one, None) and one in self._tasks]
+            for task in lost:
+                task.lost_ns = task.lost_ns or now_ns
+            self._requests.put_back(lost)
+            hopeless = all(one.manager.is_given_up for one in self._engines)
+            ended = list(self._tasks.values()) if hopeless else [convicted] if convicted else []
+            for task in ended:
+                self._pop(task.request_id)
+            engines, num_queued = tuple(self._engines), len(self._requests)
+            num_go_on = sum(task.request_id in self._tasks for task in lost)
+        logger.warning("%s: engine %d is replaced, %d requests go on", self._name, engine.index, num_go_on)
+        self._metrics.engine_lost(engine.index, cause.kind, num_queued, poisoned=convicted is not None)
+        for task in ended:
+            self._fail(task, self._poisoned(cause) if task is convicted else self._no_engine(cause))
+        _wake(engines)
+
+    def _poisoned(self, cause: EngineDeadError) -> TritonError:
+        return internal(f"the request was ended because the engine died {STRIKES} times while it ran it: {cause}")
+
+    def _no_engine(self, cause: EngineDeadError) -> TritonError:
+        return unavailable(f"model '{self._name}' has no engine that stays alive: {cause}")
+
+    def _check_idle(self) -> None:
+        """The self-check of a model whose engine has nothing to do: without tasks nothing else may be left."""
+        with self._lock:
+            held = sum(len(engine.probation) for engine in self._engines)
+            left = (len(self._requests), len(self._engine_of), held)
+            if self._tasks or not any(left):
+                return
+        logger.error("%s: without a task, %d are queued, %d owned by an engine, %d on probation", self._name, *left)
+        self._metrics.invariant_broken()
 
     def _on_stats(self, engine: Engine, stats: EngineStats) -> None:
         self._metrics.engine_stats(engine.index, stats, len(self._requests))
+        if not stats.num_requests_running and not stats.num_requests_waiting:
+            self._check_idle()
 
     def _on_status(self, request_id: str, error: str, kind: StatusType) -> None:
         """A request that the engine refused; a control operation's failure concerns nobody but the log."""
@@ -258,6 +375,9 @@ class ModelState:
             return
         previous_ns = task.times.last_token_ns
         task.take_in(output, now_ns)
+        if task.lost_ns:
+            self._metrics.recovered(now_ns - task.lost_ns)
+            task.lost_ns = 0
         if output.token_ids:
             self._metrics.output(task, previous_ns, now_ns)
         if task.finish_reason is not None:
@@ -276,10 +396,19 @@ class ModelState:
 
     def _pop(self, request_id: str) -> InferTask | None:
         """Under the lock: forgets a request, wherever it is."""
-        self._requests.pop(request_id, None)
-        self._engine_of.pop(request_id, None)
-        return self._tasks.pop(request_id, None)
+        task = self._tasks.pop(request_id, None)
+        engine = self._engine_of.pop(request_id, None)
+        if engine is not None:
+            engine.probation.leave(request_id)
+        if task is not None:
+            self._requests.remove(task)
+        return task
 
     def _fail(self, task: InferTask, error: TritonError, reason: str = "error") -> None:
         self._metrics.finished(task, reason, time.monotonic_ns())
         task.fail(error)
+
+
+def _wake(engines: Iterable[Engine]) -> None:
+    for engine in engines:
+        engine.manager.wake()

@@ -19,6 +19,7 @@ from llmbackend.engine.infer_request import InferRequest
 from .infer_task import InferTask, TaskTimes
 from .output_assembler import OutputAssembler
 from .sampling import parse_sampling_parameters
+from .task_queue import QueuePolicies
 from .tensor_interface import LlmInputs, read_inputs
 from .text import Text
 
@@ -36,18 +37,26 @@ _CHAT_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a prompt must fit into. max_tokens counts prompt and output together."""
+    """What a prompt must fit into. max_tokens counts prompt and output together. 0 = no limit of its own."""
 
     max_tokens: int
     vocab_size: int
+    max_prompt_tokens: int = 0
+    max_output_tokens: int = 0
+
+    def room_tokens(self, num_prompt_tokens: int) -> int:
+        """How many tokens may follow the prompt."""
+        room = self.max_tokens - num_prompt_tokens
+        return min(room, self.max_output_tokens) if self.max_output_tokens else room
 
 
 class RequestConverter:
     """Read-only after it was made: any instance thread uses it."""
 
-    def __init__(self, text: Text, limits: ModelLimits, *, decoupled: bool) -> None:
+    def __init__(self, text: Text, limits: ModelLimits, policies: QueuePolicies, *, decoupled: bool) -> None:
         self._text = text
         self._limits = limits
+        self._policies = policies
         self._decoupled = decoupled
 
     def convert(self, request: Request, instance: ModelInstance, times: TaskTimes) -> InferTask:
@@ -58,7 +67,7 @@ class RequestConverter:
         times.compute_start_ns = time.monotonic_ns()
         params = parse_sampling_parameters(
             inputs.sampling,
-            room_tokens=self._limits.max_tokens - len(prompt_ids),
+            room_tokens=self._limits.room_tokens(len(prompt_ids)),
             vocab_size=self._limits.vocab_size,
             logprobs_needed=inputs.options.cumulative_logprob,
         )
@@ -71,7 +80,7 @@ class RequestConverter:
                 request_id=str(next(_ids)),
                 prompt_token_ids=tuple(prompt_ids),
                 sampling=params.sampling,
-                priority=request.priority,
+                priority=self._policies.level(request.priority),
             ),
             OutputAssembler(params, detokenizer),
             inputs.options,
@@ -145,3 +154,6 @@ class RequestConverter:
                 f"the prompt has {len(ids)} tokens, expected at most {limit - 1}: "
                 f"the model's context of {limit} tokens must leave room for one more"
             )
+        most = self._limits.max_prompt_tokens
+        if most and len(ids) > most:
+            raise invalid_argument(f"the prompt has {len(ids)} tokens, expected at most {most} (max_prompt_tokens)")

@@ -16,7 +16,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no
     weights). max_model_len None = the model's own limit. num_kv_blocks None = sized from kv_cache_memory_bytes.
-    max_num_batched_tokens: the token budget of a step. num_threads 0 = torch's default.
+    max_num_batched_tokens: the token budget of a step. num_threads 0 = torch's default. step_timeout_s: an engine whose
+    step takes longer hangs, and is replaced; load_timeout_s: the same for loading. max_engine_failures: how many may
+    die in a row without finishing a step before the model is given up. fault_directory: see fault_injection.py.
     """
 
     model: str
@@ -36,6 +38,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     mock_vocab_size: int = 259
     mock_step_ms: float = 0.0
+    step_timeout_s: float = 120.0
+    load_timeout_s: float = 1800.0
+    max_engine_failures: int = 5
+    fault_directory: str = ""
 
     def __post_init__(self) -> None:
         self._at_least("block_size", self.block_size, 1)
@@ -43,6 +49,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         self._at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         self._at_least("num_threads", self.num_threads, 0)
+        self._at_least("max_engine_failures", self.max_engine_failures, 1)
+        for name in ("step_timeout_s", "load_timeout_s"):
+            self._above_zero(name, getattr(self, name))
         for name in ("max_model_len", "num_kv_blocks"):
             value = getattr(self, name)
             if value is not None:
@@ -52,3 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _at_least(name: str, value: int, minimum: int) -> None:
         if value < minimum:
             raise ValueError(f"engine argument '{name}' is {value}, expected at least {minimum}")
+
+    @staticmethod
+    def _above_zero(name: str, value: float) -> None:
+        if not value > 0:
+            raise ValueError(f"engine argument '{name}' is {value:g}, expected more than 0")

@@ -13,6 +13,7 @@ import time
 import numpy as np
 
 from .config import EngineConfig
+from .fault_injection import Faults, FaultyRunner
 from .infer_request import EngineStats, FinishReason, InferRequest, ModelInfo, StepOutput, StepResult, TokenLogprobs
 from .kv_cache import KVCacheManager
 from .scheduler import Scheduler
@@ -24,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 def make_runner(config: EngineConfig) -> Runner:
     """The model that `config` names. Raises ValueError, OSError or RuntimeError with a text for the user."""
+    runner = _make_sound_runner(config)
+    return FaultyRunner(runner, Faults(config.fault_directory)) if config.fault_directory else runner
+
+
+def _make_sound_runner(config: EngineConfig) -> Runner:
     if config.model == "mock":
         from .mock_model import MockRunner
 
@@ -48,6 +54,7 @@ class EngineCore:
         self._num_steps = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._num_invariant_breaches = 0
 
     @property
     def has_work(self) -> bool:
@@ -99,6 +106,17 @@ class EngineCore:
         if not self._live:
             assert self._kv_cache.num_free_blocks == self.info.num_blocks, "an idle engine holds KV blocks"
             assert self._rows.num_free == self._table.max_num_seqs, "an idle engine holds rows"
+
+    def check_idle(self) -> StepResult | None:
+        """The self-check of an engine that has nothing to do: logs a breach, and reports it in a result of its own."""
+        try:
+            self.check()
+        except AssertionError as error:
+            logger.error("an invariant of the engine is broken: %s", error)
+            self._num_invariant_breaches += 1
+            self._num_steps += 1
+            return StepResult(self._num_steps, (), self._stats(0.0))
+        return None
 
     def close(self) -> None:
         self._runner.close()
@@ -178,4 +196,5 @@ class EngineCore:
             generation_tokens=self._generation_tokens,
             num_steps=self._num_steps,
             last_step_s=step_s,
+            num_invariant_breaches=self._num_invariant_breaches,
         )

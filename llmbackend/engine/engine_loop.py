@@ -2,7 +2,8 @@
 
 For: the engine's process and the inline thread, which run the same loop. Does not know: which of the two it is in.
 Invariant: it sends exactly one EngineStarted first, then one StepResult per step; it blocks on the socket while there
-is nothing to compute, and only looks into it, without waiting, between the steps of a busy engine.
+is nothing to compute, and only looks into it, without waiting, between the steps of a busy engine; each time that work
+ends it checks that nothing was left behind.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import zmq
 
 from .config import EngineConfig
 from .engine_core import EngineCore, make_runner
+from .fault_injection import Faults, FaultyLink, Link
 from .infer_request import EngineInput, EngineStarted
 
 logger = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_input = msgspec.msgpack.Decoder(EngineInput).decode
 
 
-def load(config: EngineConfig, socket: zmq.Socket[bytes]) -> EngineCore | None:
+def load(config: EngineConfig, socket: Link) -> EngineCore | None:
     """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None."""
     try:
         core = EngineCore(config, make_runner(config))
@@ -37,20 +39,23 @@ def load(config: EngineConfig, socket: zmq.Socket[bytes]) -> EngineCore | None:
     return core
 
 
-def run(core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+def run(core: EngineCore, socket: Link, fault_directory: str) -> None:
     """Steps until the shutdown message, and then closes the core."""
+    link = FaultyLink(socket, Faults(fault_directory)) if fault_directory else socket
     try:
-        while _take_inputs(core, socket):
-            socket.send(_encode(core.step()))
+        while _take_inputs(core, link):
+            link.send(_encode(core.step()))
+            if not core.has_work and (breach := core.check_idle()):
+                link.send(_encode(breach))
     finally:
         core.close()
 
 
-def _take_inputs(core: EngineCore, socket: zmq.Socket[bytes]) -> bool:
+def _take_inputs(core: EngineCore, link: Link) -> bool:
     """Applies all messages that are there; waits for one when the core has nothing to do. False = shut down."""
     while True:
         try:
-            message = _decode_input(socket.recv(zmq.NOBLOCK if core.has_work else 0))
+            message = _decode_input(link.recv(zmq.NOBLOCK if core.has_work else 0))
         except zmq.Again:
             return True
         if message.shutdown:

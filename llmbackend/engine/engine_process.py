@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
         if core is not None:
             gc.collect()
             gc.freeze()  # what loading made stays; the collector need not walk over it again
-            run(core, link)
+            run(core, link, config.fault_directory)
 
 
 def _end_with_host(lifeline_fd: int) -> None:

@@ -91,6 +91,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens: int = 0
     num_steps: int = 0
     last_step_s: float = 0.0
+    num_invariant_breaches: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

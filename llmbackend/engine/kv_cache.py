@@ -57,7 +57,7 @@ class KVCacheManager:
         """Raises AssertionError unless free and held blocks together are each block exactly once."""
         tables = [self._block_table[row, :held] for row, held in enumerate(self._held.tolist())]
         blocks = np.concatenate([self._free[: self._num_free], *tables])
-        if not np.array_equal(np.sort(blocks), np.arange(self.num_blocks)):
+        if len(blocks) != self.num_blocks or not (np.bincount(blocks, minlength=self.num_blocks) == 1).all():
             raise AssertionError(f"KV blocks are lost or held twice: {len(blocks)} known of {self.num_blocks}")
 
     def _take(self, row: int, count: int) -> None:

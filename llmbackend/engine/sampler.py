@@ -16,13 +16,12 @@ from .drawing import Limits, draw, draw_limited, likeliest, most_likely
 from .infer_request import InferRequest, TokenLogprobs
 from .logit_edits import RowEdits, apply_edits, row_edits
 from .random_numbers import uniform
-from .step import Int32Array, RowTable, SampledTokens
+from .step import BROKEN_LOGITS, Int32Array, RowTable, SampledTokens
 
 Int64Array = npt.NDArray[np.int64]
 
 # As vLLM: below this a temperature means greedy.
 _GREEDY_TEMPERATURE = 1e-5
-_BROKEN_LOGITS = "the model computed logits that are not finite for this request"
 
 
 class Sampler:
@@ -74,7 +73,7 @@ class Sampler:
         if len(index):
             work = logits[torch.from_numpy(index).to(logits.device)].float()
             token_ids[index] = self._choose(rows[index], work, table)
-        errors = {int(row): _BROKEN_LOGITS for row in rows[~sound]}
+        errors = {int(row): BROKEN_LOGITS for row in rows[~sound]}
         return SampledTokens(token_ids, self._logprobs(rows, token_ids, logits, errors), errors)
 
     def _choose(self, rows: Int32Array, logits: torch.Tensor, table: RowTable) -> Int64Array:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from .infer_request import InferRequest, ModelInfo, TokenLogprobs
+
+BROKEN_LOGITS: Final = "the model computed logits that are not finite for this request"
+"""The error of a row whose logits hold a NaN or an infinity."""
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]

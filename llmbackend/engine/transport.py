@@ -1,10 +1,11 @@
 """Where an engine core runs: on a thread of this process (`inline`) or in a process of its own (`process`).
 
-For: the LLM manager. Does not know: requests' owners, callbacks, restarts. Invariants: both kinds speak the same
-messages over a ZeroMQ pair and hold one end of a lifeline, a socket pair that reads end of file when the other side is
-gone, in either direction and for whatever reason; no thread, process, file or descriptor outlives `close()`.
+For: the supervisor, which makes a new one for each life of an engine. Does not know: requests' owners, restarts.
+Invariants: both kinds speak the same messages over a ZeroMQ pair and hold one end of a lifeline, a socket pair that
+reads end of file when the other side is gone, in either direction and for whatever reason; no thread, process, file or
+descriptor outlives `close()`; nothing that an engine does or fails to do can block the caller for longer than it asked.
 
-One thread at a time uses a transport: the one that starts it, then the manager's loop, then the one that closes it.
+One thread at a time uses a transport.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
 import shutil
 import signal
 import socket
@@ -20,7 +22,8 @@ import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from typing import IO
+from collections.abc import Callable
+from typing import IO, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -35,25 +38,33 @@ CLOSE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_BEFORE_LOADED_S = 1.0
 STDERR_LINES_KEPT = 20
 
+T = TypeVar("T")
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 _decode_result = msgspec.msgpack.Decoder(StepResult).decode
 
 
-class EngineDeadError(RuntimeError):
-    """The engine ended by itself. The message is fit for clients; `details` is for the log."""
+DeathKind = Literal["exit", "signal", "hang", "message", "load", "thread", "loop"]
+"""How an engine was lost; a label of the restart metric."""
 
-    def __init__(self, message: str, details: str = "") -> None:
+
+class EngineDeadError(RuntimeError):
+    """The engine is of no more use. The message is fit for clients; `details` is for the log."""
+
+    def __init__(self, message: str, kind: DeathKind, details: str = "") -> None:
         super().__init__(message)
+        self.kind = kind
         self.details = details
 
 
 class Transport(ABC):
-    """The host's end. `wake_fd` is a descriptor that ends `receive` early when it becomes readable."""
+    """The host's end. `wake_fd` is a descriptor that ends a wait early when it becomes readable."""
 
     def __init__(self, config: EngineConfig, wake_fd: int) -> None:
         self._config = config
         self._loaded = False
+        self._broken = ""
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -63,53 +74,67 @@ class Transport(ABC):
         for item in (self._socket, self._lifeline.fileno(), wake_fd):
             self._poller.register(item, zmq.POLLIN)
 
-    def start(self) -> ModelInfo:
-        """Launches the engine and waits until its model is loaded. Raises RuntimeError saying why it cannot."""
-        self._launch()
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._lifeline.fileno(), zmq.POLLIN)
-        poller.poll()
-        if not self._socket.poll(0):
-            error = self._cause_of_death()
-            raise RuntimeError(f"{error} while the model was loading; its last words:\n{error.details}")
-        started = _decode_started(self._socket.recv())
+    @abstractmethod
+    def launch(self) -> None:
+        """Starts the engine, which then loads its model; returns at once."""
+
+    def receive_started(self, timeout_s: float | None) -> ModelInfo | None:
+        """Blocks until the model is loaded, and then gives its facts; None after a wake-up or `timeout_s`.
+
+        Raises EngineDeadError when it cannot be loaded, with the engine's reason.
+        """
+        messages = self._receive(timeout_s, _decode_started)
+        if not messages:
+            return None
+        [started] = messages
         if started.info is None:
-            raise RuntimeError(started.error)
+            raise EngineDeadError(started.error, "load")
         self._loaded = True
         return started.info
 
     def send(self, message: EngineInput) -> None:
-        self._socket.send(_encode(message))
+        """Never blocks. Raises EngineDeadError when nobody is at the other end."""
+        try:
+            self._socket.send(_encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise self._cause_of_death() from None
 
-    def receive(self) -> list[StepResult]:
-        """Blocks until there is a result or a wake-up; all results that are there, oldest first.
+    def receive(self, timeout_s: float | None = None) -> list[StepResult]:
+        """Blocks until there is a result, a wake-up, or `timeout_s` is over; all results that are there, oldest first.
 
-        Raises EngineDeadError when the engine is gone and all its results were received.
+        Raises EngineDeadError when the engine is gone, or sent what is no result, and all before it was received.
         """
-        ready = dict(self._poller.poll())
-        results = []
-        with contextlib.suppress(zmq.Again):
-            while True:
-                results.append(_decode_result(self._socket.recv(zmq.NOBLOCK)))
-        if not results and self._lifeline.fileno() in ready:
-            raise self._cause_of_death()
-        return results
+        return self._receive(timeout_s, _decode_result)
 
-    def close(self) -> None:
-        """Ends the engine, gently first, and frees everything. Never raises for an engine that is dead already."""
+    def close(self, *, force: bool = False) -> None:
+        """Ends the engine, gently first unless `force`, and frees everything. Never raises for a dead engine."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send(_encode(EngineInput(shutdown=True)), zmq.NOBLOCK)
-        ended = self._reap(CLOSE_TIMEOUT_S if self._loaded else CLOSE_TIMEOUT_BEFORE_LOADED_S)
+        timeout_s = CLOSE_TIMEOUT_S if self._loaded else CLOSE_TIMEOUT_BEFORE_LOADED_S
+        ended = self._reap(0.0 if force else timeout_s)
         self._lifeline.close()
         self._engine_lifeline.close()
         self._socket.close()
         if ended:
             self._context.term()
 
-    @abstractmethod
-    def _launch(self) -> None:
-        """Binds the socket and starts the engine, which holds `_engine_lifeline` from then on."""
+    def _receive(self, timeout_s: float | None, decode: Callable[[bytes], T]) -> list[T]:
+        if self._broken:
+            raise EngineDeadError(self._broken, "message")
+        timeout_ms = None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)
+        ready = dict(self._poller.poll(timeout_ms))
+        messages: list[T] = []
+        try:
+            while True:
+                messages.append(decode(self._socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            is_dead = self._lifeline.fileno() in ready
+        except msgspec.DecodeError as error:
+            self._broken = f"the engine sent a message that cannot be read: {error}"
+            return messages or self._receive(0.0, decode)
+        if not messages and is_dead:
+            raise self._cause_of_death()
+        return messages
 
     @abstractmethod
     def _reap(self, timeout_s: float) -> bool:
@@ -126,7 +151,7 @@ class InlineTransport(Transport):
     _thread: threading.Thread | None = None
     _error: BaseException | None = None
 
-    def _launch(self) -> None:
+    def launch(self) -> None:
         self._socket.bind(self._ENDPOINT)
         self._thread = threading.Thread(target=self._run, name="llm-engine", daemon=True)
         self._thread.start()
@@ -138,7 +163,7 @@ class InlineTransport(Transport):
             try:
                 core = load(self._config, link)
                 if core is not None:
-                    run(core, link)
+                    run(core, link, self._config.fault_directory)
             except Exception as error:
                 logger.exception("the engine thread failed")
                 self._error = error
@@ -150,7 +175,7 @@ class InlineTransport(Transport):
 
     def _cause_of_death(self) -> EngineDeadError:
         cause = f"{type(self._error).__name__}: {self._error}" if self._error else "it returned"
-        return EngineDeadError(f"the engine thread ended ({cause})")
+        return EngineDeadError(f"the engine thread ended ({cause})", "thread")
 
 
 class ProcessTransport(Transport):
@@ -160,12 +185,13 @@ class ProcessTransport(Transport):
     _directory = ""
     _reader: threading.Thread | None = None
 
-    def start(self) -> ModelInfo:
-        info = super().start()
-        shutil.rmtree(self._directory)  # the one connection there will be is made: a killed host leaves no file
+    def receive_started(self, timeout_s: float | None) -> ModelInfo | None:
+        info = super().receive_started(timeout_s)
+        if info is not None:
+            shutil.rmtree(self._directory)  # the one connection there will be is made: a killed host leaves no file
         return info
 
-    def _launch(self) -> None:
+    def launch(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="llmbackend-")
         endpoint = f"ipc://{self._directory}/engine"
         self._socket.bind(endpoint)
@@ -198,7 +224,7 @@ class ProcessTransport(Transport):
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            logger.warning("engine process %d does not end; killing it", self._process.pid)
+            logger.warning("killing engine process %d", self._process.pid)
             self._process.kill()
             self._process.wait()
         self._join_reader()
@@ -217,7 +243,8 @@ class ProcessTransport(Transport):
         self._reap(CLOSE_TIMEOUT_S)
         code = self._process.returncode
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return EngineDeadError(f"the engine process ended {how}", "\n".join(self._last_lines))
+        details = "\n".join(self._last_lines)
+        return EngineDeadError(f"the engine process ended {how}", "signal" if code < 0 else "exit", details)
 
 
 def make_transport(config: EngineConfig, wake_fd: int) -> Transport:

@@ -30,9 +30,9 @@ class Wakeup:
             with contextlib.suppress(OSError):
                 self._writer.send(b"\0")
 
-    def wait(self) -> None:
-        """Blocks until set() was called."""
-        select.select([self._reader], [], [])
+    def wait(self, timeout_s: float) -> None:
+        """Blocks until set() was called, or `timeout_s` is over."""
+        select.select([self._reader], [], [], timeout_s)
 
     def clear(self) -> None:
         """Takes the flag back. Look for work after this call, not before it."""

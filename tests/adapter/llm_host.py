@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ class Call:
         self.responses: list[InferenceResponse] = []
         self.num_finals = 0
         self.first = threading.Event()
+        self.on_final: Callable[[], None] | None = None
         self._done = threading.Event()
         self.handle: InferenceHandle
 
@@ -34,6 +35,8 @@ class Call:
             self.responses.append(response)
         if flags & ResponseFlag.FINAL:
             self.num_finals += 1
+            if self.on_final is not None:
+                self.on_final()
             self._done.set()
         self.first.set()
 
@@ -71,6 +74,9 @@ class LlmHost:
         parameters: dict[str, Any] | None = None,
         outputs: tuple[str, ...] = (),
         sampling: dict[str, Any] | None = None,
+        on_final: Callable[[], None] | None = None,
+        timeout_us: int = 0,
+        priority: int = 0,
         **inputs: Any,
     ) -> Call:
         """Sends a request; `sampling` goes into the sampling_parameters tensor."""
@@ -78,9 +84,17 @@ class LlmHost:
             inputs["sampling_parameters"] = json.dumps(sampling)
         tensors = tuple(_tensor(name, value) for name, value in inputs.items())
         call = Call()
+        call.on_final = on_final
         call.handle = self.server.infer_async(
             InferenceRequest(
-                MODEL, call.on_response, id="7", inputs=tensors, requested_outputs=outputs, parameters=parameters or {}
+                MODEL,
+                call.on_response,
+                id="7",
+                inputs=tensors,
+                requested_outputs=outputs,
+                parameters=parameters or {},
+                timeout_us=timeout_us,
+                priority=priority,
             )
         )
         return call

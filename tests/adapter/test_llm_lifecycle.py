@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -180,27 +178,6 @@ def test_a_model_that_cannot_load_says_why(tmp_path: Path, engine: dict[str, Any
     assert expected in caught.value.message
     assert not server.model_is_ready(MODEL)
     assert server.stop(10)
-
-
-def children() -> set[int]:
-    """Processes that this one started and that have not ended."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
-
-
-def test_a_dead_engine_fails_its_own_requests_and_the_other_instance_serves_on(tmp_path: Path) -> None:
-    before = children()
-    group = "instance_group [ { kind: KIND_CPU, count: 2 } ]"
-    with llm_host(tmp_path, group, transport="process", max_num_seqs=1, mock_step_ms=5.0) as host:
-        calls = [start_long(host, stream=True) for _ in range(2)]
-        assert all(call.first.wait(10) for call in calls)
-        os.kill(min(children() - before), signal.SIGKILL)
-        errors = [call.wait().error for call in calls]
-        assert sorted(error is None for error in errors) == [False, True]
-        assert next(error for error in errors if error is not None).code is ErrorCode.INTERNAL
-        assert not host.server.model_is_ready(MODEL)
-        afterwards = [host.start(text_input="a", sampling=SHORT) for _ in range(6)]
-        assert [call.wait().error for call in afterwards] == [None] * 6
 
 
 def test_a_reload_keeps_the_series(tmp_path: Path) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from mock_engine import Outcome, expect_oracle, make_request, random_requests
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import EngineStats, InferRequest, StepOutput
 from llmbackend.engine.llm_manager import LlmManager, Operation, StatusType
-from llmbackend.engine.transport import ProcessTransport
+from llmbackend.engine.transport import EngineDeadError, ProcessTransport
 
 
 class Owner:
@@ -32,6 +33,8 @@ class Owner:
         self.statuses: list[tuple[str, str, StatusType]] = []
         self.stats: list[EngineStats] = []
         self.rooms: list[int] = []
+        self.deaths: list[tuple[tuple[str, ...], EngineDeadError]] = []
+        self.submitted: dict[str, InferRequest] = {}
         self.manager: LlmManager
 
     def start(self, **arguments: Any) -> Owner:
@@ -43,6 +46,7 @@ class Owner:
             self.control_signal,
             self.stats.append,
             lambda *status: self.statuses.append(status),
+            self.engine_lost,
             stall_timeout_s=stall_timeout_s,
         )
         self.manager.start()
@@ -60,6 +64,18 @@ class Owner:
                 self.outcomes.setdefault(output.request_id, Outcome()).add(output)
             self.changed.notify_all()
 
+    def engine_lost(self, request_ids: Sequence[str], error: EngineDeadError) -> None:
+        """Every request goes on where it was: back to the front of the queue, with the tokens so far."""
+        with self.changed:
+            self.deaths.append((tuple(request_ids), error))
+            self.queue[:0] = [
+                msgspec.structs.replace(
+                    self.submitted[name], output_token_ids=tuple(self.outcomes.get(name, Outcome()).token_ids)
+                )
+                for name in request_ids
+            ]
+            self.changed.notify_all()
+
     def control_signal(self) -> Sequence[tuple[str, Operation]]:
         taken, self.controls = self.controls, []
         return taken
@@ -67,6 +83,7 @@ class Owner:
     def submit(self, *requests: InferRequest) -> None:
         with self.changed:
             self.queue.extend(requests)
+            self.submitted.update({request.request_id: request for request in requests})
         self.manager.wake()
 
     def control(self, request_id: str, operation: Operation = Operation.STOP) -> None:
@@ -199,22 +216,125 @@ def test_a_failing_callback_does_not_end_the_loop(owner: Owner, caplog: pytest.L
     assert "the owner's bug" in caplog.text
 
 
-def test_a_dead_engine_ends_its_requests_and_is_not_ready(owner: Owner) -> None:
-    owner.start(transport="process", mock_step_ms=1, max_num_seqs=2)
-    queued = [f"queued {i}" for i in range(5)]
-    owner.submit(endless("a"), endless("b"), *map(endless, queued))
-    owner.wait_for_tokens("a")
-    transport = owner.manager._transport
+def kill_engine(owner: Owner, number: signal.Signals = signal.SIGKILL) -> None:
+    transport = owner.manager._supervisor._transport
     assert isinstance(transport, ProcessTransport) and transport._process is not None
-    os.kill(transport._process.pid, signal.SIGKILL)
-    owner.wait_for_end("a", "b", *queued)
-    assert {owner.reason(name) for name in ("a", "b", *queued)} == {"error"}
-    assert owner.outcomes["a"].error == "the engine died: the engine process ended by signal SIGKILL"
-    with pytest.raises(RuntimeError, match="the engine died"):
+    os.kill(transport._process.pid, number)
+
+
+def long_requests(count: int) -> list[InferRequest]:
+    return [
+        make_request(f"r{i}", [i, 1, 2], max_tokens=40, min_tokens=40, temperature=i % 2, seed=i, logprobs=i % 3)
+        for i in range(count)
+    ]
+
+
+def expect_all(owner: Owner, requests: list[InferRequest]) -> None:
+    owner.wait_for_end(*(request.request_id for request in requests))
+    for request in requests:
+        expect_oracle(owner.outcomes[request.request_id], request)
+
+
+def test_requests_survive_their_engine(owner: Owner) -> None:
+    requests = long_requests(6)
+    owner.start(transport="process", mock_step_ms=5, max_num_seqs=4, num_kv_blocks=6, block_size=32)
+    owner.submit(*requests)
+    for count in (3, 8, 20):
+        owner.wait_for(lambda count=count: len(owner.outcomes.get("r0", Outcome()).token_ids) >= count)  # type: ignore[misc]
+        kill_engine(owner)
+        owner.wait_for(lambda: bool(owner.deaths))
+        owner.deaths.clear()
+    expect_all(owner, requests)
+    owner.manager.check_ready()
+
+
+def test_what_was_live_is_given_back_in_order(owner: Owner) -> None:
+    owner.start(transport="process", mock_step_ms=5, max_num_seqs=2)
+    owner.submit(endless("b"), endless("a"), endless("queued"))
+    owner.wait_for_tokens("a")
+    kill_engine(owner)
+    owner.wait_for(lambda: bool(owner.deaths))
+    [(request_ids, error)] = owner.deaths
+    assert request_ids == ("b", "a")
+    assert (str(error), error.kind) == ("the engine process ended by signal SIGKILL", "signal")
+
+
+@pytest.mark.parametrize("fault", ["exit", "segfault", "hang", "escape", "malformed"])
+def test_requests_survive_a_faulty_step(owner: Owner, tmp_path: Path, fault: str) -> None:
+    requests = long_requests(4)
+    owner.start(transport="process", mock_step_ms=1, step_timeout_s=0.5, fault_directory=str(tmp_path))
+    owner.submit(*requests)
+    owner.wait_for_tokens("r3")
+    (tmp_path / fault).touch()
+    expect_all(owner, requests)
+    expected = {"exit": "exit", "segfault": "signal", "hang": "hang", "escape": "exit", "malformed": "message"}
+    assert [error.kind for _, error in owner.deaths] == [expected[fault]]
+    owner.manager.check_ready()
+
+
+@pytest.mark.parametrize("fault", ["exception", "out-of-memory"])
+def test_a_step_that_fails_once_hurts_nobody(owner: Owner, kind: str, tmp_path: Path, fault: str) -> None:
+    requests = long_requests(4)
+    owner.start(transport=kind, mock_step_ms=1, fault_directory=str(tmp_path))
+    owner.submit(*requests)
+    owner.wait_for_tokens("r3")
+    (tmp_path / fault).touch()
+    expect_all(owner, requests)
+    assert not owner.deaths and not list(tmp_path.iterdir())
+
+
+def test_a_row_without_logits_ends_alone(owner: Owner, tmp_path: Path) -> None:
+    requests = long_requests(4)
+    owner.start(transport="inline", mock_step_ms=1, fault_directory=str(tmp_path))
+    owner.submit(*requests)
+    owner.wait_for_tokens("r3")
+    (tmp_path / "nan-logits").touch()
+    owner.wait_for_end("r0", "r1", "r2", "r3")
+    assert [owner.reason(request.request_id) for request in requests] == ["error", "length", "length", "length"]
+    assert owner.outcomes["r0"].error == "the model computed logits that are not finite for this request"
+    expect_all(owner, requests[1:])
+
+
+def test_an_idle_engine_that_dies_is_replaced(owner: Owner) -> None:
+    owner.start(transport="process")
+    kill_engine(owner)
+    owner.wait_for(lambda: bool(owner.deaths))
+    requests = long_requests(2)
+    owner.submit(*requests)
+    expect_all(owner, requests)
+
+
+def test_a_stop_while_the_engine_is_down_is_answered(owner: Owner, tmp_path: Path) -> None:
+    owner.start(transport="process", mock_step_ms=5, fault_directory=str(tmp_path))
+    owner.submit(endless("r"))
+    owner.wait_for_tokens("r")
+    (tmp_path / "poison").write_text("2")
+    owner.wait_for(lambda: len(owner.deaths) >= 2)
+    owner.control("r")
+    owner.wait_for(lambda: any("'r' is not live" in text for _, text, _ in owner.statuses))
+
+
+def test_an_engine_that_keeps_dying_is_given_up_and_still_tried(owner: Owner, tmp_path: Path) -> None:
+    owner.start(transport="process", fault_directory=str(tmp_path), max_engine_failures=2)
+    (tmp_path / "poison").write_text("2")
+    owner.submit(make_request("r"))
+    owner.wait_for(lambda: len(owner.deaths) == 2)
+    assert owner.manager.is_given_up
+    with pytest.raises(RuntimeError, match=r"failed 2 times in a row, the last time: .*SIGSEGV"):
         owner.manager.check_ready()
-    owner.submit(make_request("late"))
-    owner.wait_for_end("late")
-    assert "the engine died" in owner.outcomes["late"].error
+    (tmp_path / "poison").unlink()
+    owner.wait_for_end("r")
+    owner.manager.check_ready()
+
+
+def test_shutdown_while_the_engine_is_down(owner: Owner, tmp_path: Path) -> None:
+    owner.start(transport="process", fault_directory=str(tmp_path))
+    (tmp_path / "poison").write_text("2")
+    owner.submit(make_request("r"))
+    owner.wait_for(lambda: len(owner.deaths) >= 2)
+    owner.manager.shutdown()
+    with pytest.raises(RuntimeError, match="not running"):
+        owner.manager.check_ready()
 
 
 def test_a_stuck_engine_is_not_ready(owner: Owner) -> None:

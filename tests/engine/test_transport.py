@@ -33,7 +33,7 @@ def wakeup() -> Iterator[Wakeup]:
 @pytest.fixture(params=["inline", "process"])
 def transport(request: pytest.FixtureRequest, wakeup: Wakeup) -> Iterator[Transport]:
     transport = make_transport(EngineConfig(model="mock", transport=request.param), wakeup.fileno())
-    transport.start()
+    start(transport)
     yield transport
     transport.close()
 
@@ -41,9 +41,15 @@ def transport(request: pytest.FixtureRequest, wakeup: Wakeup) -> Iterator[Transp
 @pytest.fixture
 def process(wakeup: Wakeup) -> Iterator[ProcessTransport]:
     transport = ProcessTransport(EngineConfig(model="mock"), wakeup.fileno())
-    transport.start()
+    start(transport)
     yield transport
     transport.close()
+
+
+def start(transport: Transport) -> None:
+    transport.launch()
+    while transport.receive_started(None) is None:
+        pass
 
 
 def pid_of(transport: ProcessTransport) -> int:
@@ -112,14 +118,14 @@ def test_a_model_that_cannot_load_is_one_clear_error(kind: str, wakeup: Wakeup) 
     config = EngineConfig(model="mock", mock_vocab_size=1, transport=kind)  # type: ignore[arg-type]
     transport = make_transport(config, wakeup.fileno())
     with pytest.raises(RuntimeError, match=r"^engine argument 'mock_vocab_size' is 1, expected at least 130$"):
-        transport.start()
+        start(transport)
     transport.close()
 
 
 def test_descriptors_do_not_leak(wakeup: Wakeup) -> None:
     def cycle() -> None:
         transport = make_transport(EngineConfig(model="mock", transport="inline"), wakeup.fileno())
-        transport.start()
+        start(transport)
         transport.close()
 
     cycle()
@@ -163,9 +169,36 @@ def test_an_engine_that_dies_while_loading_leaves_its_last_words(
     broken_interpreter.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(broken_interpreter))
     transport = ProcessTransport(EngineConfig(model="mock"), wakeup.fileno())
-    with pytest.raises(RuntimeError, match=r"ended with exit code 3 while the model was loading(.|\n)*out of luck"):
-        transport.start()
+    with pytest.raises(EngineDeadError, match="ended with exit code 3") as caught:
+        start(transport)
+    assert (caught.value.kind, caught.value.details) == ("exit", "out of luck")
     transport.close()
+
+
+def test_a_message_to_a_dead_engine_does_not_block(process: ProcessTransport) -> None:
+    os.kill(pid_of(process), signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="SIGKILL"):
+        while True:
+            process.send(EngineInput(abort=("nobody",)))
+            time.sleep(0.01)
+
+
+def test_nonsense_from_the_engine_comes_after_the_results_before_it(wakeup: Wakeup, tmp_path: Path) -> None:
+    config = EngineConfig(model="mock", fault_directory=str(tmp_path))
+    transport = ProcessTransport(config, wakeup.fileno())
+    start(transport)
+    transport.send(EngineInput((make_request("r", max_tokens=4000, ignore_eos=True),)))
+    assert transport.receive()[0].outputs[0].request_id == "r"
+    (tmp_path / "malformed").touch()
+    with pytest.raises(EngineDeadError, match="a message that cannot be read") as caught:
+        while True:
+            transport.receive()
+    assert caught.value.kind == "message"
+    transport.close(force=True)
+
+
+def test_a_wait_ends_in_time(transport: Transport) -> None:
+    assert transport.receive(0.01) == []
 
 
 def test_an_inline_engine_that_raises_is_a_dead_engine(wakeup: Wakeup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +206,7 @@ def test_an_inline_engine_that_raises_is_a_dead_engine(wakeup: Wakeup, monkeypat
         raise ArithmeticError("broken table")
 
     transport = make_transport(EngineConfig(model="mock", transport="inline"), wakeup.fileno())
-    transport.start()
+    start(transport)
     monkeypatch.setattr(MockRunner, "remove_row", fail)
     transport.send(EngineInput((make_request("r", max_tokens=1),)))
     with pytest.raises(EngineDeadError, match="ArithmeticError: broken table"):
@@ -197,7 +230,9 @@ from llmbackend.engine.transport import ProcessTransport
 from llmbackend.engine.wakeup import Wakeup
 wakeup = Wakeup()
 transport = ProcessTransport(EngineConfig(model="mock"), wakeup.fileno())
-transport.start()
+transport.launch()
+while transport.receive_started(None) is None:
+    pass
 print(transport._process.pid, flush=True)
 transport.receive()
 """

@@ -1,0 +1,121 @@
+"""Faults on demand: the proof that an engine's death, hang or nonsense loses nothing needs engines that misbehave.
+
+For: tests and `make chaos`, through the engine argument `fault_directory`. Does not know: what is done about a fault.
+Invariant: without the argument none of this runs. Before each step a file in the directory that is named after a fault
+makes the engine commit it once: the file is removed first, so the next engine is sound. A file `poison` stays: it holds
+a token id, and a step that computes a request whose prompt has this token kills the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, Protocol
+
+import numpy as np
+
+from .infer_request import InferRequest, ModelInfo
+from .step import BROKEN_LOGITS, RowTable, Runner, SampledTokens, StepPlan
+
+POISON: Final = "poison"
+
+
+class Link(Protocol):
+    """The engine's end of its socket, as its loop uses it."""
+
+    def recv(self, flags: int = 0) -> bytes: ...
+    def send(self, data: bytes, flags: int = 0) -> object: ...
+
+
+class Faults:
+    """The faults that were asked for in one directory."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+
+    def take(self, name: str) -> bool:
+        """Whether this fault is due; it is then no more."""
+        try:
+            (self._directory / name).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def poison(self) -> int | None:
+        """The token id that kills."""
+        try:
+            return int((self._directory / POISON).read_text())
+        except FileNotFoundError:
+            return None
+
+
+class FaultyRunner:
+    """A runner that fails where it is told to; else the one it was made from."""
+
+    def __init__(self, runner: Runner, faults: Faults) -> None:
+        self._runner = runner
+        self._faults = faults
+        self._requests: dict[int, InferRequest] = {}
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._runner.info
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        self._runner.add_row(row, request)
+        self._requests[row] = request
+
+    def remove_row(self, row: int) -> None:
+        self._runner.remove_row(row)
+        self._requests.pop(row, None)
+
+    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        self._die(plan)
+        if self._faults.take("exception"):
+            raise RuntimeError("injected fault: exception in a step")
+        if self._faults.take("out-of-memory"):
+            raise MemoryError("injected fault: out of memory")
+        sampled = self._runner.execute(plan, table)
+        rows = plan.rows[plan.sample_rows].tolist()
+        if self._faults.take("escape"):
+            return replace(sampled, token_ids=np.zeros(len(rows) + 1, np.int32))
+        if rows and self._faults.take("nan-logits"):
+            return self._without_logits(sampled, rows[0])
+        return sampled
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def _die(self, plan: StepPlan) -> None:
+        if self._faults.take("exit"):
+            os._exit(3)
+        if self._faults.take("segfault"):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self._faults.take("hang"):
+            time.sleep(86400)
+        poison = self._faults.poison()
+        if any(poison in self._requests[row].prompt_token_ids for row in plan.rows.tolist()):
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+    def _without_logits(self, sampled: SampledTokens, row: int) -> SampledTokens:
+        errors: Mapping[int, str] = MappingProxyType({**sampled.errors, row: BROKEN_LOGITS})
+        return replace(sampled, errors=errors)
+
+
+class FaultyLink:
+    """A socket that sends bytes which are no message when the fault `malformed` is due."""
+
+    def __init__(self, link: Link, faults: Faults) -> None:
+        self._link = link
+        self._faults = faults
+
+    def recv(self, flags: int = 0) -> bytes:
+        return self._link.recv(flags)
+
+    def send(self, data: bytes, flags: int = 0) -> object:
+        return self._link.send(b"\xc1 no message" if self._faults.take("malformed") else data, flags)
