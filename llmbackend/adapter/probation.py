@@ -5,7 +5,8 @@ Ideas: a request that an engine has already given a token for, since it took it,
 others are suspects, and a suspect is tried alone: it is handed to an engine that has nothing else untried, and nothing
 else is handed to that engine until it gave a token for it. An engine that dies during such a trial is a strike against
 the one request it can have been; the second strike convicts it.
-Invariant: only a request that was the sole untried one at STRIKES deaths is convicted.
+Invariant: only a request that was the sole untried one at STRIKES deaths, with no token for it in between, is
+convicted.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class Probation:
         self._untried[task.request_id] = task
 
     def leave(self, request_id: str) -> None:
-        """The engine gave a token for the request, or the request is over."""
+        """The engine gave a token for the request, which acquits it of earlier deaths, or the request is over."""
         task = self._untried.pop(request_id, None)
         if task is not None:
             task.is_suspect = False
+            task.strikes = 0
 
     def engine_died(self) -> InferTask | None:
         """What was untried is suspect from now on. The request that is convicted, if one is."""
