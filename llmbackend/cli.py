@@ -14,7 +14,7 @@ import typer
 
 from llmbackend import __version__
 
-from .cli_flags import GrpcFlags, HttpFlags, LifeFlags, LogFlags, MetricsFlags, ModelFlags, server_options
+from .cli_flags import DoorFlags, GrpcFlags, HttpFlags, LifeFlags, LogFlags, MetricsFlags, ModelFlags, server_options
 from .flag_groups import takes_flag_groups
 from .settings import ServerSettings
 
@@ -36,7 +36,13 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @app.command()
 @takes_flag_groups
 def serve(
-    models: ModelFlags, life: LifeFlags, http: HttpFlags, grpc: GrpcFlags, metrics: MetricsFlags, log: LogFlags
+    models: ModelFlags,
+    life: LifeFlags,
+    http: HttpFlags,
+    grpc: GrpcFlags,
+    metrics: MetricsFlags,
+    doors: DoorFlags,
+    log: LogFlags,
 ) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
     from .serve import run_server
@@ -49,6 +55,7 @@ def serve(
         metrics=metrics.endpoint(http.http_address),
         http_max_input_size_bytes=http.http_max_input_size,
         exit_timeout_s=life.exit_timeout_secs,
+        doors=doors.settings(),
     )
     raise typer.Exit(run_server(settings))
 

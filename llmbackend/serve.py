@@ -23,6 +23,8 @@ from rich.console import Console
 from llmbackend import __version__
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.frontends.doors.doors import Doors
+from llmbackend.frontends.doors.exposure import exposure
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.serving import FrontendServer
@@ -49,10 +51,15 @@ def run_server(settings: ServerSettings) -> int:
 async def _serve(settings: ServerSettings) -> int:
     began_s = time.monotonic()
     stop = _stop_on_signal()
-    server = InferenceServer(settings.options)
+    try:
+        doors = Doors(settings.doors)
+    except ValueError as error:
+        log.error("%s", error)
+        return 1
+    server = doors.host(settings.options)
     if not await _load_models(server):
         return 1
-    frontends = _frontends(server, settings)
+    frontends = _frontends(server, settings, doors)
     try:
         await frontends.start()
     except (OSError, RuntimeError) as error:
@@ -60,11 +67,15 @@ async def _serve(settings: ServerSettings) -> int:
         await asyncio.to_thread(server.stop, settings.exit_timeout_s)
         return 1
     _announce(server, _urls(frontends, settings), time.monotonic() - began_s)
+    if warning := exposure(
+        settings.doors, http_address=settings.http.address_or_none, grpc_address=settings.grpc.address_or_none
+    ):
+        log.warning("%s", warning)
     await stop.wait()
     return await _drain(server, frontends, settings.exit_timeout_s)
 
 
-def _frontends(server: InferenceServer, settings: ServerSettings) -> FrontendServer:
+def _frontends(server: InferenceServer, settings: ServerSettings, doors: Doors) -> FrontendServer:
     limit_bytes = settings.http_max_input_size_bytes
     routers = (create_openai_router(server, limit_bytes),)
     return FrontendServer(
@@ -76,6 +87,7 @@ def _frontends(server: InferenceServer, settings: ServerSettings) -> FrontendSer
         metrics_address=settings.metrics.address,
         metrics_port=settings.metrics.port_or_none,
         http_app=create_http_app(server, max_input_size_bytes=limit_bytes, routers=routers),
+        doors=doors,
     )
 
 
@@ -117,8 +129,9 @@ async def _drain(server: InferenceServer, frontends: FrontendServer, timeout_s: 
 
 def _urls(frontends: FrontendServer, settings: ServerSettings) -> dict[str, str]:
     """Where each open endpoint listens, by protocol."""
+    scheme = "http" if settings.doors.http_tls is None else "https"
     found = {
-        "http": ("http://{}:{}", settings.http.address, frontends.http_port),
+        "http": (scheme + "://{}:{}", settings.http.address, frontends.http_port),
         "grpc": ("{}:{}", settings.grpc.address, frontends.grpc_port),
         "metrics": ("http://{}:{}/metrics", settings.metrics.address, frontends.metrics_port),
     }

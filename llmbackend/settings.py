@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmbackend.core.messages import ServerOptions
+from llmbackend.frontends.doors.settings import NO_DOORS, DoorSettings
 
 LogFormat = Literal["default", "ISO8601"]
 
@@ -37,6 +38,10 @@ class Endpoint:
     def port_or_none(self) -> int | None:
         return self.port if self.enabled else None
 
+    @property
+    def address_or_none(self) -> str | None:
+        return self.address if self.enabled else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
@@ -48,4 +53,5 @@ class ServerSettings:
     metrics: Endpoint
     http_max_input_size_bytes: int = 64 << 20
     exit_timeout_s: int = 30
+    doors: DoorSettings = NO_DOORS
     log: LogSettings = LogSettings()

@@ -47,22 +47,30 @@ Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
 def create_grpc_server(
-    server: InferenceServer, *, address: str, options: Sequence[tuple[str, Any]] = ()
+    server: InferenceServer,
+    *,
+    address: str,
+    options: Sequence[tuple[str, Any]] = (),
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    credentials: grpc.ServerCredentials | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """A server for `server` on `address` ("host:port", port 0 = any), not yet started, and the port it is bound to.
 
-    `options` are gRPC channel arguments, after the message size limits of Triton. Must be called on the event loop
-    that will run it. Raises RuntimeError when the address can not be bound.
+    `options` are gRPC channel arguments, after the message size limits of Triton. `interceptors` stand before the
+    server's own. Without `credentials` there is no TLS. Must be called on the event loop that will run it. Raises
+    RuntimeError when the address can not be bound.
     """
     limits = [
         ("grpc.max_send_message_length", INT32_MAX),
         ("grpc.max_receive_message_length", INT32_MAX),
         ("grpc.so_reuseport", 0),
     ]
-    grpc_server = grpc.aio.server(interceptors=[MalformedRequests()], options=[*limits, *options])
+    grpc_server = grpc.aio.server(interceptors=[*interceptors, MalformedRequests()], options=[*limits, *options])
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(server), grpc_server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), grpc_server)
-    return grpc_server, grpc_server.add_insecure_port(address)
+    if credentials is None:
+        return grpc_server, grpc_server.add_insecure_port(address)
+    return grpc_server, grpc_server.add_secure_port(address, credentials)
 
 
 def _rpc(handler: Handler) -> Handler:

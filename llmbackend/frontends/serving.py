@@ -19,6 +19,9 @@ from starlette.types import ASGIApp
 
 from llmbackend.core.inference_server import InferenceServer
 
+from .doors.doors import Doors
+from .doors.settings import NO_DOORS
+from .doors.tls import TlsFiles
 from .http_app import create_http_app
 from .kserve_grpc import create_grpc_server
 from .metrics_http import create_metrics_app
@@ -30,7 +33,7 @@ _KEEP_ALIVE_S: Final = 75
 class HttpEndpoint:
     """One ASGI app on one listening socket."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, tls: TlsFiles | None = None) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
@@ -45,6 +48,7 @@ class HttpEndpoint:
             date_header=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_S,
+            **({} if tls is None else tls.uvicorn_options()),
         )
         config.load()
         self._server = uvicorn.Server(config)
@@ -64,7 +68,10 @@ class HttpEndpoint:
 
 
 class FrontendServer:
-    """The endpoints around one InferenceServer. A port of None switches its endpoint off, 0 takes any free port."""
+    """The endpoints around one InferenceServer. A port of None switches its endpoint off, 0 takes any free port.
+
+    `doors` stand before HTTP and gRPC; the metrics port has none.
+    """
 
     def __init__(
         self,
@@ -77,9 +84,11 @@ class FrontendServer:
         metrics_address: str = "127.0.0.1",
         metrics_port: int | None = 8002,
         http_app: ASGIApp | None = None,
+        doors: Doors | None = None,
     ) -> None:
         self._server = server
         self._http_app = http_app
+        self._doors = doors or Doors(NO_DOORS)
         self._http_at = (http_address, http_port)
         self._grpc_at = (grpc_address, grpc_port)
         self._metrics_at = (metrics_address, metrics_port)
@@ -103,19 +112,26 @@ class FrontendServer:
             await self._grpc.start()
 
     def _bind(self) -> None:
+        registry = self._server.metrics_registry
         host, port = self._http_at
         if port is not None:
-            self.http_port = self._add_http(self._http_app or create_http_app(self._server), host, port)
+            app = self._doors.around_http(self._http_app or create_http_app(self._server), registry)
+            self.http_port = self._add_http(app, host, port, self._doors.http_tls)
         host, port = self._metrics_at
         if port is not None:
-            self.metrics_port = self._add_http(create_metrics_app(self._server.metrics_registry), host, port)
+            self.metrics_port = self._add_http(create_metrics_app(registry), host, port)
         host, port = self._grpc_at
         if port is not None:
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            self._grpc, self.grpc_port = create_grpc_server(self._server, address=address)
+            self._grpc, self.grpc_port = create_grpc_server(
+                self._server,
+                address=address,
+                interceptors=self._doors.grpc_interceptors(registry),
+                credentials=self._doors.grpc_credentials(),
+            )
 
-    def _add_http(self, app: ASGIApp, host: str, port: int) -> int:
-        endpoint = HttpEndpoint(app, host, port)
+    def _add_http(self, app: ASGIApp, host: str, port: int, tls: TlsFiles | None = None) -> int:
+        endpoint = HttpEndpoint(app, host, port, tls)
         self._endpoints.append(endpoint)
         return endpoint.port
 

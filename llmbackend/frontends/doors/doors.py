@@ -1,0 +1,75 @@
+"""The doors of one server: what its settings ask for, and nothing where they ask for nothing.
+
+For: the life of the server process. Does not know: flags. Invariant: a door that has nothing to check, limit or log is
+not there, so that it costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import ServerOptions
+
+from .api_keys import KeyFile, KeyRing, parse_keys, unnamed_keys
+from .grpc_door import GrpcDoor
+from .http_door import HttpDoor
+from .metering import MeteredServer
+from .settings import DoorSettings
+from .tls import TlsFiles
+from .visit import DoorMetrics
+
+
+class Doors:
+    def __init__(self, settings: DoorSettings) -> None:
+        """Reads the keys. Raises ValueError, one line, when they are no good."""
+        self._settings = settings
+        self._keys = key_ring(settings) if settings.needs_keys else None
+        self._metrics: DoorMetrics | None = None
+
+    def host(self, options: ServerOptions) -> InferenceServer:
+        """The host to serve: one that counts tokens when there are keys to charge them to."""
+        return InferenceServer(options) if self._keys is None else MeteredServer(options)
+
+    @property
+    def http_tls(self) -> TlsFiles | None:
+        return self._settings.http_tls
+
+    def grpc_credentials(self) -> grpc.ServerCredentials | None:
+        tls = self._settings.grpc_tls
+        return None if tls is None else tls.grpc_credentials()
+
+    def around_http(self, app: ASGIApp, registry: CollectorRegistry) -> ASGIApp:
+        settings = self._settings
+        if self._keys is None and not settings.http_restrictions and not settings.log_requests:
+            return app
+        return HttpDoor(app, self._keys, settings.http_restrictions, self._metrics_of(registry), settings.log_requests)
+
+    def grpc_interceptors(self, registry: CollectorRegistry) -> Sequence[grpc.aio.ServerInterceptor]:
+        settings = self._settings
+        if self._keys is None and not settings.grpc_restrictions and not settings.log_requests:
+            return ()
+        return (GrpcDoor(self._keys, settings.grpc_restrictions, self._metrics_of(registry), settings.log_requests),)
+
+    def _metrics_of(self, registry: CollectorRegistry) -> DoorMetrics:
+        self._metrics = self._metrics or DoorMetrics(registry)
+        return self._metrics
+
+
+def key_ring(settings: DoorSettings) -> KeyRing:
+    """All keys of `settings`. Raises ValueError, which never shows a key."""
+    defaults = settings.default_limits
+    try:
+        fixed = parse_keys(settings.environment_keys.replace(",", "\n"), defaults)
+    except ValueError as error:
+        raise ValueError(f"LLMBACKEND_API_KEYS: {error}") from None
+    try:
+        fixed += unnamed_keys(settings.api_keys, defaults)
+    except ValueError as error:
+        raise ValueError(f"--api-key: {error}") from None
+    file = None if settings.api_key_file is None else KeyFile(settings.api_key_file, defaults)
+    return KeyRing(fixed, file)

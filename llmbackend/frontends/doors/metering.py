@@ -1,0 +1,97 @@
+"""The host as the holders of keys see it: their tokens are counted, and each request of a stream asks for admission.
+
+For: whoever serves with API keys; frontends use it as any InferenceServer. Does not know: protocols, keys. Invariants:
+a client sees no tensor that it did not ask for; a request whose visit is not known passes untouched.
+Source: the counts are the tensors num_input_tokens and num_output_tokens of vllm_backend's interface, asked for with
+return_num_input_tokens and return_num_output_tokens. A model without them is not charged for tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.errors import unavailable
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback
+from llmbackend.core.tensors import RawTensor, Tensor
+
+from .visit import VISIT, Visit
+
+PROMPT_TOKENS: Final = "num_input_tokens"
+GENERATED_TOKENS: Final = "num_output_tokens"
+_SWITCHES: Final = {f"return_{name}": name for name in (PROMPT_TOKENS, GENERATED_TOKENS)}
+
+
+class MeteredServer(InferenceServer):
+    """An InferenceServer that counts the tokens of visits."""
+
+    def infer_async(self, request: InferenceRequest) -> InferenceHandle:
+        """As InferenceServer's; also raises TritonError UNAVAILABLE when a request of a stream is not admitted."""
+        visit = VISIT.get()
+        if visit is None:
+            return super().infer_async(request)
+        refusal = visit.admit() if visit.asks_each else None
+        if refusal is not None:
+            raise unavailable(refusal.message)
+        config = self.model_config(request.model_name, request.model_version)
+        if request.raw_input is not None or not _SWITCHES.keys() <= {tensor.name for tensor in config.input}:
+            return super().infer_async(request)
+        return super().infer_async(_counted(request, visit, config.max_batch_size))
+
+
+def _counted(request: InferenceRequest, visit: Visit, max_batch_size: int) -> InferenceRequest:
+    """`request` with both counts asked for, and a callback that takes them out again where the client did not ask."""
+    inputs = {tensor.name: tensor for tensor in request.inputs if not _is_false(tensor)}
+    hidden = frozenset(
+        name
+        for switch, name in _SWITCHES.items()
+        if switch not in inputs or (request.requested_outputs and name not in request.requested_outputs)
+    )
+    shape = (1, 1) if max_batch_size else (1,)
+    for switch in _SWITCHES:
+        inputs.setdefault(switch, Tensor.of(switch, np.ones(shape, np.bool_)))
+    outputs = request.requested_outputs and tuple({*request.requested_outputs, *_SWITCHES.values()})
+    return replace(
+        request,
+        inputs=tuple(inputs.values()),
+        requested_outputs=outputs,
+        response_callback=_Meter(visit, request.response_callback, hidden),
+    )
+
+
+def _is_false(tensor: Tensor | RawTensor) -> bool:
+    """A well-formed switch that is off. (A malformed one stays, for the host to refuse.)"""
+    if tensor.name not in _SWITCHES or tensor.datatype != "BOOL":
+        return False
+    return tensor.raw == b"\0" if isinstance(tensor, RawTensor) else not tensor.data.any()
+
+
+class _Meter:
+    """Between a request and its callback: reads the counts of every response. Called by one thread at a time."""
+
+    def __init__(self, visit: Visit, callback: ResponseCallback, hidden: frozenset[str]) -> None:
+        self._visit = visit
+        self._callback = callback
+        self._hidden = hidden
+        self._prompt_is_charged = False
+
+    def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        if response is not None and response.outputs:
+            self._charge(response)
+            if self._hidden:
+                outputs = tuple(tensor for tensor in response.outputs if tensor.name not in self._hidden)
+                response = replace(response, outputs=outputs)
+        self._callback(response, flags)
+
+    def _charge(self, response: InferenceResponse) -> None:
+        counts = {tensor.name: int(tensor.data.sum()) for tensor in response.outputs if tensor.name in _COUNTS}
+        prompt = 0 if self._prompt_is_charged else counts.get(PROMPT_TOKENS, 0)
+        self._prompt_is_charged = self._prompt_is_charged or PROMPT_TOKENS in counts
+        self._visit.charge(prompt, counts.get(GENERATED_TOKENS, 0))
+
+
+_COUNTS: Final = frozenset(_SWITCHES.values())
