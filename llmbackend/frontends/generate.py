@@ -14,7 +14,7 @@ the time per event.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Final
 
 from fastapi import APIRouter, Request
@@ -39,12 +39,19 @@ _NOT_ONE_RESPONSE: Final = (
 
 
 class StreamedBody(Response):
-    """A response whose body is sent chunk by chunk as `chunks` yields; `chunks` is closed on every way out."""
+    """A response whose body is sent chunk by chunk as `chunks` yields.
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], status_code: int, content_type: str) -> None:
+    On every way out `chunks` is closed and `on_close` called (a generator that was never begun runs no code of its own
+    when it is closed).
+    """
+
+    def __init__(
+        self, chunks: AsyncGenerator[bytes, None], status_code: int, content_type: str, on_close: Callable[[], None]
+    ) -> None:
         self.status_code = status_code
         self.background = None
         self._chunks = chunks
+        self._on_close = on_close
         self.init_headers({"content-type": content_type})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,6 +61,7 @@ class StreamedBody(Response):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            self._on_close()
             await self._chunks.aclose()
 
 
@@ -70,11 +78,11 @@ class GenerateEndpoints:
     async def generate(self, request: Request) -> Response:
         inference = await self._submit(request)
         try:
-            responses = await inference.collect()
+            responses = await inference.collect(at_most=2)
         finally:
             inference.close()
         body = _json(responses[0]) if len(responses) == 1 else error_body(_NOT_ONE_RESPONSE)
-        return StreamedBody(_once(body), _status(responses), JSON)
+        return StreamedBody(_once(body), _status(responses), JSON, inference.close)
 
     async def generate_stream(self, request: Request) -> Response:
         inference = await self._submit(request)
@@ -83,13 +91,14 @@ class GenerateEndpoints:
         except BaseException:
             inference.close()
             raise
-        return StreamedBody(_events(inference, first), _status(_responses(first)), EVENT_STREAM)
+        return StreamedBody(_events(inference, first), _status(_responses(first)), EVENT_STREAM, inference.close)
 
     async def _submit(self, request: Request) -> Inference:
         name, version = model_of(request)
         if request.headers.get("content-encoding", "identity") not in ("", "identity"):
             raise invalid_argument("Unsupported content-encoding, only 'identity' is supported.")
         metadata = self._gate.server.model_metadata(name, version)
+        self._gate.check_room()
         body = await read_body(request, self._max_body_bytes)
         inference = self._gate.submit(lambda callback: decode_request(body, metadata, version, callback))
         inference.cancel_on_disconnect(request.receive)
@@ -113,11 +122,8 @@ async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
 
 
 async def _events(inference: Inference, batch: list[Item]) -> AsyncGenerator[bytes, None]:
-    try:
-        while batch:
-            events = b"".join(b"data: %b\n\n" % _json(response) for response in _responses(batch))
-            if events:
-                yield events
-            batch = await inference.next_batch()
-    finally:
-        inference.close()
+    while batch:
+        events = b"".join(b"data: %b\n\n" % _json(response) for response in _responses(batch))
+        if events:
+            yield events
+        batch = await inference.next_batch()

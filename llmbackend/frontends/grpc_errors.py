@@ -10,7 +10,9 @@ from typing import Final
 
 import grpc
 
-from llmbackend.core.errors import ErrorCode
+from llmbackend.core.errors import ErrorCode, TritonError
+
+from .limits import LimitReachedError
 
 INTERNAL_ERROR: Final = "internal error, see the server's log"
 
@@ -24,3 +26,7 @@ GRPC_STATUS: Final[Mapping[ErrorCode, grpc.StatusCode]] = {
     ErrorCode.ALREADY_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
     ErrorCode.CANCELLED: grpc.StatusCode.CANCELLED,
 }
+
+
+def grpc_status(error: TritonError) -> grpc.StatusCode:
+    return grpc.StatusCode.RESOURCE_EXHAUSTED if isinstance(error, LimitReachedError) else GRPC_STATUS[error.code]

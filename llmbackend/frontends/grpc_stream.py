@@ -2,8 +2,10 @@
 
 For: the gRPC servicer. Does not know: how tensors are coded. Invariants: a request's error is told in band and never
 ends the stream (unless the client asked for that with metadata `triton_grpc_error: true`); responses of one request
-keep their order; requests to non-decoupled models answer in the order they came; one message is written at a time;
-when the stream ends in any way but the client's half-close, every request of it is cancelled.
+keep their order; requests to non-decoupled models answer in the order they came; one message is written at a time, and
+while it waits for the client's flow control no more than a backlog of responses is held, over all requests of the
+stream; a client that takes nothing for too long loses the stream; when the stream ends in any way but the client's
+half-close, every request of it is cancelled.
 Source: Triton's stream_infer_handler, as recorded from Triton 2.51.
 """
 
@@ -11,18 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.errors import TritonError, internal
+from llmbackend.core.errors import TritonError, cancelled, internal
 from llmbackend.core.messages import InferenceResponse
 
 from .grpc_codec import decode_request, fill_response, model_version
-from .grpc_errors import GRPC_STATUS, INTERNAL_ERROR
+from .grpc_errors import INTERNAL_ERROR, grpc_status
 from .grpc_malformed import check
 from .inference import Inference, InferenceGate
 from .mailbox import Item
@@ -38,9 +40,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class StreamSession:
     """One call of ModelStreamInfer. Lives on the event loop and is used by it alone."""
 
-    def __init__(self, gate: InferenceGate, context: Context) -> None:
+    def __init__(self, gate: InferenceGate, context: Context, write_timeout_s: float) -> None:
         self._gate = gate
         self._context = context
+        self._backlog = gate.new_backlog()
+        self._stall = _WriteClock(write_timeout_s)
         self._strict_errors = _STRICT_ERRORS in [(key, value) for key, value in context.invocation_metadata() or ()]
         self._write_lock = asyncio.Lock()
         self._last_ordered: asyncio.Task[None] | None = None
@@ -50,20 +54,23 @@ class StreamSession:
         failure: TritonError | None = None
         try:
             async with asyncio.TaskGroup() as group:
+                self._stall.on_stall = lambda: group.create_task(_fail(_stalled(self._stall.timeout_s)))
                 async for request in requests:
                     check(request)
                     await self._serve(request, group)
         except* TritonError as errors:
             failure = _first(errors)
+        finally:
+            self._stall.close()
         if failure is not None:
-            await self._context.abort(GRPC_STATUS[failure.code], failure.message)
+            await self._context.abort(grpc_status(failure), failure.message)
 
     async def _serve(self, request: Any, group: asyncio.TaskGroup) -> None:
         try:
             options = options_from_proto(request.parameters)
             version = model_version(request.model_version)
             config = self._gate.server.model_config(request.model_name, version)
-            inference = self._gate.submit(lambda callback: decode_request(request, options, callback))
+            inference = self._gate.submit(lambda callback: decode_request(request, options, callback), self._backlog)
         except TritonError as error:
             await self._write(_refusal(request, error))
             return
@@ -83,19 +90,62 @@ class StreamSession:
         """Passes on the responses of one request, once the request `before` it has had all of its own."""
         if before is not None:
             await asyncio.wait([before])
-        while batch := await inference.next_batch():
-            for response, flags in batch:
-                message = _safe_message(request, (response, flags), empty_final)
-                if message is not None:
-                    await self._write(message)
-                if self._strict_errors and response is not None and response.error is not None:
-                    raise response.error
+        while (item := await inference.next()) is not None:
+            message = _safe_message(request, item, empty_final)
+            if message is not None:
+                await self._write(message)
+            if self._strict_errors and item[0] is not None and item[0].error is not None:
+                raise item[0].error
 
     async def _write(self, message: Any) -> None:
         if self._strict_errors and message.error_message and message.infer_response.model_name:
             return  # a model's error becomes the status of the call
         async with self._write_lock:
+            self._stall.begin()
             await self._context.write(message)
+            self._stall.end()
+
+
+class _WriteClock:
+    """Calls `on_stall` when one write takes longer than `timeout_s`. At most one timer, none without writes."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.on_stall: Callable[[], object] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._began_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        self._began_s = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self.timeout_s, self._look)
+
+    def end(self) -> None:
+        self._began_s = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._began_s is None:
+            return
+        left_s = self._began_s + self.timeout_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+        elif self.on_stall is not None:
+            self.on_stall()
+
+    def close(self) -> None:
+        self.on_stall = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _stalled(timeout_s: float) -> TritonError:
+    return cancelled(f"the stream was cancelled: its client took nothing for {timeout_s:g} s")
+
+
+async def _fail(error: TritonError) -> None:
+    raise error
 
 
 def _first(errors: BaseExceptionGroup[TritonError]) -> TritonError:

@@ -28,22 +28,26 @@ def create_http_app(
     *,
     max_input_size_bytes: int = DEFAULT_MAX_INPUT_SIZE_BYTES,
     routers: Sequence[APIRouter] = (),
+    gate: InferenceGate | None = None,
 ) -> FastAPI:
     """The app around `server`; `routers` (the OpenAI API, say) are served beside /v2.
 
-    `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size).
+    `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size). `gate` is
+    the one that other frontends of `server` use.
     """
     app = FastAPI(title="llmbackend", redirect_slashes=False, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    served = (create_kserve_router(server, max_input_size_bytes), *routers)
+    served = (create_kserve_router(server, max_input_size_bytes, gate), *routers)
     for router in (*served, create_openapi_router(served)):
         app.include_router(router)
     return app
 
 
-def create_kserve_router(server: InferenceServer, max_input_size_bytes: int) -> APIRouter:
+def create_kserve_router(
+    server: InferenceServer, max_input_size_bytes: int, gate: InferenceGate | None = None
+) -> APIRouter:
     router = APIRouter(redirect_slashes=False)
-    gate = InferenceGate(server)
+    gate = gate or InferenceGate(server)
     HealthEndpoints(server).add_to(router)
     add_unbuilt(router)  # before the models: /v2/models/{name} must not swallow them
     DescriptionEndpoints(server).add_to(router)

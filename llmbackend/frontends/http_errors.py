@@ -20,6 +20,8 @@ from starlette.responses import Response
 
 from llmbackend.core.errors import ErrorCode, TritonError
 
+from .limits import RETRY_AFTER_S, LimitReachedError
+
 JSON: Final = "application/json"
 TEXT: Final = "text/plain"
 
@@ -48,11 +50,12 @@ def error_body(message: str) -> bytes:
     return orjson.dumps({"error": message.encode("utf-8", "replace").decode()})
 
 
-def error_response(
-    error: TritonError, content_type: str = JSON, status: int | None = None, headers: Mapping[str, str] | None = None
-) -> Response:
-    """`error` as a response; `status` overrides the code's own."""
-    response = plain(error_body(error.message), status or HTTP_STATUS[error.code], content_type)
+def error_response(error: TritonError, content_type: str = JSON, headers: Mapping[str, str] | None = None) -> Response:
+    """`error` as a response with the status of its code; a refusal that may pass later says when to try again."""
+    status = 429 if isinstance(error, LimitReachedError) else HTTP_STATUS[error.code]
+    response = plain(error_body(error.message), status, content_type)
+    if status in (429, 503):
+        response.headers["retry-after"] = RETRY_AFTER_S
     response.headers.update(headers or {})
     return response
 

@@ -195,7 +195,7 @@ def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[byte
 def single_response(responses: list[InferenceResponse]) -> InferenceResponse:
     """The one response of a request that must have one. Raises its error, or INTERNAL for any other number."""
     if len(responses) != 1:
-        raise internal(f"expected a single response, got {len(responses)}")
+        raise internal(f"expected a single response, got {'more than one' if responses else 'none'}")
     if responses[0].error is not None:
         raise responses[0].error
     return responses[0]

@@ -40,6 +40,7 @@ class InferEndpoint:
         encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
         try:
             self._refuse_decoupled(name, version)
+            self._gate.check_room()
         except TritonError as error:
             return error_response(error, TEXT)
         if encoding not in (*ENCODINGS, "identity"):
@@ -69,7 +70,7 @@ class InferEndpoint:
         inference = self._gate.submit(build)
         inference.cancel_on_disconnect(request.receive)
         try:
-            response = single_response(await inference.collect())
+            response = single_response(await inference.collect(at_most=2))
         except TritonError as error:
             return error_response(error, TEXT)
         finally:

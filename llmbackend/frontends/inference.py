@@ -2,7 +2,7 @@
 
 For: HTTP and gRPC handlers on the event loop. Does not know: protocols. Invariant: whoever submits an inference ends
 it with `close`, which cancels it unless its FINAL response has been taken; so no way out of a handler leaves work
-running unseen.
+running unseen, and the number of open inferences is known.
 """
 
 from __future__ import annotations
@@ -15,21 +15,26 @@ from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback
 
-from .mailbox import Item, Mailbox, ResponseStream
+from .limits import InferenceLimits, LimitReachedError
+from .mailbox import Backlog, Item, Mailbox, ResponseStream
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class Inference:
-    """A submitted request: an async iterator of its responses that can be cancelled."""
+    """A submitted request: its responses one by one or as they come together, until FINAL."""
 
-    def __init__(self, responses: ResponseStream, handle: InferenceHandle) -> None:
+    def __init__(self, responses: ResponseStream, handle: InferenceHandle, on_close: Callable[[], None]) -> None:
         self._responses = responses
         self._handle = handle
+        self._on_close = on_close
         self._watcher: asyncio.Task[None] | None = None
         self._final = False
+        self._closed = False
+        responses.on_overflow = handle.cancel
 
     def cancel(self) -> None:
+        """Asks the host to end the request; its FINAL response still comes."""
         if not self._final:
             self._handle.cancel()
 
@@ -43,42 +48,95 @@ class Inference:
         self.cancel()
 
     def close(self) -> None:
-        """Ends the watching, and cancels what has not come to its end."""
+        """Ends the watching, cancels what has not come to its end, drops what nobody will read. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
         self.cancel()
+        self._responses.close()
+        self._on_close()
+
+    def pop(self) -> Item:
+        """A response that is here (`on_response` was called for it)."""
+        item = self._responses.pop()
+        self._final = bool(item[1] & ResponseFlag.FINAL)
+        return item
+
+    async def next(self) -> Item | None:
+        """Waits for one response. None after FINAL."""
+        item = await self._responses.next()
+        if item is not None:
+            self._final = bool(item[1] & ResponseFlag.FINAL)
+        return item
 
     async def next_batch(self) -> list[Item]:
         """Waits for one response, then takes all that are there. Empty after FINAL."""
-        try:
-            first = await self._responses.next()
-        except StopAsyncIteration:
+        first = await self._responses.next()
+        if first is None:
             return []
-        batch = [first, *self._responses.pop_ready()]
+        batch = [first, *self._responses.pop_all()]
         self._final = bool(batch[-1][1] & ResponseFlag.FINAL)
         return batch
 
-    async def collect(self) -> list[InferenceResponse]:
-        """Every response up to FINAL."""
+    async def collect(self, at_most: int) -> list[InferenceResponse]:
+        """The first `at_most` responses, once FINAL has come; the rest is dropped as it comes."""
         responses: list[InferenceResponse] = []
-        while batch := await self.next_batch():
-            responses += [response for response, _ in batch if response is not None]
+        while (item := await self.next()) is not None:
+            if item[0] is not None and len(responses) < at_most:
+                responses.append(item[0])
         return responses
 
 
 class InferenceGate:
-    """Submits requests to the host. Owns the mailbox of the event loop it is used on."""
+    """Submits requests to the host. Owns the mailbox of the event loop it is used on, and counts open inferences.
 
-    def __init__(self, server: InferenceServer) -> None:
+    Frontends on one loop share one gate, and so its limit.
+    """
+
+    def __init__(self, server: InferenceServer, limits: InferenceLimits | None = None) -> None:
         self.server = server
+        self._limits = limits or InferenceLimits()
         self._mailbox: Mailbox | None = None
+        self._open = 0
 
-    def submit(self, build: Callable[[ResponseCallback], InferenceRequest]) -> Inference:
+    @property
+    def open_inferences(self) -> int:
+        return self._open
+
+    def new_backlog(self) -> Backlog:
+        """For a client that reads several requests through one stream."""
+        return Backlog(self._limits.max_stream_buffer_bytes)
+
+    def check_room(self, count: int = 1) -> None:
+        """Raises LimitReachedError when `count` more inferences would be too many."""
+        if self._open + count > self._limits.max_concurrent_requests:
+            raise LimitReachedError(
+                f"the server is at its limit of {self._limits.max_concurrent_requests} concurrent requests"
+            )
+
+    def submit(
+        self,
+        build: Callable[[ResponseCallback], InferenceRequest],
+        backlog: Backlog | None = None,
+        on_response: Callable[[], None] | None = None,
+    ) -> Inference:
         """Sends the request that `build` makes around the given callback.
 
-        Raises TritonError when the host refuses it.
+        Raises TritonError when the host refuses it, LimitReachedError when there is no room.
         """
-        if self._mailbox is None:
-            self._mailbox = Mailbox(asyncio.get_running_loop())
-        responses = ResponseStream(self._mailbox)
-        return Inference(responses, self.server.infer_async(build(responses)))
+        self.check_room()
+        responses = ResponseStream(self._current_mailbox(), backlog or self.new_backlog(), on_response)
+        inference = Inference(responses, self.server.infer_async(build(responses)), self._leave)
+        self._open += 1
+        return inference
+
+    def _leave(self) -> None:
+        self._open -= 1
+
+    def _current_mailbox(self) -> Mailbox:
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return self._mailbox

@@ -1,4 +1,4 @@
-"""KServe v2 over gRPC: the GRPCInferenceService and the standard health service.
+"""KServe v2 over gRPC: the GRPCInferenceService, and the server that has it and the health service.
 
 For: the frontend server. Does not know: backends. Invariants: a TritonError ends its RPC with the status of its code
 and its text unchanged; an RPC that is not built says so by name; a cancelled RPC, or one past its deadline, cancels
@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
@@ -24,11 +24,13 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import TensorMetadata
 
 from .grpc_codec import decode_request, fill_response, model_version
-from .grpc_errors import GRPC_STATUS, INTERNAL_ERROR
+from .grpc_errors import INTERNAL_ERROR, grpc_status
+from .grpc_health import HealthServicer
 from .grpc_malformed import MalformedRequests
 from .grpc_stream import Context, StreamSession
 from .infer_codec import single_response
 from .inference import InferenceGate
+from .limits import GrpcLimits
 from .request_parameters import options_from_proto
 
 log = logging.getLogger(__name__)
@@ -51,26 +53,26 @@ def create_grpc_server(
     *,
     address: str,
     options: Sequence[tuple[str, Any]] = (),
+    gate: InferenceGate | None = None,
+    limits: GrpcLimits | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     credentials: grpc.ServerCredentials | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """A server for `server` on `address` ("host:port", port 0 = any), not yet started, and the port it is bound to.
 
-    `options` are gRPC channel arguments, after the message size limits of Triton. `interceptors` stand before the
-    server's own. Without `credentials` there is no TLS. Must be called on the event loop that will run it. Raises
-    RuntimeError when the address can not be bound.
+    `options` are gRPC channel arguments, after those of `limits`; `gate` is the one that other frontends of `server`
+    use; `interceptors` see an RPC before anything else does; with `credentials` the port speaks TLS. Must be called on
+    the event loop that will run it. Raises RuntimeError when the address can not be bound.
     """
-    limits = [
-        ("grpc.max_send_message_length", INT32_MAX),
-        ("grpc.max_receive_message_length", INT32_MAX),
-        ("grpc.so_reuseport", 0),
-    ]
-    grpc_server = grpc.aio.server(interceptors=[*interceptors, MalformedRequests()], options=[*limits, *options])
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(InferenceServicer(server), grpc_server)
+    limits = limits or GrpcLimits()
+    arguments = [("grpc.max_send_message_length", INT32_MAX), ("grpc.so_reuseport", 0), *limits.channel_arguments()]
+    grpc_server = grpc.aio.server(interceptors=[*interceptors, MalformedRequests()], options=[*arguments, *options])
+    servicer = InferenceServicer(server, gate or InferenceGate(server), limits.write_timeout_s)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, grpc_server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), grpc_server)
-    if credentials is None:
-        return grpc_server, grpc_server.add_insecure_port(address)
-    return grpc_server, grpc_server.add_secure_port(address, credentials)
+    if credentials is not None:
+        return grpc_server, grpc_server.add_secure_port(address, credentials)
+    return grpc_server, grpc_server.add_insecure_port(address)
 
 
 def _rpc(handler: Handler) -> Handler:
@@ -81,7 +83,7 @@ def _rpc(handler: Handler) -> Handler:
         try:
             return await handler(self, request, context)
         except TritonError as error:
-            await context.abort(GRPC_STATUS[error.code], error.message)
+            await context.abort(grpc_status(error), error.message)
         except Exception:
             log.exception("%s failed", handler.__name__)
             await context.abort(grpc.StatusCode.INTERNAL, INTERNAL_ERROR)
@@ -89,25 +91,11 @@ def _rpc(handler: Handler) -> Handler:
     return guarded  # type: ignore[return-value]
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """grpc.health.v1: every service name gets the server's readiness, as in Triton."""
-
-    def __init__(self, server: InferenceServer) -> None:
-        self._server = server
-
-    async def Check(self, request: Any, context: Context) -> Any:
-        ready = not self._server.is_exiting and await asyncio.to_thread(self._server.is_ready)
-        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        return health_pb2.HealthCheckResponse(status=status)
-
-    async def Watch(self, request: Any, context: Context) -> None:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not supported by this server, use Check")
-
-
 class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    def __init__(self, server: InferenceServer) -> None:
+    def __init__(self, server: InferenceServer, gate: InferenceGate, write_timeout_s: float) -> None:
         self._server = server
-        self._gate = InferenceGate(server)
+        self._gate = gate
+        self._write_timeout_s = write_timeout_s
         for name in _UNBUILT_RPCS:
             setattr(self, name, functools.partial(_refuse_unbuilt, name))
 
@@ -185,7 +173,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         options = options_from_proto(request.parameters)
         inference = self._gate.submit(lambda callback: decode_request(request, options, callback))
         try:
-            response = single_response(await inference.collect())
+            response = single_response(await inference.collect(at_most=2))
         finally:
             inference.close()
         message = pb.ModelInferResponse()
@@ -193,7 +181,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         return message
 
     async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
-        await StreamSession(self._gate, context).run(requests)
+        await StreamSession(self._gate, context, self._write_timeout_s).run(requests)
 
 
 async def _refuse_unbuilt(name: str, request: Any, context: Context) -> NoReturn:

@@ -1,7 +1,8 @@
 """The way of a response from an engine's thread into the event loop of a frontend.
 
-For: every streaming frontend. Does not know: protocols, backends. Invariant: the event loop is woken once for all
-responses that are put before it runs, so that an engine step costs one wake-up and not one per token.
+For: every frontend. Does not know: protocols, backends. Invariants: the event loop is woken once for all responses
+that are put before it runs, so that an engine step costs one wake-up and not one per token; putting never waits; what
+waits for one client is bounded by its Backlog: past that its request ends with an error after what was there already.
 """
 
 from __future__ import annotations
@@ -9,19 +10,34 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import Callable
+from typing import Final
 
 from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.errors import cancelled
 from llmbackend.core.messages import InferenceResponse
 
 Item = tuple[InferenceResponse | None, ResponseFlag]
+
+_RESPONSE_BYTES: Final = 512
+"""What a response takes in memory beside its tensors' elements (measured: 480 to 700 with one or two tensors)."""
+
+
+def size_bytes(item: Item) -> int:
+    """About how much memory `item` holds."""
+    size = _RESPONSE_BYTES
+    if item[0] is not None:
+        for tensor in item[0].outputs:
+            data = tensor.data
+            size += sum(map(len, data.flat)) if data.dtype.hasobject else data.nbytes
+    return size
 
 
 class Mailbox:
     """Belongs to one event loop; `put` may be called from any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._lock = threading.Lock()
         self._items: deque[tuple[ResponseStream, Item]] = deque()
         self._woken = False
@@ -33,7 +49,7 @@ class Mailbox:
                 return
             self._woken = True
         try:
-            self._loop.call_soon_threadsafe(self._deliver)
+            self.loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:  # the loop is closed: its clients are gone
             return
 
@@ -45,50 +61,99 @@ class Mailbox:
             stream.deliver(item)
 
 
-class ResponseStream:
-    """The responses of one request, as an async iterator of (response, flags) that ends after FINAL.
+class Backlog:
+    """How much waits for one client. The streams of requests that it reads through one connection share one."""
 
-    The instance itself is the request's `response_callback`.
+    __slots__ = ("limit_bytes", "waiting_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.waiting_bytes = 0
+
+
+class ResponseStream:
+    """The responses of one request, in order, until FINAL. Used on the event loop alone, but for the call.
+
+    The instance itself is the request's `response_callback`. `on_response` is called for each response that can be
+    popped; without it, `next` waits. A request may always have one response waiting, so that the limit is about
+    streams and not about the size of a tensor.
     """
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: Mailbox, backlog: Backlog, on_response: Callable[[], None] | None = None) -> None:
         self._mailbox = mailbox
+        self._backlog = backlog
+        self._on_response = on_response or self._wake
+        self._waiting_bytes = 0
         self._ready: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._final = False
+        self._ended = False
+        self.on_overflow: Callable[[], None] | None = None
 
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         self._mailbox.put(self, (response, flags))
 
     def deliver(self, item: Item) -> None:
-        """Called by the mailbox on the event loop."""
+        """Called by the mailbox on the event loop. Nothing is taken in after FINAL, an overflow or `close`."""
+        if self._ended:
+            return
+        size = size_bytes(item)
+        if self._ready and self._backlog.waiting_bytes + size > self._backlog.limit_bytes and item[0] is not None:
+            item = _too_slow(item[0], self._backlog.limit_bytes)
+            size = _RESPONSE_BYTES
+            if self.on_overflow is not None:
+                self.on_overflow()
+        self._ended = bool(item[1] & ResponseFlag.FINAL)
         self._ready.append(item)
+        self._waiting_bytes += size
+        self._backlog.waiting_bytes += size
+        self._on_response()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def next(self) -> Item:
-        """The next (response, flags). Raises StopAsyncIteration after FINAL."""
+    async def next(self) -> Item | None:
+        """The next (response, flags); None after FINAL."""
         while not self._ready:
-            if self._final:
-                raise StopAsyncIteration
+            if self._ended:
+                return None
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+        return self.pop()
+
+    def pop(self) -> Item:
+        """The oldest response that is here. Raises IndexError when none is."""
         item = self._ready.popleft()
-        self._final = self._final or bool(item[1] & ResponseFlag.FINAL)
+        self._release(size_bytes(item) if self._ready else self._waiting_bytes)
         return item
 
-    def pop_ready(self) -> list[Item]:
+    def pop_all(self) -> list[Item]:
         """All responses that are here already, without waiting: lets a frontend merge them into one write."""
         items = list(self._ready)
         self._ready.clear()
-        self._final = self._final or any(flags & ResponseFlag.FINAL for _, flags in items)
+        self._release(self._waiting_bytes)
         return items
 
-    def __aiter__(self) -> AsyncIterator[Item]:
-        return self
+    def close(self) -> None:
+        """Drops what is here and whatever still comes."""
+        self._ended = True
+        self._ready.clear()
+        self._release(self._waiting_bytes)
 
-    async def __anext__(self) -> Item:
-        return await self.next()
+    def _release(self, size: int) -> None:
+        self._waiting_bytes -= size
+        self._backlog.waiting_bytes -= size
+
+
+def _too_slow(response: InferenceResponse, limit_bytes: int) -> Item:
+    """What a client that fell too far behind gets after all that it was sent before."""
+    error = cancelled(
+        f"the request was cancelled: its client reads too slowly, more than {limit_bytes} bytes were waiting for it"
+    )
+    return (
+        InferenceResponse(response.model_name, response.model_version, response.request_id, error=error),
+        ResponseFlag.FINAL,
+    )

@@ -90,7 +90,7 @@ def test_health(running: Running, stub: Any, channel: grpc.Channel) -> None:
     assert stub.ModelReady(pb.ModelReadyRequest(name="identity")).ready
     assert not stub.ModelReady(pb.ModelReadyRequest(name="nosuch")).ready
     assert not stub.ModelReady(pb.ModelReadyRequest(name="identity", version="9")).ready
-    assert health.Check(health_pb2.HealthCheckRequest(service="any")).status == 1
+    assert health.Check(health_pb2.HealthCheckRequest(service="inference.GRPCInferenceService")).status == 1
     assert failure(lambda: stub.RepositoryModelLoad(pb.RepositoryModelLoadRequest(model_name="bad"))) == (
         *(
             "INVALID_ARGUMENT",

@@ -15,6 +15,7 @@ import orjson
 from starlette.responses import Response
 
 from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.frontends.limits import RETRY_AFTER_S, LimitReachedError
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class OpenAIError(Exception):
         """`error` as the client may see it; an exception nobody foresaw is logged and shown as a bare 500."""
         if isinstance(error, OpenAIError):
             return error
+        if isinstance(error, LimitReachedError):
+            return cls(error.message, status=429, kind="requests", code="rate_limit_exceeded")
         if isinstance(error, TritonError):
             status, kind, code = _STATUS_TYPE_CODE[error.code]
             blamed = _BLAMED.search(error.message) if status == 400 else None
@@ -76,7 +79,7 @@ class OpenAIError(Exception):
         return orjson.dumps({"error": fields})
 
     def response(self) -> Response:
-        headers = {"Retry-After": "1"} if self.status == 503 else {}
+        headers = {"Retry-After": RETRY_AFTER_S} if self.status in (429, 503) else {}
         return Response(self.body(), self.status, headers, media_type="application/json")
 
     def event(self) -> bytes:

@@ -8,7 +8,6 @@ value and range.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import orjson
@@ -17,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.frontends.mailbox import Mailbox
+from llmbackend.frontends.inference import InferenceGate
 
 from .catalog import ModelCatalog
 from .chunks import PING, ChunkWriter
@@ -38,10 +37,12 @@ _CLIENT_CLOSED_REQUEST = 499
 _ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
-def create_openai_router(server: InferenceServer, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES) -> APIRouter:
+def create_openai_router(
+    server: InferenceServer, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, gate: InferenceGate | None = None
+) -> APIRouter:
     """A router with all of /v1. Include it before any other route under /v1: it answers unknown paths there
-    itself."""
-    service = _OpenAIService(server, max_body_bytes)
+    itself. `gate` is the one that other frontends of `server` use."""
+    service = _OpenAIService(gate or InferenceGate(server), max_body_bytes)
     router = APIRouter()
     router.add_route("/v1/models", _guarded(service.models), methods=["GET"])
     router.add_route("/v1/models/{model:path}", _guarded(service.model), methods=["GET"])
@@ -52,13 +53,10 @@ def create_openai_router(server: InferenceServer, max_body_bytes: int = DEFAULT_
 
 
 class _OpenAIService:
-    """The handlers; one mailbox per event loop serves all their streams."""
-
-    def __init__(self, server: InferenceServer, max_body_bytes: int) -> None:
-        self._server = server
-        self._catalog = ModelCatalog(server)
+    def __init__(self, gate: InferenceGate, max_body_bytes: int) -> None:
+        self._gate = gate
+        self._catalog = ModelCatalog(gate.server)
         self._max_body_bytes = max_body_bytes
-        self._mailbox: tuple[asyncio.AbstractEventLoop, Mailbox] | None = None
 
     async def models(self, request: Request) -> Response:
         return _json(self._catalog.list())
@@ -73,30 +71,26 @@ class _OpenAIService:
         return await self._generate(request, parse_completion)
 
     async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:
+        self._gate.check_room()
         request = parse(await read_json_object(http, self._max_body_bytes))
         for prompt_input in {prompt.name for prompt in request.prompts}:
             self._catalog.require(request.model, prompt_input)
         identity = Identity.of(request)
-        generation = Generation(self._server, self._current_mailbox(), request, identity.id)
+        generation = Generation(self._gate, request, identity.id)
         try:
             if request.stream is None:
                 work = whole_response(generation, request, identity)
                 body = await unless_disconnected(http.receive, work)
+                generation.close()
                 return Response(body, media_type="application/json")
             # The first answer may be an error: look at it before the status line says 200.
             await unless_disconnected(http.receive, generation.wait(_QUIET_S))
             first = generation.pop()
         except BaseException:
-            generation.cancel()
+            generation.close()
             raise
         events = _events(generation, first, ChunkWriter(request, identity, request.stream))
-        return EventStream(events, on_close=generation.cancel)
-
-    def _current_mailbox(self) -> Mailbox:
-        loop = asyncio.get_running_loop()
-        if self._mailbox is None or self._mailbox[0] is not loop:
-            self._mailbox = (loop, Mailbox(loop))
-        return self._mailbox[1]
+        return EventStream(events, on_close=generation.close)
 
 
 async def _events(generation: Generation, arrival: Arrival | None, writer: ChunkWriter) -> AsyncGenerator[bytes, None]:
