@@ -48,6 +48,10 @@ class EntryPoints:
                 f"of '{backend}'"
             )
 
+    def has(self, name: str) -> bool:
+        """Whether the module has TRITONBACKEND_<name>."""
+        return getattr(self._module, f"TRITONBACKEND_{name}", None) is not None
+
     def call(self, name: str, *arguments: Any) -> None:
         """Calls TRITONBACKEND_<name> if the module has it."""
         function: Callable[..., None] | None = getattr(self._module, f"TRITONBACKEND_{name}", None)

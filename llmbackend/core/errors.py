@@ -8,6 +8,7 @@ Source: TRITONSERVER_Error_Code in Triton's tritonserver.h.
 
 from __future__ import annotations
 
+import reprlib
 from enum import Enum
 
 
@@ -62,6 +63,14 @@ def internal(message: str) -> TritonError:
 
 def cancelled(message: str) -> TritonError:
     return TritonError(message, ErrorCode.CANCELLED)
+
+
+_shortened = reprlib.Repr(maxlevel=4, maxstring=80, maxother=80)
+
+
+def shown(value: object) -> str:
+    """`value` as an error's text shows it: a client's value may be of any size and depth, the text is not."""
+    return _shortened.repr(value)
 
 
 def request_tag(request_id: str) -> str:

@@ -38,7 +38,6 @@ class InferRequest:
         self.channel = channel
         self.batch_size = batch_size
         self.queue_start_ns = 0
-        self.deadline_ns = 0
         self.id = message.id
         self.correlation_id = message.correlation_id
         self.flags: RequestFlag = message.flags

@@ -19,8 +19,13 @@ from tritonclient.grpc.service_pb2 import ModelStatistics
 
 from llmbackend import __version__
 
+from .backend_api import MetricKind
 from .backend_manager import BackendManager
+from .conservation import BREACHES_DESCRIPTION, BREACHES_METRIC, BreachLog, breaches_of
+from .draining import cut, wait_until_drained
 from .errors import TritonError, internal, invalid_argument, unavailable
+from .host_services import HostServices
+from .load_parameters import check_model_name
 from .messages import (
     InferenceHandle,
     InferenceRequest,
@@ -33,11 +38,11 @@ from .messages import (
 )
 from .metric_family import MetricFamilies
 from .metrics import CpuMetrics, ModelMetrics
-from .model import LoadedModel
-from .model_lifecycle import UNLOADED, ModelLifecycle, ModelState
-from .model_repository import ModelRepository, ModelSpec, check_model_name
+from .model_lifecycle import STOPPING, UNLOADED, ModelState
+from .model_loading import ModelLoader
 from .reaper import Reaper
 from .tensors import DATATYPE_OF_CONFIG_TYPE
+from .timer import Timer
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +58,8 @@ EXTENSIONS = (
 """Triton's names of the extensions that this host serves."""
 
 EXPLICIT_ONLY = "explicit model load / unload is not allowed if polling is enabled"
-ALL_MODELS = "*"
+UNLOAD_GRACE_S = 8.0
+"""What unloading gets at the least, however long requests took: an engine that hangs is killed after 5 s."""
 
 
 class ServerState(Enum):
@@ -68,20 +74,19 @@ class InferenceServer:
     def __init__(self, options: ServerOptions) -> None:
         self._options = options
         self._state = ServerState.INVALID
+        self._state_lock = threading.Lock()
         self._registry = CollectorRegistry(auto_describe=False)
-        self._reaper = Reaper()
+        families = MetricFamilies(self._registry)
+        breaches = families.get(
+            MetricKind.COUNTER, BREACHES_METRIC, BREACHES_DESCRIPTION, ("model", "version"), buckets=None
+        )
+        self._services = HostServices(Reaper(), Timer(), BreachLog(breaches))
         self._backends = BackendManager(
-            options.backend_directory,
-            options.backend_config,
-            options.auto_complete_config,
-            MetricFamilies(self._registry),
+            options.backend_directory, options.backend_config, options.auto_complete_config, families
         )
-        self._repository = ModelRepository(options.model_repositories, options.auto_complete_config)
-        self._lifecycle = ModelLifecycle(
-            self._make_model, options.model_load_thread_count, options.model_load_retry_count
-        )
-        self._load_locks: dict[str, threading.Lock] = {}
-        self._load_locks_guard = threading.Lock()
+        self._loader = ModelLoader(options, self._backends, self._services)
+        self._repository = self._loader.repository
+        self._lifecycle = self._loader.lifecycle
         self._registry.register(ModelMetrics(self._lifecycle.ready_models))
         self._registry.register(CpuMetrics())
 
@@ -97,43 +102,53 @@ class InferenceServer:
         Raises TritonError when a startup model failed and options.exit_on_error; the server is stopped then.
         """
         self._state = ServerState.INITIALIZING
-        self._reaper.start()
+        self._services.start()
         try:
             self._repository.check()
-            names = self._startup_models()
+            names = self._loader.startup_models()
         except TritonError:
-            self.stop(timeout_s=0.0)
-            self._state = ServerState.FAILED_TO_INITIALIZE
+            self._fail_to_start(timeout_s=0.0)
             raise
         with ThreadPoolExecutor(max(len(names), 1), thread_name_prefix="startup") as pool:
-            futures = [pool.submit(self._load, name, None) for name in names]
+            futures = [pool.submit(self._loader.load, name) for name in names]
+        if self.is_exiting:
+            raise unavailable(STOPPING)
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in errors:
             log.error("%s", error)
         if errors and self._options.exit_on_error:
-            self.stop(timeout_s=30.0)
-            self._state = ServerState.FAILED_TO_INITIALIZE
+            self._fail_to_start(timeout_s=30.0)
             raise internal("failed to load all models")
-        self._state = ServerState.READY
+        with self._state_lock:
+            if not self.is_exiting:
+                self._state = ServerState.READY
 
     def stop(self, timeout_s: float) -> bool:
-        """Refuses new work, waits for in-flight inferences, unloads every model, finalises backends.
+        """Refuses new work, waits for in-flight requests, cuts off those that run longer, unloads every model and
+        finalises backends. Any thread; may be called while `start` still loads, and again.
 
-        False = time ran out; then models that still hold requests, and the backends, are left as they are.
+        False = something was cut off, or a model did not end; then backends that are left are not finalised.
         """
-        self._state = ServerState.EXITING
+        with self._state_lock:
+            self._state = ServerState.EXITING
+        self._lifecycle.refuse_loads()
         deadline_s = time.monotonic() + timeout_s
         log.info("Waiting for in-flight requests to complete.")
-        if not self._drain(deadline_s):
+        is_drained = wait_until_drained(self._lifecycle.live_models, deadline_s)
+        if is_drained:
+            log.info("All models are stopped, unloading models")
+        else:
             log.error("Exit timeout expired. Exiting immediately.")
-            return False
-        log.info("All models are stopped, unloading models")
-        if not self._lifecycle.close(max(deadline_s - time.monotonic(), 0.0)):
-            log.error("Exit timeout expired. Exiting immediately.")
+            cut(self._lifecycle.live_models())
+        is_unloaded = self._lifecycle.close(max(deadline_s - time.monotonic(), UNLOAD_GRACE_S))
+        self._repository.close()
+        if not is_unloaded:
+            for what, count in self._lifecycle.left_behind().items():
+                log.error("unloading did not end: %d %s", count, what)
             return False
         self._backends.close()
-        self._reaper.stop()
-        return True
+        self._services.stop()
+        return is_drained
 
     @property
     def is_exiting(self) -> bool:
@@ -149,27 +164,20 @@ class InferenceServer:
         if not self._options.strict_readiness:
             return True
         for name in self._lifecycle.names():
-            versions = self._lifecycle.versions(name)
+            versions = self._versions(name)
             if not versions:
                 return False
-            for number, (state, reason) in versions.items():
-                if state is ModelState.READY:
-                    if not self.model_is_ready(name, number):
-                        return False
-                elif (state, reason) != (ModelState.UNAVAILABLE, UNLOADED):
+            for state, reason in versions.values():
+                if state is not ModelState.READY and (state, reason) != (ModelState.UNAVAILABLE, UNLOADED):
                     return False
         return True
 
     def model_is_ready(self, name: str, version: int = -1) -> bool:
-        """False also for a model that is unknown or not loaded."""
+        """False also for a model that is unknown or not loaded. Answered within a second, as `is_ready` is."""
         try:
-            model = self._lifecycle.acquire(name, version)
+            return not self._lifecycle.get(name, version).not_ready_reason()
         except TritonError:
             return False
-        try:
-            return model.is_ready()
-        finally:
-            model.in_flight.leave()
 
     # --- what is served ---------------------------------------------------------------------------------------------
 
@@ -206,7 +214,7 @@ class InferenceServer:
         """Every model of the repositories with the state of its known versions, sorted by name."""
         rows: list[ModelIndex] = []
         for name, count in self._repository.names().items():
-            versions = self._lifecycle.versions(name)
+            versions = self._versions(name)
             if count > 1:
                 reason = "model appears in two or more repositories"
                 rows.append(ModelIndex(name, "", ModelState.UNAVAILABLE.value, reason))
@@ -224,7 +232,7 @@ class InferenceServer:
         Raises TritonError: UNAVAILABLE in mode none, INTERNAL when it can not be polled, INVALID_ARG when it fails.
         """
         self._check_explicit()
-        self._load(name, parameters)
+        self._loader.load(name, parameters)
 
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
         """Begins to unload; requests in flight run to their end. `unload_dependents` matters to ensembles only."""
@@ -240,58 +248,62 @@ class InferenceServer:
         model = self._lifecycle.acquire(request.model_name, request.model_version)
         return model.infer(request)
 
+    def cancel_requests(self, model_name: str, version: int = -1, request_id: str = "") -> int:
+        """Asks every live request of the model with that client id to stop; how many there were. Version -1 = every
+        version, also those that only finish what they have. The empty id matches nothing.
+
+        Raises TritonError as `infer_async` does for a model or version that is unknown and has no request left.
+        """
+        models = [model for model in self._lifecycle.live_models(model_name) if version in (-1, model.version)]
+        if not models:
+            self._lifecycle.get(model_name, version)
+        channels = [channel for model in models for channel in model.live.with_id(request_id) if not channel.is_final]
+        for channel in channels:
+            channel.cancel()
+        return len(channels)
+
+    # --- conservation -----------------------------------------------------------------------------------------------
+
+    def check(self) -> list[str]:
+        """What is left behind, in words, on a server where no request runs and nothing is loaded or unloaded; empty
+        when all is well. Each model version checks itself, too, whenever it becomes idle."""
+        found = []
+        models = self._lifecycle.live_models()
+        for model in models:
+            left = {"in-flight inferences": model.in_flight.count, **model.left_behind()}
+            found += breaches_of(f"model '{model.name}' version {model.version}", left)
+        timers = max(len(self._services.timer) - len(models), 0)  # a queue may keep one
+        left = {**self._loader.left_behind(), "actions for its reaper": self._services.reaper.backlog}
+        return found + breaches_of("the server", {**left, "timers without a model": timers})
+
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _make_model(self, spec: ModelSpec, version: int) -> LoadedModel:
-        version_directory = spec.directory / str(version)
-        backend = self._backends.get(spec.config.backend, spec.name, version_directory, spec.config.runtime)
-        model = LoadedModel(spec, version, backend, self._reaper, self._options.auto_complete_config)
-        model.load()
-        return model
+    def _fail_to_start(self, timeout_s: float) -> None:
+        self.stop(timeout_s)
+        self._state = ServerState.FAILED_TO_INITIALIZE
 
-    def _load(self, name: str, parameters: LoadParameters | None) -> None:
-        with self._load_locks_guard:
-            lock = self._load_locks.setdefault(name, threading.Lock())
-        with lock:
-            spec = self._repository.poll(name, parameters)
-            loaded = self._lifecycle.loaded_spec(name)
-            if loaded is not None and not spec.has_override and loaded.signature == spec.signature:
-                return
-            self._lifecycle.load(spec)
+    def _versions(self, name: str) -> dict[int, tuple[ModelState, str]]:
+        """State and reason of each known version; one whose backend says that it is not ready is UNAVAILABLE."""
+        versions = self._lifecycle.versions(name)
+        for number, (state, _) in versions.items():
+            if state is ModelState.READY and (reason := self._not_ready_reason(name, number)):
+                versions[number] = (ModelState.UNAVAILABLE, reason)
+        return versions
 
-    def _startup_models(self) -> list[str]:
-        if self._options.model_control_mode == "none":
-            return list(self._repository.names())
-        names = list(dict.fromkeys(self._options.startup_models))
-        if ALL_MODELS not in names:
-            return names
-        if len(names) > 1:
-            raise invalid_argument("Wildcard model name '*' must be the ONLY startup model if specified at all.")
-        return list(self._repository.names())
+    def _not_ready_reason(self, name: str, version: int) -> str:
+        try:
+            return self._lifecycle.get(name, version).not_ready_reason()
+        except TritonError as error:
+            return error.message  # unloaded since
 
     def _check_serving(self) -> None:
         if self._state is not ServerState.READY:
-            raise unavailable("Server is stopping" if self.is_exiting else "Server is not ready")
+            raise unavailable(STOPPING if self.is_exiting else "Server is not ready")
 
     def _check_explicit(self) -> None:
         if self._options.model_control_mode != "explicit":
             raise unavailable(EXPLICIT_ONLY)
         self._check_serving()
-
-    def _drain(self, deadline_s: float) -> bool:
-        """Waits for every in-flight request, with a line of log each second. False at the deadline."""
-        while True:
-            busy = [model for model in self._lifecycle.live_models() if model.in_flight.count]
-            left_s = deadline_s - time.monotonic()
-            log.info("Timeout %d: Found %d model versions that have in-flight inferences", max(left_s, 0), len(busy))
-            for model in busy:
-                count = model.in_flight.count
-                log.info("Model '%s' (version %d) has %d in-flight inferences", model.name, model.version, count)
-            if not busy:
-                return True
-            if left_s <= 0:
-                return False
-            busy[0].in_flight.wait_for_zero(min(left_s, 1.0))
 
 
 def _tensor_metadata(tensor: ModelInput | ModelOutput, max_batch_size: int) -> TensorMetadata:

@@ -19,18 +19,22 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from .backend_api import ExecutionPolicy, InstanceGroupKind
 from .backend_manager import LoadedBackend
 from .errors import ErrorCode, TritonError, unsupported
+from .host_services import HostServices
 from .in_flight import InFlight
 from .infer_request import InferRequest
+from .live_requests import LiveRequests
 from .messages import InferenceRequest
 from .model_config import merge_auto_complete, set_instance_groups
 from .model_config_rules import validate_config, warn_of_ignored_fields
 from .model_instance import InstanceThread, LoadedInstance
 from .model_repository import ModelSpec
+from .readiness import Readiness
 from .reaper import Reaper
 from .request_validation import RequestValidator
 from .response_channel import ResponseChannel
 from .scheduling.dynamic_batcher import DynamicBatcher
-from .scheduling.request_queue import QueuePolicy, RequestQueue
+from .scheduling.queue_policy import QueuePolicies
+from .scheduling.request_queue import RequestQueue
 from .scheduling.scheduler import Scheduler
 from .statistics import Statistics
 
@@ -45,7 +49,7 @@ class LoadedModel:
         spec: ModelSpec,
         version: int,
         backend: LoadedBackend,
-        reaper: Reaper,
+        services: HostServices,
         auto_complete_config: bool,
     ) -> None:
         self.state: Any = None
@@ -55,10 +59,12 @@ class LoadedModel:
         self.directory = spec.directory
         self.version_directory = spec.directory / str(version)
         self.auto_complete_config = auto_complete_config
-        self.reaper = reaper
         self.statistics = Statistics()
         self.in_flight = InFlight()
+        self.live = LiveRequests()
         self.instances: list[LoadedInstance] = []
+        self._services = services
+        self._readiness = Readiness(self.name, version)
         self._spec = spec  # keeps a directory that was made for this model alive
         self._config = ModelConfig()
         self._config.CopyFrom(spec.config)
@@ -67,6 +73,10 @@ class LoadedModel:
         self._threads: list[InstanceThread] = []
         self._scheduler: Scheduler | None = None
         self._validator: RequestValidator | None = None
+
+    @property
+    def reaper(self) -> Reaper:
+        return self._services.reaper
 
     @property
     def config(self) -> ModelConfig:
@@ -106,9 +116,10 @@ class LoadedModel:
         try:
             valid = self._validator.validate(message)
         except BaseException:
-            self.in_flight.leave()
+            self._leave()
             raise
         channel = ResponseChannel(message, self)
+        self.live.add(channel)
         request = InferRequest(message, channel, valid.inputs, valid.requested_outputs, valid.batch_size)
         try:
             self._scheduler.enqueue(request)
@@ -118,21 +129,28 @@ class LoadedModel:
             raise
         return channel
 
-    def request_done(self) -> None:
-        self.in_flight.leave()
+    def request_done(self, channel: ResponseChannel) -> None:
+        self.live.discard(channel)
+        self._leave()
 
-    def is_ready(self) -> bool:
-        """What the backend says of every instance (ModelInstanceReady)."""
-        try:
-            for instance in self.instances:
-                instance.check_ready()
-        except TritonError as error:
-            log.warning("model '%s' version %d is not ready: %s", self.name, self.version, error.status)
-            return False
-        return True
+    def left_behind(self) -> dict[str, int]:
+        """Counts that are 0 whenever no request is in flight."""
+        return {
+            "requests pending in its statistics": self.statistics.pending_count,
+            "requests in its queue": len(self._scheduler) if self._scheduler is not None else 0,
+            "requests in its registry": len(self.live),
+            "request ids in its registry": self.live.id_count,
+        }
+
+    def not_ready_reason(self) -> str:
+        """What the backend says of its instances (ModelInstanceReady); "" = ready. Takes a second at most."""
+        if not self.backend.entry_points.has("ModelInstanceReady"):
+            return ""
+        return self._readiness.reason(self._check_ready)
 
     def finalize(self) -> None:
         """Stops the instance threads, then finalises instances and model. The caller has waited for `in_flight`."""
+        self._readiness.close()
         if self._scheduler is not None:
             self._scheduler.stop()
         for thread in self._threads:
@@ -141,6 +159,20 @@ class LoadedModel:
             instance.finalize()
         self.instances = []
         self.backend.entry_points.finalize("ModelFinalize", self)
+        self._services.breaches.forget(self.name, self.version)
+
+    def _leave(self) -> None:
+        """Gives up one in-flight handle; the last one checks that nothing is left behind."""
+        entered = self.in_flight.leave()
+        if entered is None:
+            return
+        left = {what: count for what, count in self.left_behind().items() if count}
+        if left and self.in_flight.is_idle_since(entered):
+            self._services.breaches.report(self.name, self.version, left)
+
+    def _check_ready(self) -> None:
+        for instance in self.instances:
+            instance.check_ready()
 
     def _initialize_model(self) -> None:
         self._initializing = True
@@ -180,12 +212,12 @@ class LoadedModel:
             self._threads.append(thread)
 
     def _new_scheduler(self) -> Scheduler:
+        timer = self._services.timer
         if self._config.HasField("dynamic_batching"):
             if self._config.max_batch_size > 1:
-                return DynamicBatcher(self._config, self.statistics)
-            policy = QueuePolicy.of(self._config.dynamic_batching.default_queue_policy)
-            return RequestQueue(policy, self.statistics)
-        return RequestQueue(QueuePolicy(), self.statistics)
+                return DynamicBatcher(self._config, self.statistics, timer)
+            return RequestQueue(QueuePolicies.of(self._config.dynamic_batching), self.statistics, timer)
+        return RequestQueue(QueuePolicies(), self.statistics, timer)
 
     def _thread_groups(self) -> list[list[LoadedInstance]]:
         """Which instances share a thread: those of one GPU under DEVICE_BLOCKING, otherwise none. Passive ones have

@@ -31,6 +31,7 @@ BACKEND_OF_PLATFORM = {
 """Platform names from before `backend` existed; they still name a backend."""
 
 PYTHON_MODEL_FILE = "model.py"
+_ERROR_CHARACTERS = 500
 
 
 def parse_text(text: str, source: str) -> ModelConfig:
@@ -38,7 +39,7 @@ def parse_text(text: str, source: str) -> ModelConfig:
     config = ModelConfig()
     try:
         text_format.Parse(text, config)
-    except text_format.ParseError as error:
+    except (text_format.ParseError, ValueError, RecursionError) as error:
         raise internal(f"failed to read text proto from {source}: {error}") from None
     return config
 
@@ -57,9 +58,14 @@ def parse_json(text: str | bytes) -> ModelConfig:
     config = ModelConfig()
     try:
         json_format.ParseDict(json.loads(text), config)
-    except (ValueError, AttributeError, TypeError, json_format.ParseError) as error:
-        raise invalid_argument(f"Invalid config override: {error}") from None
+    except (ValueError, AttributeError, TypeError, RecursionError, json_format.ParseError) as error:
+        raise invalid_argument(f"Invalid config override: {_first_line(error)}") from None
     return config
+
+
+def _first_line(error: BaseException) -> str:
+    """A parser quotes what it was given, which may be megabytes of a client's text."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:_ERROR_CHARACTERS]
 
 
 def fill_backend(config: ModelConfig, model_directory: Path) -> None:

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from pathlib import PurePath
 
-from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelInstanceGroup, ModelOutput
+from tritonclient.grpc.model_config_pb2 import (
+    DataType,
+    ModelConfig,
+    ModelInput,
+    ModelInstanceGroup,
+    ModelOutput,
+    ModelQueuePolicy,
+)
 
 from .errors import invalid_argument, unsupported
 
 log = logging.getLogger(__name__)
 
+MOST_INSTANCES = 1024
+"""Each has a thread at the least; a number from a client must not exhaust the machine."""
 REFUSED_FIELDS = ("sequence_batching", "ensemble_scheduling")
 
 
@@ -36,9 +46,13 @@ def validate_config(config: ModelConfig) -> None:
         raise invalid_argument(f"version policy 'latest' must have 'num_versions' >= 1 for model '{name}'")
     if config.version_policy.HasField("specific") and not config.version_policy.specific.versions:
         raise invalid_argument(f"version policy 'specific' must list at least one version for model '{name}'")
+    _validate_paths(config)
     _validate_dynamic_batching(config)
     for group in config.instance_group:
         _validate_group(name, group)
+    count = sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group)
+    if count > MOST_INSTANCES:
+        raise invalid_argument(f"model '{name}' asks for {count} instances, expected at most {MOST_INSTANCES}")
     validate_tensors(config)
 
 
@@ -68,6 +82,16 @@ def _validate_io(model: str, what: str, tensors: Iterable[ModelInput | ModelOutp
                 )
 
 
+def _validate_paths(config: ModelConfig) -> None:
+    """A configuration may come from a client: the file that it names must lie in the version's directory."""
+    path = PurePath(config.default_model_filename)
+    if path.is_absolute() or ".." in path.parts or "\0" in config.default_model_filename:
+        raise invalid_argument(
+            f"'default_model_filename' of model '{config.name}' must stay inside the version directory, "
+            f"got {config.default_model_filename!a}"
+        )
+
+
 def _validate_dynamic_batching(config: ModelConfig) -> None:
     for size in config.dynamic_batching.preferred_batch_size:
         if size <= 0:
@@ -77,6 +101,27 @@ def _validate_dynamic_batching(config: ModelConfig) -> None:
                 f"dynamic batching preferred size must be <= max batch size for '{config.name}', "
                 f"got {size} > {config.max_batch_size}"
             )
+    _validate_queue_policies(config)
+
+
+def _validate_queue_policies(config: ModelConfig) -> None:
+    batching = config.dynamic_batching
+    levels = batching.priority_levels
+    policies = [batching.default_queue_policy, *batching.priority_queue_policy.values()]
+    if levels and not 1 <= batching.default_priority_level <= levels:
+        raise invalid_argument(f"default priority level must be in range [1, {levels}] for {config.name}")
+    if levels and not all(1 <= level <= levels for level in batching.priority_queue_policy):
+        raise invalid_argument(
+            f"priority queue policy must have priority level in range [1, {levels}] for {config.name}"
+        )
+    if batching.preserve_ordering and levels > 1:
+        raise invalid_argument(f"Only one priority level is allowed when 'preserve_ordering' is true for {config.name}")
+    if batching.preserve_ordering and any(
+        policy.default_timeout_microseconds and policy.timeout_action == ModelQueuePolicy.DELAY for policy in policies
+    ):
+        raise invalid_argument(
+            f"Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for {config.name}"
+        )
 
 
 def _validate_group(model: str, group: ModelInstanceGroup) -> None:
@@ -102,8 +147,6 @@ def warn_of_ignored_fields(config: ModelConfig) -> None:
         "output.reshape": any(tensor.HasField("reshape") for tensor in config.output),
         "input.allow_ragged_batch": any(tensor.allow_ragged_batch for tensor in config.input),
         "dynamic_batching.preserve_ordering": batching.preserve_ordering,
-        "dynamic_batching.priority_levels": batching.priority_levels > 0,
-        "dynamic_batching.priority_queue_policy": bool(batching.priority_queue_policy),
         "model_repository_agents": bool(config.model_repository_agents.agents),
         "model_operations": bool(config.model_operations.op_library_filename),
         "model_metrics": config.HasField("model_metrics"),

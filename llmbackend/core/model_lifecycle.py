@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -24,7 +24,10 @@ from .model_repository import ModelSpec
 log = logging.getLogger(__name__)
 
 UNLOADED = "unloaded"
+STOPPING = "Server is stopping"
 OUTDATED = "Newer operation has been applied to the model lifecycle, current load operation is out-dated."
+FIRST_DRAIN_LOG_S = 10.0
+LONGEST_DRAIN_LOG_S = 600.0
 ModelFactory = Callable[[ModelSpec, int], LoadedModel]
 """Makes and loads one version; raises TritonError."""
 
@@ -96,8 +99,7 @@ class ModelLifecycle:
                     self._mark_failed(entry, spec, errors)
             else:
                 retired = self._swap(entry, spec, models)
-        for model in retired:
-            self._retire(model)
+            self._retire(retired)
         if is_outdated:
             raise invalid_argument(f"load failed for model '{spec.name}': {OUTDATED}\n")
         if errors:
@@ -115,14 +117,18 @@ class ModelLifecycle:
                 return
             entry.operation += 1
             entry.spec = None
-            retired = [model for version in entry.versions.values() if (model := _stop_serving(version)) is not None]
-        for model in retired:
-            self._retire(model)
+            self._retire(
+                [model for version in entry.versions.values() if (model := _stop_serving(version)) is not None]
+            )
+
+    def refuse_loads(self) -> None:
+        """From now on; those under way are not retried."""
+        with self._lock:
+            self._is_closing = True
 
     def close(self, timeout_s: float) -> bool:
         """Refuses new loads, unloads everything and waits until every model is finalised; False when time ran out."""
-        with self._lock:
-            self._is_closing = True
+        self.refuse_loads()
         for name in self.names():
             self.unload(name)
         if not self._operations.wait_for_zero(timeout_s):
@@ -175,18 +181,30 @@ class ModelLifecycle:
             ]
         return sorted(found, key=lambda model: (model.name, model.version))
 
-    def live_models(self) -> list[LoadedModel]:
-        """Serving and draining ones: all that may hold requests."""
-        ready = self.ready_models()
+    def live_models(self, name: str = "") -> list[LoadedModel]:
+        """Serving and draining ones (of one model, or of all): all that may hold requests."""
+        ready = self.ready_models(name)
         with self._lock:
-            return ready + [model for model in self._draining if model not in ready]
+            draining = [model for model in self._draining if name in ("", model.name)]
+        return ready + [model for model in draining if model not in ready]
+
+    def left_behind(self) -> dict[str, int]:
+        """Counts that are 0 while nothing is loaded or unloaded."""
+        with self._lock:
+            states = [version.state for entry in self._models.values() for version in entry.versions.values()]
+            return {
+                "loads and unloads under way": self._operations.count,
+                "model versions that drain": len(self._draining),
+                "model versions in state LOADING": states.count(ModelState.LOADING),
+                "model versions in state UNLOADING": states.count(ModelState.UNLOADING),
+            }
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _begin_load(self, spec: ModelSpec) -> int:
         with self._lock:
             if self._is_closing:
-                raise unavailable("Server is stopping")
+                raise unavailable(STOPPING)
             self._operations.enter()
             entry = self._models.setdefault(spec.name, ModelEntry({}))
             entry.operation += 1
@@ -204,7 +222,7 @@ class ModelLifecycle:
             except Exception as error:
                 status = as_triton_error(error).status
                 log.error("failed to load '%s' version %d: %s", spec.name, version, status)
-                if attempt == self._retries:
+                if attempt == self._retries or self._is_closing:
                     raise
         raise AssertionError("unreachable")
 
@@ -228,16 +246,17 @@ class ModelLifecycle:
         entry.spec = spec
         return retired
 
-    def _retire(self, model: LoadedModel) -> None:
-        """Waits for the model's last request and finalises it, on a thread of its own."""
-        self._operations.enter()
-        with self._lock:
+    def _retire(self, models: Sequence[LoadedModel]) -> None:
+        """Waits for each model's last request and finalises it, on a thread of its own. Holds the lock, so that a model
+        is seen serving or draining at any time."""
+        for model in models:
+            self._operations.enter()
             self._draining.add(model)
-        threading.Thread(target=self._drain, args=(model,), name=f"unload-{model.name}", daemon=True).start()
+            threading.Thread(target=self._drain, args=(model,), name=f"unload-{model.name}", daemon=True).start()
 
     def _drain(self, model: LoadedModel) -> None:
         try:
-            model.in_flight.wait_for_zero()
+            _wait_until_drained(model)
             model.finalize()
             log.info("successfully unloaded '%s' version %d", model.name, model.version)
         except Exception:
@@ -267,6 +286,15 @@ class ModelLifecycle:
         if model is None:
             raise not_found(f"{prefix} has no available versions")
         return model
+
+
+def _wait_until_drained(model: LoadedModel) -> None:
+    """As long as it takes; a model that takes long is named in the log, ever more rarely."""
+    wait_s = FIRST_DRAIN_LOG_S
+    while not model.in_flight.wait_for_zero(wait_s):
+        count = model.in_flight.count
+        log.warning("Model '%s' (version %d) still drains: %d in-flight inferences", model.name, model.version, count)
+        wait_s = min(2 * wait_s, LONGEST_DRAIN_LOG_S)
 
 
 def _stop_serving(version: VersionEntry) -> LoadedModel | None:

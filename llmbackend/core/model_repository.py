@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,13 +21,14 @@ from typing import Any
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from .errors import ErrorCode, TritonError, internal, invalid_argument
+from .load_parameters import FILE_PREFIX, OverrideError, check_load_parameters, check_model_name, write_files
 from .messages import LoadParameters
 from .model_config import CONFIG_FILE_NAME, fill_backend, parse_json, read_config, set_defaults
 from .model_config_rules import validate_config
 
 log = logging.getLogger(__name__)
 
-FILE_PREFIX = "file:"
+LARGEST_VERSION = 2**63 - 1
 Signature = tuple[tuple[str, int, int], ...]
 """(relative path, mtime ns, size) of every file of a model directory: equal signatures mean nothing changed."""
 
@@ -51,11 +53,13 @@ class ModelSpec:
 
 
 class ModelRepository:
-    """Reads repositories; keeps no state of its own."""
+    """Reads repositories. Owner of one temporary directory for models that came with their load request."""
 
     def __init__(self, roots: Sequence[Path], auto_complete_config: bool) -> None:
         self._roots = tuple(roots)
         self._auto_complete_config = auto_complete_config
+        self._lock = threading.Lock()
+        self._uploads: Path | None = None
 
     def check(self) -> None:
         """Raises TritonError INTERNAL when a repository is no directory."""
@@ -78,10 +82,13 @@ class ModelRepository:
         Raises TritonError INVALID_ARG for a bad name, INTERNAL (Triton's text, the cause in the log) for anything else.
         """
         check_model_name(name)
+        check_load_parameters(parameters or {})
         try:
             if parameters and any(key.startswith(FILE_PREFIX) for key in parameters):
                 return self._poll_files(name, parameters)
             return self._poll_directory(name, parameters)
+        except OverrideError:
+            raise
         except (TritonError, OSError) as error:
             log.error("failed to poll model '%s': %s", name, error)
             if isinstance(error, TritonError) and error.code is ErrorCode.UNSUPPORTED:
@@ -108,19 +115,30 @@ class ModelRepository:
         if override is None:
             raise invalid_argument(f"model '{name}': a 'file:' override needs a 'config' override with it")
         config = parse_json(override)
-        root = Path(tempfile.mkdtemp(prefix="llmbackend-model-"))
+        root = Path(tempfile.mkdtemp(dir=self._upload_directory()))
         directory = root / name
         try:
             directory.mkdir()
-            for key, content in parameters.items():
-                if key.startswith(FILE_PREFIX):
-                    _write_inside(directory, key.removeprefix(FILE_PREFIX), content)
+            write_files(directory, parameters)
             spec = _spec(name, directory, config, (), has_override=True)
         except BaseException:
             shutil.rmtree(root, ignore_errors=True)
             raise
         spec.own(root)
         return spec
+
+    def close(self) -> None:
+        """Removes what is left of models that came with their load request."""
+        with self._lock:
+            directory, self._uploads = self._uploads, None
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _upload_directory(self) -> Path:
+        with self._lock:
+            if self._uploads is None:
+                self._uploads = Path(tempfile.mkdtemp(prefix="llmbackend-models-"))
+            return self._uploads
 
     def _find(self, name: str) -> Path:
         found = [root / name for root in self._roots if (root / name).is_dir()]
@@ -129,14 +147,6 @@ class ModelRepository:
         if len(found) > 1:
             raise invalid_argument(f"model '{name}' appears in two or more repositories")
         return found[0]
-
-
-def check_model_name(name: str) -> None:
-    """Raises TritonError INVALID_ARG for a name that could leave the repository."""
-    if not name:
-        raise invalid_argument("model name must not be empty")
-    if "/" in name or "\\" in name or ".." in name or name == ".":
-        raise invalid_argument(f"invalid model name '{name}': must not contain path traversal characters")
 
 
 def signature_of(directory: Path) -> Signature:
@@ -159,9 +169,9 @@ def select_versions(config: ModelConfig, directory: Path) -> tuple[int, ...]:
         if not entry.is_dir() or entry.name.startswith((".", "__")):
             continue
         is_number = entry.name.isascii() and entry.name.isdigit()
-        if is_number and not entry.name.startswith("0"):
+        if is_number and not entry.name.startswith("0") and int(entry.name) <= LARGEST_VERSION:
             available.append(int(entry.name))
-        elif is_number:
+        elif is_number and entry.name.startswith("0"):
             log.warning("ignore version directory '%s' which contains leading zeros in its directory name", entry.name)
         elif entry.name not in ("configs", "warmup", "initial_state"):
             log.warning("ignore version directory '%s' which fails to convert to integral number", entry.name)
@@ -189,12 +199,3 @@ def _spec(name: str, directory: Path, config: ModelConfig, signature: Signature,
     set_defaults(config)
     validate_config(config)
     return ModelSpec(name, directory, config, select_versions(config, directory), signature, has_override)
-
-
-def _write_inside(directory: Path, relative: str, content: str | bytes) -> None:
-    path = Path(relative)
-    if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise invalid_argument(f"file override path '{relative}' must stay inside the model directory")
-    target = directory / path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(content.encode() if isinstance(content, str) else content)

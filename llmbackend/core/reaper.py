@@ -21,6 +21,12 @@ class Reaper:
     def __init__(self) -> None:
         self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_acting = False
+
+    @property
+    def backlog(self) -> int:
+        """How many actions were submitted and have not ended."""
+        return self._actions.qsize() + self._is_acting
 
     def start(self) -> None:
         if self._thread is None:
@@ -39,8 +45,10 @@ class Reaper:
 
     def _run(self) -> None:
         while (action := self._actions.get()) is not None:
+            self._is_acting = True
             try:
                 action()
             except Exception:
                 log.exception("completing an abandoned request failed")
+            self._is_acting = False
             del action  # or the last one would keep its request alive until the next

@@ -35,7 +35,7 @@ class ChannelOwner(Protocol):
     def reaper(self) -> Reaper: ...
     @property
     def statistics(self) -> Statistics: ...
-    def request_done(self) -> None:
+    def request_done(self, channel: ResponseChannel) -> None:
         """The last handle of a request was dropped."""
 
 
@@ -55,6 +55,7 @@ class ResponseChannel:
         self._on_final: Callable[[int], None] | None = None
         self._is_counted = False
         self._cancelled = False
+        self._aborted = False
         self._on_cancel: list[Callable[[], None]] = []
         self._dequeue: Callable[[], None] | None = None
         self._response_index = 0
@@ -62,6 +63,11 @@ class ResponseChannel:
     @property
     def is_cancelled(self) -> bool:
         return self._cancelled
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the client has its last response; handles may still be open."""
+        return bool(self._final_ns)
 
     def retain(self) -> None:
         with self._lock:
@@ -78,7 +84,7 @@ class ResponseChannel:
             tag = request_tag(self.request_id)
             log.error("%sreleased by the backend of model '%s' without a final response", tag, self.owner.name)
             self.fail(internal(f"{tag}the backend of model '{self.owner.name}' ended the request without a response"))
-        self.owner.request_done()
+        self.owner.request_done(self)
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> bool:
         """Calls the client's callback; False when FINAL went before (logged, nothing delivered)."""
@@ -86,11 +92,12 @@ class ResponseChannel:
             flags = ResponseFlag(flags)  # a backend may give a plain number
         with self._lock:
             if self._final_ns:
-                log.error(
-                    "%smodel '%s' sent a response after its final one; it is dropped",
-                    request_tag(self.request_id),
-                    self.owner.name,
-                )
+                if not self._aborted:
+                    log.error(
+                        "%smodel '%s' sent a response after its final one; it is dropped",
+                        request_tag(self.request_id),
+                        self.owner.name,
+                    )
                 return False
             if flags & ResponseFlag.FINAL:
                 self._finish()  # before the callback, so that whoever has seen the last response also sees it counted
@@ -144,9 +151,29 @@ class ResponseChannel:
         with self._lock:
             if self._cancelled or self._final_ns:
                 return
-            self._cancelled = True
-            callbacks = [*self._on_cancel, *([self._dequeue] if self._dequeue else [])]
-            self._on_cancel.clear()
+            callbacks = self._start_cancelling()
+        self._run_cancelling(callbacks)
+
+    def abort(self, error: TritonError) -> bool:
+        """Ends the request for its client at once, with `error`, and asks the backend to drop it; what the backend
+        still sends is dropped in silence. False when the client had its last response before."""
+        with self._lock:
+            if self._final_ns:
+                return False
+            self._aborted = True
+            callbacks = self._start_cancelling()
+            self.fail(error)
+        self._run_cancelling(callbacks)
+        return True
+
+    def _start_cancelling(self) -> list[Callable[[], None]]:
+        """Whom to tell. Holds the lock."""
+        self._cancelled = True
+        callbacks = [*self._on_cancel, *([self._dequeue] if self._dequeue else [])]
+        self._on_cancel.clear()
+        return callbacks
+
+    def _run_cancelling(self, callbacks: list[Callable[[], None]]) -> None:
         for callback in callbacks:
             try:
                 callback()

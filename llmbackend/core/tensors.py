@@ -104,6 +104,15 @@ def element_count(shape: tuple[int, ...]) -> int:
     return count
 
 
+def reshaped(name: str, data: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """`data` in `shape`, which has as many elements. Raises TritonError INVALID_ARG for a shape that no array can have
+    (more than 64 dimensions, or a dimension beyond memory beside one of 0)."""
+    try:
+        return data.reshape(shape)
+    except (ValueError, OverflowError) as error:
+        raise invalid_argument(f"invalid shape for input '{name}': {error}") from None
+
+
 def to_wire(tensor: Tensor) -> bytes:
     """The raw little-endian bytes of a tensor; BYTES elements carry a uint32 length before each."""
     if tensor.datatype != "BYTES":
@@ -144,10 +153,10 @@ def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> T
             raise invalid_argument(
                 f"input byte size mismatch for input '{name}'. Expected {count * dtype.itemsize}, got {len(raw)}"
             )
-        return Tensor(name, datatype, shape, np.frombuffer(raw, dtype=dtype).reshape(shape))
+        return Tensor(name, datatype, shape, reshaped(name, np.frombuffer(raw, dtype=dtype), shape))
     elements, offset = split_strings(raw, max(count, 0))
     if min(shape, default=0) < 0 or len(elements) != count or offset != len(raw):
         raise invalid_argument(f"expected {count} string elements for inference input '{name}', got {len(elements)}")
     data = np.empty(count, dtype=np.object_)
     data[:] = elements
-    return Tensor(name, datatype, shape, data.reshape(shape))
+    return Tensor(name, datatype, shape, reshaped(name, data, shape))

@@ -147,11 +147,12 @@ class Repository:
 
 @contextmanager
 def serving(repository: Repository, *startup_models: str, **options: Any) -> Iterator[InferenceServer]:
-    """A started server; stopped, with everything finalised, at the end."""
+    """A started server; at the end nothing is left behind by its requests, and it is stopped, everything finalised."""
     server = InferenceServer(repository.options(startup_models=startup_models, **options))
     server.start()
     try:
         yield server
+        eventually(lambda: server.check() == [])
     finally:
         assert server.stop(WAIT_S)
 

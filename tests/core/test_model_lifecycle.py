@@ -20,6 +20,7 @@ from core_host import (
     serving,
 )
 
+from llmbackend.core import inference_server
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
@@ -294,7 +295,10 @@ def test_a_model_can_be_loaded_again_while_it_drains(repository: Repository) -> 
         assert states(server) == [("1", "READY", "")]
 
 
-def test_stop_waits_for_requests_and_then_finalises_everything(repository: Repository) -> None:
+def test_stop_cuts_off_what_runs_too_long_and_finalises_the_rest(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(inference_server, "UNLOAD_GRACE_S", 0.05)
     repository.backend("keep", KEEPING_BACKEND)
     repository.model("m", "keep")
     server = InferenceServer(repository.options(startup_models=["m"]))
@@ -302,15 +306,23 @@ def test_stop_waits_for_requests_and_then_finalises_everything(repository: Repos
     client = send(server, "m", id="r")
     STAGE.wait("executed r")
     assert server.stop(0.0) is False and server.is_exiting and server.is_live() and not server.is_ready()
+    assert client.error().status == (
+        "Unavailable: [request id: r] Server is stopping: the exit timeout expired before the request was finished"
+    )
+    assert "Model 'm' (version 1): cut off 1 requests: 'r'" in caplog.text
     assert refused(server).code is ErrorCode.UNAVAILABLE
     with pytest.raises(TritonError, match="Server is stopping"):
         server.load_model("m")
+    assert server.check()
     _, request = STAGE.kept.pop()
+    assert request.is_cancelled
+    caplog.clear()
     request.new_response().send(ResponseFlag.FINAL)
     request.release()
+    assert "after its final one" not in caplog.text  # the backend did nothing wrong
     before = threading.active_count()
     assert server.stop(WAIT_S) and STAGE.events == ["ModelFinalize"]
-    assert len(client.responses()) == 1
+    assert client.events.empty() and server.check() == []
     assert threading.active_count() < before
 
 
@@ -334,7 +346,7 @@ def test_config_override_replaces_the_file_until_unload(versioned: Repository) -
 
 
 def test_file_override_makes_a_model_from_memory(versioned: Repository) -> None:
-    parameters = {"config": '{"backend":"v"}', "file:1/text": b"from memory"}
+    parameters: dict[str, str | bytes] = {"config": '{"backend":"v"}', "file:1/text": b"from memory"}
     with serving(versioned) as server:
         server.load_model("mem", parameters)
         assert answer_of_no_input(server) == "from memory"
@@ -343,7 +355,7 @@ def test_file_override_makes_a_model_from_memory(versioned: Repository) -> None:
         with pytest.raises(TritonError, match="failed to poll"):
             server.load_model("mem", {"file:1/text": b"no config"})
         for path in ("../evil", "/tmp/evil", ""):
-            with pytest.raises(TritonError, match="failed to poll"):
+            with pytest.raises(TritonError, match="must stay inside the model directory"):
                 server.load_model("mem", {"config": '{"backend":"v"}', f"file:{path}": b"x"})
         server.unload_model("mem")
         eventually(lambda: not directory.exists())
@@ -425,7 +437,7 @@ def test_readiness_asks_every_instance(repository: Repository) -> None:
     path.write_text(noting_backend("Ready"))
     with serving(repository, "m") as server:
         assert not server.is_ready() and not server.model_is_ready("m") and server.is_live()
-        assert states(server) == [("1", "READY", "")]
+        assert states(server) == [("1", "UNAVAILABLE", "no Ready")]
 
 
 def test_loads_are_retried(repository: Repository) -> None:

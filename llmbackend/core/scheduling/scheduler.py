@@ -12,6 +12,9 @@ from llmbackend.core.infer_request import InferRequest
 
 
 class Scheduler(Protocol):
+    def __len__(self) -> int:
+        """How many requests are queued."""
+
     def enqueue(self, request: InferRequest) -> None:
         """Takes the request over. Raises TritonError, and leaves it with the caller, when it is refused."""
 

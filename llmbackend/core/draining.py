@@ -1,0 +1,63 @@
+"""Letting running requests end before a server stops, and cutting off those that do not.
+
+For: InferenceServer.stop. Does not know: signals, protocols, how models are unloaded. Invariants: waiting ends at the
+deadline, whatever a backend does; a request that is cut is answered with an error, so that its client sees an end and
+not a connection that breaks. Log lines of the wait are Triton's (golden 52, 53).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from .errors import request_tag, unavailable
+from .model import LoadedModel
+from .response_channel import ResponseChannel
+
+log = logging.getLogger(__name__)
+
+IDS_NAMED = 20
+"""How many requests of a model version are named in the log when they are cut."""
+ID_CHARACTERS_SHOWN = 64
+
+CUT_REASON = "Server is stopping: the exit timeout expired before the request was finished"
+
+
+def wait_until_drained(live_models: Callable[[], Sequence[LoadedModel]], deadline_s: float) -> bool:
+    """Waits for every in-flight request, with a line of log each second. False at the deadline (monotonic)."""
+    while True:
+        busy = [model for model in live_models() if model.in_flight.count]
+        left_s = deadline_s - time.monotonic()
+        log.info("Timeout %d: Found %d model versions that have in-flight inferences", max(left_s, 0), len(busy))
+        for model in busy:
+            count = model.in_flight.count
+            log.info("Model '%s' (version %d) has %d in-flight inferences", model.name, model.version, count)
+        if not busy:
+            return True
+        if left_s <= 0:
+            return False
+        busy[0].in_flight.wait_for_zero(min(left_s, 1.0))
+
+
+def cut(models: Iterable[LoadedModel]) -> None:
+    """Ends every running request with UNAVAILABLE for its client, asks its backend to drop it, and logs which."""
+    for model in models:
+        channels = model.live.all()
+        cut_off = [
+            channel
+            for channel in channels
+            if channel.abort(unavailable(f"{request_tag(channel.request_id)}{CUT_REASON}"))
+        ]
+        if cut_off:
+            names = _names(cut_off)
+            log.error(
+                "Model '%s' (version %d): cut off %d requests: %s", model.name, model.version, len(cut_off), names
+            )
+
+
+def _names(channels: Sequence[ResponseChannel]) -> str:
+    """Ids are clients' text: quoted and shortened, so that none can forge a line of the log."""
+    shown = [repr(channel.request_id[:ID_CHARACTERS_SHOWN] or "<id_unknown>") for channel in channels[:IDS_NAMED]]
+    more = len(channels) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -1,0 +1,28 @@
+"""What the host lends to every model version: one reaper, one timer, one log of breaches.
+
+For: the server, which owns them, and model versions. Does not know: models. Invariant: started before the first model
+is loaded, stopped after the last one is finalised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .conservation import BreachLog
+from .reaper import Reaper
+from .timer import Timer
+
+
+@dataclass(frozen=True, slots=True)
+class HostServices:
+    reaper: Reaper
+    timer: Timer
+    breaches: BreachLog
+
+    def start(self) -> None:
+        self.reaper.start()
+        self.timer.start()
+
+    def stop(self) -> None:
+        self.timer.stop()
+        self.reaper.stop()

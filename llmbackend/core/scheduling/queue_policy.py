@@ -1,0 +1,76 @@
+"""Triton's queue policies: how many requests may wait at a priority level, how long, and what happens after that.
+
+For: PriorityQueue, which applies them. Does not know: queues, clocks. Invariant: frozen; every level has a policy.
+Source: PolicyQueue and PriorityQueue of Triton's scheduler_utils.cc, InferenceRequest::SetPriority. By design
+different: where the default timeout is 0 (none), a request's own timeout still counts if overriding is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tritonclient.grpc.model_config_pb2 import ModelDynamicBatching, ModelQueuePolicy
+
+ONLY_LEVEL = 0
+"""The level of every request of a model without priority levels."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePolicy:
+    """max_queue_size 0 = no bound; timeout_us 0 = none. With `reject`, a request that waited longer fails; without, it
+    is served after those of its level that did not."""
+
+    max_queue_size: int = 0
+    timeout_us: int = 0
+    reject: bool = True
+    allow_timeout_override: bool = False
+
+    @classmethod
+    def of(cls, message: ModelQueuePolicy) -> QueuePolicy:
+        return cls(
+            message.max_queue_size,
+            message.default_timeout_microseconds,
+            message.timeout_action == ModelQueuePolicy.REJECT,
+            message.allow_timeout_override,
+        )
+
+    def deadline_ns(self, queue_start_ns: int, request_timeout_us: int) -> int:
+        """When a request's time in the queue is over (monotonic ns); 0 = never. A request may only shorten it."""
+        timeout_us = self.timeout_us
+        if self.allow_timeout_override and request_timeout_us > 0:
+            timeout_us = min(request_timeout_us, timeout_us or request_timeout_us)
+        return queue_start_ns + timeout_us * 1000 if timeout_us else 0
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePolicies:
+    """The policies of one model. levels 0 = no priorities; else 1 is the highest and `levels` the lowest."""
+
+    default: QueuePolicy = field(default_factory=QueuePolicy)
+    levels: int = 0
+    default_level: int = ONLY_LEVEL
+    by_level: Mapping[int, QueuePolicy] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batching: ModelDynamicBatching) -> QueuePolicies:
+        return cls(
+            QueuePolicy.of(batching.default_queue_policy),
+            batching.priority_levels,
+            batching.default_priority_level if batching.priority_levels else ONLY_LEVEL,
+            {level: QueuePolicy.of(policy) for level, policy in batching.priority_queue_policy.items()},
+        )
+
+    def priority(self, requested: int) -> int:
+        """The priority a request gets: 0, and a value over the levels, mean the default level. A model without levels
+        leaves the value to its backend."""
+        if not self.levels:
+            return requested
+        return requested if 0 < requested <= self.levels else self.default_level
+
+    def level(self, priority: int) -> int:
+        """Where a request of that priority waits."""
+        return priority if self.levels else ONLY_LEVEL
+
+    def policy(self, level: int) -> QueuePolicy:
+        return self.by_level.get(level, self.default)
