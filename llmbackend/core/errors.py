@@ -65,7 +65,8 @@ def cancelled(message: str) -> TritonError:
     return TritonError(message, ErrorCode.CANCELLED)
 
 
-_shortened = reprlib.Repr(maxlevel=4, maxstring=80, maxother=80)
+_shortened = reprlib.Repr()
+_shortened.maxlevel, _shortened.maxstring, _shortened.maxother = 4, 80, 80
 
 
 def shown(value: object) -> str:
