@@ -9,8 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from engine_requests import priorities
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 from machine_settings import machine_settings
 from mock_engine import make_request
 
@@ -21,7 +31,9 @@ from llmbackend.engine.scheduler import Schedule, Scheduler
 from llmbackend.engine.sequence import Rows, Sequence
 from llmbackend.engine.step import RowTable
 
-MAX_MODEL_LEN = 64
+MAX_MODEL_LEN = 32
+
+prompt_lens = st.sampled_from((1, 2, 3, 5, 8, 12))
 
 
 @dataclass(frozen=True)
@@ -40,11 +52,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.integers(1, 4),
-        num_blocks=st.integers(4, 24),
+        spare_blocks=st.integers(-1, 3),
         num_rows=st.sampled_from((4, 2, 1)),
-        budget=st.sampled_from((16, 5, 2, 1, 100)),
+        budget=st.sampled_from((16, 5, 1)),
     )
-    def make(self, block_size: int, num_blocks: int, num_rows: int, budget: int) -> None:
+    def make(self, block_size: int, spare_blocks: int, num_rows: int, budget: int) -> None:
+        num_blocks = 12 // block_size + spare_blocks
         config = EngineConfig(model="mock", block_size=block_size, num_kv_blocks=num_blocks, max_num_seqs=num_rows)
         self.runner = MockRunner(config)
         self.table = RowTable(num_rows, MAX_MODEL_LEN, block_size)
@@ -56,26 +69,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
 
-    @rule(target=sequences, prompt_len=st.integers(1, 24), priority=st.integers(-1, 1), refused=st.just(False))
-    def add(self, prompt_len: int, priority: int, refused: bool) -> Sequence:
-        bias = {9999: 1.0} if refused else {}
-        request = make_request(f"r{self.arrivals}", range(prompt_len), priority, logit_bias=bias)
+    @rule(
+        target=sequences, prompt_len=prompt_lens, priority=priorities, logit_bias=st.sampled_from(({}, {}, {9999: 1.0}))
+    )
+    def add(self, prompt_len: int, priority: int, logit_bias: dict[int, float]) -> Sequence:
+        """One request; the runner refuses a logit_bias beyond the vocabulary."""
+        request = make_request(f"r{self.arrivals}", range(prompt_len), priority, logit_bias=logit_bias)
         sequence = Sequence(request, self.arrivals, self.runner.info)
         self.arrivals += 1
         self.waiting.append(sequence)
         self.scheduler.add(sequence)
         return sequence
 
-    @rule(target=sequences, prompt_len=st.integers(1, 24), priority=st.integers(-1, 1))
-    def add_one_that_the_runner_refuses(self, prompt_len: int, priority: int) -> Sequence:
-        return self.add(prompt_len, priority, refused=True)
+    @rule(target=sequences, prompt_lens=st.lists(prompt_lens, min_size=2, max_size=4))
+    def add_crowd(self, prompt_lens: list[int]) -> MultipleResults[Sequence]:
+        return multiple(*(self.add(prompt_len, 0, {}) for prompt_len in prompt_lens))
 
     @rule(sequence=consumes(sequences))
     def remove(self, sequence: Sequence) -> None:
         if sequence in self.running or sequence in self.waiting:
             self._remove(sequence)
 
-    @rule(count=st.integers(1, 8))
+    @rule(count=st.sampled_from((1, 1, 5, 20)))
     def step(self, count: int) -> None:
         for _ in range(count):
             self._step()
@@ -225,5 +240,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         return 1000 - int(self.kv_cache.missing_blocks(np.array([sequence.row], np.int32), everything)[0])
 
 
-SchedulerMachine.TestCase.settings = machine_settings(examples=60, steps=40)
+SchedulerMachine.TestCase.settings = machine_settings(examples=150, steps=40)
 TestSchedulerMachine = SchedulerMachine.TestCase
