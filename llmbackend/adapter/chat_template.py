@@ -19,7 +19,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llmbackend.core.backend_api import invalid_argument, unsupported
+from llmbackend.core.backend_api import invalid_argument, shown, unsupported
 
 Message = dict[str, Any]
 
@@ -101,7 +101,7 @@ def _part_text(index: int, part: Any) -> str:
         return part
     kind = part.get("type") if isinstance(part, dict) else None
     if kind != "text":
-        raise unsupported(f"'messages[{index}].content' has a part of type {kind!r}; only 'text' is supported")
+        raise unsupported(f"'messages[{index}].content' has a part of type {shown(kind)}; only 'text' is supported")
     if not isinstance(part.get("text"), str):
         raise invalid_argument(f"'messages[{index}].content' has a text part without 'text'")
     return str(part["text"])

@@ -77,5 +77,5 @@ class Deadlines:
                 if left_s is not None and left_s <= 0:
                     _, _, request_id, expire = heapq.heappop(self._heap)
                     return request_id, expire
-                self._changed.wait(left_s)
+                self._changed.wait(None if left_s is None else min(left_s, threading.TIMEOUT_MAX))
         return None

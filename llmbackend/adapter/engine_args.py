@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from llmbackend.core.backend_api import InstanceGroupKind, Model, ModelInstance, invalid_argument
+from llmbackend.core.backend_api import InstanceGroupKind, Model, ModelInstance, invalid_argument, shown
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
 
@@ -228,7 +228,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise invalid_argument(f"'{path}' cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid_argument(f"'{path}' is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise invalid_argument(f"'{path}' must hold a JSON object")
@@ -260,7 +260,7 @@ def _check_only_value(name: str, value: Any, source: str) -> None:
     if value in allowed or str(value).lower() in {str(item).lower() for item in allowed}:
         return
     only = " or ".join(json.dumps(item) for item in allowed)
-    raise invalid_argument(f"{source}: engine argument '{name}' is {value!r}, only {only} is supported")
+    raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}, only {only} is supported")
 
 
 def _typed(name: str, field: str, value: Any, source: str) -> Any:
@@ -274,14 +274,18 @@ def _typed(name: str, field: str, value: Any, source: str) -> Any:
     try:
         return msgspec.convert(value, expected, strict=False)
     except msgspec.ValidationError as error:
-        raise invalid_argument(f"{source}: engine argument '{name}' is {value!r}: {error}") from None
+        raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}: {error}") from None
 
 
 def _resolve(name: str, value: str, directory: Path, source: str) -> str:
     """A path relative to `directory` when it is there; else a hub id or a name, unless it is plainly a path."""
     path = Path(value)
-    if value and not path.is_absolute() and (directory / path).exists():
-        return str((directory / path).resolve())
-    if value and value.startswith(("/", ".")) and not path.exists():
+    try:
+        if value and not path.is_absolute() and (directory / path).exists():
+            return str((directory / path).resolve())
+        is_missing_path = value.startswith(("/", ".")) and not path.exists()
+    except OSError as error:  # a name too long, a directory that may not be read
+        raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}: {error.strerror}") from None
+    if is_missing_path:
         raise invalid_argument(f"{source}: engine argument '{name}' is '{value}', which does not exist")
     return value

@@ -125,12 +125,13 @@ class LlmMetrics:
         self._count("vllm:generation_tokens_total", before.generation_tokens, stats.generation_tokens)
         self._count(_BREACHES, before.num_invariant_breaches, stats.num_invariant_breaches)
 
-    def engine_lost(self, engine: int, cause: DeathKind, num_queued: int, *, poisoned: bool) -> None:
+    def engine_lost(self, engine: int, cause: DeathKind, num_queued: int) -> None:
         """The engine died; the next one of this number counts from zero."""
         self.engine_stats(engine, EngineStats(), num_queued)
         self._restarts.increment(1, cause=cause, **self._labels)
-        if poisoned:
-            self._families[_POISON].increment(1, **self._labels)
+
+    def poisoned(self) -> None:
+        self._families[_POISON].increment(1, **self._labels)
 
     def recovered(self, duration_ns: int) -> None:
         """A request went on, so long after its engine died."""

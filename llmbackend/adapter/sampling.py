@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llmbackend.core.backend_api import invalid_argument, unsupported
+from llmbackend.core.backend_api import invalid_argument, shown, unsupported
 from llmbackend.engine.infer_request import SamplingParams
 
 MAX_LOGPROBS = 20
@@ -67,7 +67,7 @@ Parser = Callable[[str, Any], Any]
 
 
 def _refuse(name: str, value: Any, expected: str) -> Exception:
-    return invalid_argument(f"sampling parameter '{name}' is {value!r}, expected {expected}")
+    return invalid_argument(f"sampling parameter '{name}' is {shown(value)}, expected {expected}")
 
 
 def _range_text(minimum: float | None, maximum: float | None) -> str:
@@ -129,7 +129,7 @@ def _from_json_text(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 
@@ -207,7 +207,7 @@ def parse_sampling_parameters(
         max_tokens=max_tokens,
         seed=random.getrandbits(63) if seed == -1 else seed & SEED_MASK,
         logprobs=logprobs,
-        top_k=max(top_k, 0),
+        top_k=min(max(top_k, 0), vocab_size),  # a larger one is off, and may be wider than the engine's integers
         **chosen,
     )
     return GenerationParams(sampling=sampling, **text)

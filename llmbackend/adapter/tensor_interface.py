@@ -14,7 +14,7 @@ from typing import Any
 
 from tritonclient.grpc import model_config_pb2
 
-from llmbackend.core.backend_api import ModelConfig, Request, Tensor, invalid_argument, unsupported
+from llmbackend.core.backend_api import ModelConfig, Request, Tensor, invalid_argument, shown, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def _read_sampling(request: Request) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise invalid_argument(f"input 'sampling_parameters' is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise invalid_argument(f"input 'sampling_parameters' is {values!r}, expected a JSON object")
+        raise invalid_argument(f"input 'sampling_parameters' is {shown(values)}, expected a JSON object")
     return values
 
 

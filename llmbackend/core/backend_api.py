@@ -44,6 +44,7 @@ from .errors import (
     invalid_argument,
     not_found,
     request_tag,
+    shown,
     unavailable,
     unsupported,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "invalid_argument",
     "not_found",
     "request_tag",
+    "shown",
     "unavailable",
     "unsupported",
 ]
