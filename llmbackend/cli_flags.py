@@ -177,7 +177,7 @@ class DoorFlags:
             return DoorSettings(
                 api_key_file=self.api_key_file,
                 api_keys=tuple(self.api_key or ()),
-                environment_keys=os.environ.get("LLMBACKEND_API_KEYS", ""),
+                environment_keys=os.environ.pop("LLMBACKEND_API_KEYS", ""),  # engines and models need not see them
                 default_limits=Limits(self.api_key_rpm, self.api_key_tpm),
                 http_restrictions=parse_restrictions(self.http_restricted_api or (), "api"),
                 grpc_restrictions=parse_restrictions(self.grpc_restricted_protocol or (), "protocol"),

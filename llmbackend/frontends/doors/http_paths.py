@@ -19,7 +19,7 @@ OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
 _MODEL: Final = r"/v2/models/[^/]+(/versions/[^/]+)?"
 _CATEGORIES: Final = tuple(
     # A router's "$" also matches before a last newline: so must this, or a path with one would pass as unknown.
-    (re.compile(rf"{pattern}\n?", re.DOTALL), category)
+    (re.compile(rf"({pattern})\n?", re.DOTALL), category)
     for pattern, category in (
         (rf"{_MODEL}/(infer|generate|generate_stream|stop)", Category.INFERENCE),
         (r"/v2/health/(live|ready)", Category.HEALTH),
@@ -32,7 +32,7 @@ _CATEGORIES: Final = tuple(
         (rf"{_MODEL}/stats", Category.STATISTICS),
         (rf"{_MODEL}/ready", Category.HEALTH),
         (_MODEL, Category.METADATA),
-        (r"/v2", Category.METADATA),
+        (r"/v2|/openapi\.json", Category.METADATA),
         (r"/v1/models(/.*)?", Category.MODEL_REPOSITORY),
         (r"/v1/.*", Category.INFERENCE),
     )

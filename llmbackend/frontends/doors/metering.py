@@ -14,10 +14,10 @@ from typing import Final
 import numpy as np
 
 from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.errors import unavailable
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback
 from llmbackend.core.tensors import RawTensor, Tensor
+from llmbackend.frontends.limits import LimitReachedError
 
 from .visit import VISIT, Visit
 
@@ -30,13 +30,13 @@ class MeteredServer(InferenceServer):
     """An InferenceServer that counts the tokens of visits."""
 
     def infer_async(self, request: InferenceRequest) -> InferenceHandle:
-        """As InferenceServer's; also raises TritonError UNAVAILABLE when a request of a stream is not admitted."""
+        """As InferenceServer's; also raises LimitReachedError when a request of a stream is not admitted."""
         visit = VISIT.get()
         if visit is None:
             return super().infer_async(request)
         refusal = visit.admit() if visit.asks_each else None
         if refusal is not None:
-            raise unavailable(refusal.message)
+            raise LimitReachedError(refusal.message)
         config = self.model_config(request.model_name, request.model_version)
         if request.raw_input is not None or not _SWITCHES.keys() <= {tensor.name for tensor in config.input}:
             return super().infer_async(request)

@@ -1,0 +1,118 @@
+"""Buckets: what is admitted, what is refused and for how long, what the headers say."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from fake_clock import FakeClock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmbackend.frontends.doors.rate_limit import Account, Limits, duration
+
+
+def header(account: Account, name: str) -> str:
+    return dict(account.headers())[f"x-ratelimit-{name}".encode()].decode()
+
+
+def test_requests_are_admitted_until_the_bucket_is_empty_and_again_when_it_has_filled() -> None:
+    clock = FakeClock()
+    account = Account("a", Limits(requests=6), clock)
+    assert [account.admit() for _ in range(6)] == [None] * 6
+    refusal = account.admit()
+    assert refusal is not None and (refusal.kind, refusal.limit, refusal.retry_after) == ("requests", 6, "10")
+    clock.now_s += 9.9
+    assert account.admit() is not None
+    clock.now_s += 0.1
+    assert account.admit() is None
+    assert account.admit() is not None
+
+
+def test_a_bucket_never_holds_more_than_a_minute() -> None:
+    clock = FakeClock()
+    account = Account("a", Limits(requests=2), clock)
+    clock.now_s += 86_400
+    assert [account.admit() is None for _ in range(3)] == [True, True, False]
+
+
+def test_tokens_are_charged_after_the_fact_and_the_debt_is_waited_for() -> None:
+    clock = FakeClock()
+    account = Account("a", Limits(tokens=60), clock)
+    assert account.admit() is None
+    account.charge(90)
+    refusal = account.admit()
+    assert refusal is not None and (refusal.kind, refusal.retry_after) == ("tokens", "31")
+    assert "tokens per minute (TPM): limit 60" in refusal.message and "try again in 31s" in refusal.message
+    clock.now_s += 31
+    assert account.admit() is None
+
+
+def test_a_refused_request_takes_nothing() -> None:
+    clock = FakeClock()
+    account = Account("a", Limits(requests=5, tokens=10), clock)
+    account.charge(20)
+    assert all(account.admit() is not None for _ in range(10))
+    assert header(account, "remaining-requests") == "5"
+
+
+def test_no_limits_means_no_refusal_and_no_headers() -> None:
+    account = Account("a", Limits())
+    account.charge(1 << 40)
+    assert account.admit() is None and account.headers() == []
+
+
+def test_headers_are_those_of_openai() -> None:
+    clock = FakeClock()
+    account = Account("a", Limits(requests=60, tokens=600), clock)
+    account.admit()
+    account.charge(1000)
+    assert {name.decode(): value.decode() for name, value in account.headers()} == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "59",
+        "x-ratelimit-reset-requests": "1s",
+        "x-ratelimit-limit-tokens": "600",
+        "x-ratelimit-remaining-tokens": "0",
+        "x-ratelimit-reset-tokens": "1m40s",
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0ms"), (0.0199, "20ms"), (1, "1s"), (1.44, "1.5s"), (60, "1m0s"), (359.95, "6m0s")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_charges_of_many_threads_all_count() -> None:
+    account = Account("a", Limits(tokens=1_000_000), FakeClock())
+    threads = [threading.Thread(target=lambda: [account.charge(1) for _ in range(2000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert header(account, "remaining-tokens") == str(1_000_000 - 8000)
+
+
+@given(
+    st.integers(1, 120),
+    st.lists(st.tuples(st.floats(0, 30), st.integers(1, 20)), min_size=1, max_size=40),
+)
+def test_no_window_admits_more_than_a_bucket_and_what_flows_in(limit: int, visits: list[tuple[float, int]]) -> None:
+    clock = FakeClock()
+    account = Account("a", Limits(requests=limit), clock)
+    began_s, admitted = clock.now_s, 0
+    for pause_s, attempts in visits:
+        clock.now_s += pause_s
+        admitted += sum(account.admit() is None for _ in range(attempts))
+        assert admitted <= limit + (clock.now_s - began_s) * limit / 60 + 1e-6
+
+
+@given(st.integers(1, 1000), st.integers(0, 5000))
+def test_who_waits_as_long_as_told_is_admitted(limit: int, charged: int) -> None:
+    clock = FakeClock()
+    account = Account("a", Limits(tokens=limit), clock)
+    account.charge(charged)
+    if refusal := account.admit():
+        clock.now_s += int(refusal.retry_after)
+        assert account.admit() is None
