@@ -35,14 +35,15 @@ def parse(body: bytes) -> Any:
     Raises TritonError INVALID_ARG for nesting beyond MAX_DEPTH, INTERNAL with RapidJSON's reason and offset when it
     is not JSON.
     """
-    _check_depth(body)
+    check_depth(body)
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
         return _parse_as_rapidjson(body)
 
 
-def _check_depth(body: bytes) -> None:
+def check_depth(body: bytes) -> None:
+    """Raises TritonError INVALID_ARG for brackets nested deeper than MAX_DEPTH."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     brackets = np.frombuffer(_STRING.sub(b"", body).translate(None, _NOT_BRACKETS), dtype=np.uint8)
@@ -66,6 +67,8 @@ def _parse_as_rapidjson(body: bytes) -> Any:
         if match is None:
             raise _parse_error(str(error), 0) from None
         raise _parse_error(match[2], int(match[1])) from None
+    except ValueError:  # an integer of more digits than Python reads; the binding does not say where
+        raise _parse_error("Number too big to be stored in double.", 0) from None
 
 
 def _parse_error(reason: str, offset: int) -> TritonError:

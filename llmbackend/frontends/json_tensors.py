@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmbackend.core.errors import TritonError, internal, invalid_argument
-from llmbackend.core.tensors import NUMPY_DTYPE, Tensor, element_count
+from llmbackend.core.tensors import NUMPY_DTYPE, Tensor, element_count, reshaped
 
 from .json_reader import parsing
 
@@ -29,8 +29,10 @@ def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any
     FP16 and BF16.
     """
     if datatype == "BYTES":
-        return Tensor(name, datatype, shape, _bytes_array(flatten(data), shape))
-    return Tensor(name, datatype, shape, _number_array(name, datatype, flatten(data), shape))
+        array: npt.NDArray[Any] = _bytes_array(flatten(data), shape)
+    else:
+        array = _number_array(name, datatype, flatten(data), shape)
+    return Tensor(name, datatype, shape, reshaped(name, array, shape))
 
 
 def flatten(data: Any) -> list[Any]:
@@ -51,7 +53,7 @@ def _number_array(name: str, datatype: str, leaves: list[Any], shape: tuple[int,
         wide = _wide_array(dtype, leaves)
         _check_count(len(leaves), shape)
     with np.errstate(over="ignore"):
-        return wide.astype(dtype).reshape(shape)
+        return wide.astype(dtype)
 
 
 def _wide_array(dtype: np.dtype[Any], leaves: list[Any]) -> npt.NDArray[Any]:
@@ -65,7 +67,10 @@ def _wide_array(dtype: np.dtype[Any], leaves: list[Any]) -> npt.NDArray[Any]:
     if dtype.kind == "i":
         fits = types <= {int} and (not leaves or (min(leaves) >= -(1 << 63) and max(leaves) < 1 << 63))
         return np.array(_require(leaves, fits, "non-signed-integer as signed-integer"), dtype=np.int64)
-    return np.array(_require(leaves, types <= {int, float}, "non-number as double"), dtype=np.float64)
+    try:
+        return np.array(_require(leaves, types <= {int, float}, "non-number as double"), dtype=np.float64)
+    except OverflowError:  # an integer beyond the doubles
+        raise internal("attempt to access JSON non-number as double") from None
 
 
 def _require(leaves: list[Any], right: bool, mismatch: str) -> list[Any]:
@@ -81,7 +86,7 @@ def _bytes_array(leaves: list[Any], shape: tuple[int, ...]) -> npt.NDArray[np.ob
         _check_count(len(leaves), shape)
     data = np.empty(len(leaves), dtype=np.object_)
     data[:] = [leaf.encode() for leaf in leaves]
-    return data.reshape(shape)
+    return data
 
 
 def _check_count(count: int, shape: tuple[int, ...]) -> None:

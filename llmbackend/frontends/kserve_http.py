@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 from collections.abc import Mapping
 from typing import Any
 
@@ -168,7 +167,7 @@ def _load_parameter(key: str, value: Any) -> tuple[str, str | bytes]:
     if key.startswith("file:"):
         try:
             return key, base64.b64decode(as_string(value), validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # binascii.Error, or a character that is not ASCII
             raise invalid_argument(f"load parameter '{key}' is not base64: {error}") from None
     raise internal("unexpected error on creating Triton parameter")
 

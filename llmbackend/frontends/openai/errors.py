@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.errors import ErrorCode, TritonError, shown
 from llmbackend.frontends.limits import RETRY_AFTER_S, LimitReachedError
 
 _log = logging.getLogger(__name__)
@@ -89,10 +89,7 @@ class OpenAIError(Exception):
 
 def refuse(param: str, expectation: str, value: object) -> OpenAIError:
     """A 400 that names field, value and what was expected."""
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return OpenAIError(f"'{param}' is {shown}, expected {expectation}", param=param, code="invalid_value")
+    return OpenAIError(f"'{param}' is {shown(value)}, expected {expectation}", param=param, code="invalid_value")
 
 
 def model_not_found(name: str) -> OpenAIError:

@@ -20,13 +20,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from llmbackend.core.errors import TritonError
+from llmbackend.frontends.json_reader import check_depth
+
 from .errors import OpenAIError
 
 T = TypeVar("T")
 
 
 async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The request's body. Raises OpenAIError: 413 over `max_bytes`, 400 for anything but a JSON object."""
+    """The request's body. Raises OpenAIError: 413 over `max_bytes`, 400 for anything but a JSON object, and for one
+    nested deeper than KServe's endpoints take it."""
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
@@ -36,8 +40,9 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
     try:
+        check_depth(bytes(body))
         value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+    except (orjson.JSONDecodeError, TritonError) as error:
         raise OpenAIError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise OpenAIError("the request body is not a JSON object", code="invalid_json")

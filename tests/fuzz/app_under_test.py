@@ -1,0 +1,104 @@
+"""The HTTP application around a real host with a mock model, called without sockets.
+
+For: the bounded tests of the suite. Does not know: what is sent. Invariant: a request has HANG_S seconds; whatever is
+logged as an error with a traceback while it runs is told with its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import ServerOptions
+from llmbackend.frontends.http_app import create_http_app
+from llmbackend.frontends.openai import create_openai_router
+
+from .exchange import HttpAnswer, HttpInput
+from .http_inputs import DECOUPLED, WHOLE
+
+HANG_S = 20.0
+CONFIG_PBTXT = 'backend: "llm"\nmodel_transaction_policy { decoupled: %s }\n'
+
+
+def write_models(repository: Path, **engine_args: Any) -> None:
+    """`mock`, which streams, and `whole`, which does not."""
+    for name, decoupled in ((DECOUPLED, "true"), (WHOLE, "false")):
+        version = repository / name / "1"
+        version.mkdir(parents=True)
+        arguments = {"model": "mock", "max_model_len": 64, "num_kv_blocks": 64, **engine_args}
+        (version / "model.json").write_text(json.dumps(arguments))
+        (version.parent / "config.pbtxt").write_text(CONFIG_PBTXT % decoupled)
+
+
+class AppUnderTest:
+    def __init__(self, repository: Path) -> None:
+        write_models(repository, transport="inline")
+        options = ServerOptions(
+            model_repositories=(repository,), model_control_mode="explicit", startup_models=(DECOUPLED, WHOLE)
+        )
+        self._server = InferenceServer(options)
+        self._server.start()
+        self._app = create_http_app(self._server, routers=(create_openai_router(self._server),))
+        self._loop = asyncio.new_event_loop()
+        self._tracebacks = _Tracebacks()
+        logging.getLogger().addHandler(self._tracebacks)
+
+    def close(self) -> None:
+        logging.getLogger().removeHandler(self._tracebacks)
+        self._loop.close()
+        assert self._server.stop(20)
+
+    def send(self, request: HttpInput) -> tuple[HttpAnswer, list[str]]:
+        """The answer, and the tracebacks that the log got. Raises TimeoutError for a hang."""
+        self._tracebacks.texts.clear()
+        answer = self._loop.run_until_complete(asyncio.wait_for(self._send(request), HANG_S))
+        return answer, list(self._tracebacks.texts)
+
+    async def _send(self, request: HttpInput) -> HttpAnswer:
+        path = request.path.partition("?")[0].partition("#")[0]
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": request.method,
+            "path": unquote(path),
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [*request.headers, (b"content-length", str(len(request.body)).encode())],
+            "client": ("test", 1),
+            "server": ("test", 2),
+            "scheme": "http",
+        }
+        body = [{"type": "http.request", "body": request.body, "more_body": False}]
+        events: list[MutableMapping[str, Any]] = []
+
+        async def receive() -> MutableMapping[str, Any]:
+            if body:
+                return body.pop()
+            return await asyncio.get_running_loop().create_future()  # the client stays
+
+        async def send(event: MutableMapping[str, Any]) -> None:
+            events.append(event)
+
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:  # Starlette raises it again after the 500
+            self._tracebacks.texts.append(f"{type(error).__name__}: {error}")
+        headers = {name.decode(): value.decode() for name, value in events[0]["headers"]}
+        return HttpAnswer(events[0]["status"], headers, b"".join(event.get("body", b"") for event in events[1:]))
+
+
+class _Tracebacks(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self.texts.append(f"{record.getMessage()}: {record.exc_info[1]!r}")

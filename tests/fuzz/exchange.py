@@ -1,0 +1,73 @@
+"""One HTTP request as bytes, one answer, and what may be said of the answer whatever the request was.
+
+For: every HTTP target, in process and over sockets. Does not know: endpoints. Invariant: `complaint` is empty exactly
+for an answer that this server may give: no 5xx but 501, 503 and Triton's INTERNAL with one of its texts, and a body in
+the shape that its path promises.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+Headers = tuple[tuple[bytes, bytes], ...]
+JSON_HEADERS: Headers = ((b"content-type", b"application/json"),)
+
+_TRITON_INTERNAL = re.compile(
+    r"failed to parse the request JSON buffer|attempt to (access|get)|Unable to parse|Expected JSON object for keyword"
+    r"|Shape does not match true shape of 'data' field|unexpected error on creating Triton parameter"
+    r"|failed to (load|unload) '|JSON bytes array|is not valid UTF-8 and can not be sent as JSON"
+)
+"""Texts of Triton's that it answers with code INTERNAL, so status 500, where the client is to blame."""
+
+
+@dataclass(frozen=True)
+class HttpInput:
+    """A request. `path` is the raw target of the request line."""
+
+    path: str
+    body: bytes
+    headers: Headers = JSON_HEADERS
+    method: str = "POST"
+
+
+@dataclass(frozen=True)
+class HttpAnswer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def is_5xx(self) -> bool:
+        return self.status >= 500 and self.status not in (501, 503)
+
+
+def complaint(request: HttpInput, answer: HttpAnswer) -> str:
+    """What is wrong with the answer; "" if nothing."""
+    text = answer.body.decode("utf-8", "replace")
+    if answer.is_5xx and not (request.path.startswith("/v2") and _TRITON_INTERNAL.search(text)):
+        return f"status {answer.status}: {text[:300]}"
+    if answer.status == 503 and "retry-after" not in answer.headers:
+        return f"503 without Retry-After: {text[:300]}"
+    if answer.status >= 400 and request.method != "HEAD":
+        return _wrong_error(request, answer, text)
+    return ""
+
+
+def _wrong_error(request: HttpInput, answer: HttpAnswer, text: str) -> str:
+    """KServe: {"error": text}; OpenAI: {"error": {message, type, param, code}}; both may come as an event."""
+    if not text:
+        return "" if request.path.endswith(("/live", "/ready")) else f"status {answer.status} without a body"
+    if answer.headers.get("content-type", "").startswith("text/event-stream"):
+        text = text.removeprefix("data: ")
+    try:
+        error: Any = json.loads(text)["error"]
+    except (ValueError, KeyError, TypeError):
+        return f"status {answer.status}, not an error body: {text[:300]}"
+    if request.path.startswith("/v1") and error.keys() != {"message", "type", "param", "code"}:
+        return f"not OpenAI's error: {text[:300]}"
+    if request.path.startswith("/v2") and not isinstance(error, str):
+        return f"not KServe's error: {text[:300]}"
+    return ""

@@ -1,0 +1,77 @@
+"""Inputs that once broke something, each with the answer that it gets now."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from .app_under_test import AppUnderTest
+from .exchange import HttpInput, complaint
+from .http_inputs import DECOUPLED, WHOLE
+
+CHAT = "/v1/chat/completions"
+INFER = f"/v2/models/{WHOLE}/infer"
+GENERATE = f"/v2/models/{WHOLE}/generate"
+LOAD = "/v2/repository/models/scratch/load"
+
+
+def infer(**changes: Any) -> dict[str, Any]:
+    return {"inputs": [{"name": "input_ids", "datatype": "INT32", "shape": [1], "data": [1], **changes}]}
+
+
+def chat(field: str, value: str) -> bytes:
+    head = json.dumps({"model": DECOUPLED, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1})
+    return f'{head[:-1]}, "{field}": {value}}}'.encode()
+
+
+def load(files: dict[str, bytes], config: str = '{"backend": "llm"}') -> dict[str, Any]:
+    encoded = {f"file:{path}": base64.b64encode(content).decode() for path, content in files.items()}
+    return {"parameters": {"config": config, **encoded}}
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+CASES: dict[str, tuple[str, Any, int, str]] = {
+    "a dimension beyond memory beside one of 0": (INFER, infer(shape=[0, 2**63], data=[]), 400, "invalid shape"),
+    "the same for strings": (INFER, infer(datatype="BYTES", shape=[0, 2**63], data=[]), 400, "invalid shape"),
+    "more dimensions than numpy has": (INFER, infer(shape=[1] * 100), 400, "invalid shape"),
+    "an integer of 5000 digits": (GENERATE, b'{"text_input": "x", "seed": %b}' % (b"9" * 5000), 500, "Number too big"),
+    "an integer beyond the doubles": (INFER, b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": '
+                                      b"[%b]}]}" % (b"9" * 400), 500, "non-number as double"),
+    "a top_k that no message can hold": (
+        GENERATE, {"text_input": "x", "sampling_parameters": json.dumps({"top_k": 10**30})}, 200, "",
+    ),
+    "brackets in a parameter's text": (GENERATE, {"text_input": "x", "logit_bias": "[" * 100_000}, 400, "logit_bias"),
+    "a value too deep to be shown": (CHAT, chat("temperature", nested(1000)), 400, "depth"),
+    "a value too deep to be handed on": (CHAT, chat("chat_template_kwargs", f'{{"a": {nested(260)}}}'), 400, "depth"),
+    "a value that is long to show": (CHAT, chat("temperature", "[" + "1," * 9999 + "1]"), 400, "temperature"),
+    "base64 that is not ASCII": (LOAD, {"parameters": {"config": "{}", "file:1/model.json": "é"}}, 400, "not base64"),
+    "brackets in model.json": (LOAD, load({"1/model.json": b"[" * 100_000}), 400, "is not JSON"),
+    "a model's path too long for a file system": (
+        LOAD, load({"1/model.json": b'{"model": "%b"}' % (b"x" * 5000)}), 400, "File name too long",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_over_http(name: str, app: AppUnderTest) -> None:
+    path, body, status, text = CASES[name]
+    request = HttpInput(path, body if isinstance(body, bytes) else json.dumps(body).encode())
+    answer, tracebacks = app.send(request)
+    assert (answer.status, tracebacks) == (status, [])
+    assert complaint(request, answer) == ""
+    assert text in answer.body.decode() and len(answer.body) < 2000
+
+
+def test_a_timeout_of_centuries_leaves_deadlines_working(app: AppUnderTest) -> None:
+    """Once it ended the thread that watches deadlines, so that later ones never came."""
+    for timeout_us in (2**64 - 1, 1):
+        body = infer() | {"parameters": {"timeout": timeout_us, "max_tokens": 60, "ignore_eos": True}}
+        answer, tracebacks = app.send(HttpInput(INFER, json.dumps(body).encode()))
+        assert not tracebacks
+    assert (answer.status, b"timeout" in answer.body) == (503, True), answer.body
