@@ -16,6 +16,7 @@ from llmbackend import __version__
 
 from .cli_flags import DoorFlags, GrpcFlags, HttpFlags, LifeFlags, LogFlags, MetricsFlags, ModelFlags, server_options
 from .flag_groups import takes_flag_groups
+from .limit_flags import LimitFlags
 from .settings import ServerSettings
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ def serve(
     grpc: GrpcFlags,
     metrics: MetricsFlags,
     doors: DoorFlags,
+    limits: LimitFlags,
     log: LogFlags,
 ) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
@@ -55,6 +57,7 @@ def serve(
         metrics=metrics.endpoint(http.http_address),
         http_max_input_size_bytes=http.http_max_input_size,
         exit_timeout_s=life.exit_timeout_secs,
+        limits=limits.limits(),
         doors=doors.settings(),
     )
     raise typer.Exit(run_server(settings))

@@ -6,11 +6,12 @@ and defaults are Triton's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from llmbackend.core.messages import ServerOptions
 from llmbackend.frontends.doors.settings import NO_DOORS, DoorSettings
+from llmbackend.frontends.limits import FrontendLimits
 
 LogFormat = Literal["default", "ISO8601"]
 
@@ -53,5 +54,6 @@ class ServerSettings:
     metrics: Endpoint
     http_max_input_size_bytes: int = 64 << 20
     exit_timeout_s: int = 30
+    limits: FrontendLimits = field(default_factory=FrontendLimits)
     doors: DoorSettings = NO_DOORS
     log: LogSettings = LogSettings()

@@ -106,3 +106,10 @@ class GrpcLimits:
         if self.max_connection_age_grace_ms:
             arguments.append(("grpc.max_connection_age_grace_ms", self.max_connection_age_grace_ms))
         return arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendLimits:
+    inference: InferenceLimits = InferenceLimits()
+    http: HttpLimits = HttpLimits()
+    grpc: GrpcLimits = GrpcLimits()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from functools import partial
 from typing import Final
 
 import grpc
@@ -23,23 +24,25 @@ from .doors.doors import Doors
 from .doors.settings import NO_DOORS
 from .doors.tls import TlsFiles
 from .http_app import create_http_app
+from .http_protocol import GuardedProtocol
+from .inference import InferenceGate
 from .kserve_grpc import create_grpc_server
+from .limits import FrontendLimits, HttpLimits
 from .metrics_http import create_metrics_app
 
 _BACKLOG: Final = 2048
-_KEEP_ALIVE_S: Final = 75
 
 
 class HttpEndpoint:
     """One ASGI app on one listening socket."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, tls: TlsFiles | None = None) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, limits: HttpLimits, tls: TlsFiles | None = None) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=partial(GuardedProtocol, limits),  # type: ignore[arg-type]  # uvicorn only calls it
             ws="none",
             lifespan="off",
             log_config=None,
@@ -47,7 +50,7 @@ class HttpEndpoint:
             server_header=False,
             date_header=False,
             backlog=_BACKLOG,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # seconds for call_later
             **({} if tls is None else tls.uvicorn_options()),
         )
         config.load()
@@ -70,7 +73,7 @@ class HttpEndpoint:
 class FrontendServer:
     """The endpoints around one InferenceServer. A port of None switches its endpoint off, 0 takes any free port.
 
-    `doors` stand before HTTP and gRPC; the metrics port has none.
+    `doors` stand before HTTP and gRPC; the metrics port has none. `gate` is the one that `http_app` uses.
     """
 
     def __init__(
@@ -85,10 +88,14 @@ class FrontendServer:
         metrics_port: int | None = 8002,
         http_app: ASGIApp | None = None,
         doors: Doors | None = None,
+        gate: InferenceGate | None = None,
+        limits: FrontendLimits | None = None,
     ) -> None:
         self._server = server
         self._http_app = http_app
         self._doors = doors or Doors(NO_DOORS)
+        self._limits = limits or FrontendLimits()
+        self._gate = gate or InferenceGate(server, self._limits.inference)
         self._http_at = (http_address, http_port)
         self._grpc_at = (grpc_address, grpc_port)
         self._metrics_at = (metrics_address, metrics_port)
@@ -115,7 +122,7 @@ class FrontendServer:
         registry = self._server.metrics_registry
         host, port = self._http_at
         if port is not None:
-            app = self._doors.around_http(self._http_app or create_http_app(self._server), registry)
+            app = self._doors.around_http(self._http_app or create_http_app(self._server, gate=self._gate), registry)
             self.http_port = self._add_http(app, host, port, self._doors.http_tls)
         host, port = self._metrics_at
         if port is not None:
@@ -126,12 +133,14 @@ class FrontendServer:
             self._grpc, self.grpc_port = create_grpc_server(
                 self._server,
                 address=address,
+                gate=self._gate,
+                limits=self._limits.grpc,
                 interceptors=self._doors.grpc_interceptors(registry),
                 credentials=self._doors.grpc_credentials(),
             )
 
     def _add_http(self, app: ASGIApp, host: str, port: int, tls: TlsFiles | None = None) -> int:
-        endpoint = HttpEndpoint(app, host, port, tls)
+        endpoint = HttpEndpoint(app, host, port, self._limits.http, tls)
         self._endpoints.append(endpoint)
         return endpoint.port
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ import httpx
 import pytest
 from kserve_runner import Running
 from kserve_scripted import RECORD
+from prometheus_client import CollectorRegistry
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
@@ -167,7 +169,7 @@ def test_nothing_is_left_of_streams_that_ended_in_any_way(running: Running) -> N
 
 def test_a_bug_of_ours_is_a_500_without_detail_on_http_and_grpc(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        no_host: Any = None
+        no_host: Any = SimpleNamespace(metrics_registry=CollectorRegistry())
         frontend = FrontendServer(no_host, http_port=0, grpc_port=0, metrics_port=None)
         await frontend.start()
         async with httpx.AsyncClient() as client:
@@ -181,4 +183,4 @@ def test_a_bug_of_ours_is_a_500_without_detail_on_http_and_grpc(caplog: pytest.L
         await frontend.stop(1)
 
     asyncio.run(run())
-    assert "NoneType" in caplog.text
+    assert "has no attribute 'server_metadata'" in caplog.text

@@ -1,0 +1,260 @@
+"""One HTTP connection, with the limits that uvicorn's own protocol lacks.
+
+For: the HTTP endpoints. Does not know: what is served. Invariants: a connection that makes no progress ends, in each
+of its states (header, body, a response that the client does not take, silence between requests); what it can make the
+server hold is bounded; a request whose client is gone is told so, pipelined or not; a connection costs no timer while
+its response runs, and an endpoint without connections none at all.
+
+uvicorn pauses `send` while more than the transport's high-water mark (64 KiB) waits for the client, and stops reading
+a body past 64 KiB until the application asks for more; so beside these marks a connection holds one chunk at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from .http_errors import JSON, error_body
+from .limits import RETRY_AFTER_S, HttpLimits
+from .openai.errors import OpenAIError
+
+log = logging.getLogger(__name__)
+
+_MAX_FRAMING_BYTES: Final = 1 << 20
+"""Of one body: what is not content (chunk sizes, chunk extensions, trailers). 64 MiB in chunks of 1 KiB take half."""
+_MAX_DISCARDED_BYTES: Final = 64 << 20
+"""Of a body whose request was answered before it was read: the rest is thrown away, up to here."""
+_CROWDED_HEADER_TIMEOUT_S: Final = 2.0
+"""A connection beyond the limit has so long to say what it wants, so that it can be refused in that protocol."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol within `limits`."""
+
+    def __init__(self, limits: HttpLimits, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._clock = _Clock(self.loop)
+        self._write_clock = _Clock(self.loop)
+        self._receiving: str | None = "header"
+        """Which part of a request is on its way; None between requests and once one is whole."""
+        self._framing_bytes = 0
+        self._discarded_bytes = 0
+        self._piece_bytes = 0
+        self._progress_s = 0.0
+        self._unsent_bytes = 0
+        self._running: RequestResponseCycle | None = None
+        self._crowded = False
+
+    # --- connection -------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._crowded = len(self.connections) > self._limits.max_connections
+        timeout_s = _CROWDED_HEADER_TIMEOUT_S if self._crowded else self._limits.header_timeout_s
+        self._clock.start(timeout_s, self._header_timed_out)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._clock.stop()
+        self._write_clock.stop()
+        running, self._running = self._running, None
+        if running is not None and not running.response_complete:  # uvicorn tells the newest request alone
+            running.disconnected = True
+            running.message_event.set()
+        self.pipeline.clear()
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        self._piece_bytes = len(data)
+        self._framing_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        receiving = self._receiving
+        if receiving is None:
+            if self.timeout_keep_alive_task is None and not self._is_busy:
+                self._await_header()  # bytes that begin no request
+            else:
+                self._clock.stop()
+        elif receiving == "header":
+            self._await_header()
+            if self._framing_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
+                self._end(431, "the request's header is too large")
+        else:
+            self._clock.start_once(self._limits.body_timeout_s, self._body_looked_at)
+            if self._framing_bytes > _MAX_FRAMING_BYTES or self._discarded_bytes > _MAX_DISCARDED_BYTES:
+                self._end(413, "the request's body has too much around or behind it")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._receiving = "header"
+        self._framing_bytes = self._piece_bytes
+        self._discarded_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._receiving == "header":  # a trailer would grow the header of a request that runs
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._receiving = "body"
+        self._clock.stop()
+        self._progress_s = self.loop.time()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes -= len(body)
+        self._progress_s = self.loop.time()
+        if self.cycle.response_complete:
+            self._discarded_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._receiving = None
+        super().on_message_complete()
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    def _await_header(self) -> None:
+        self._clock.start_once(self._limits.header_timeout_s, self._header_timed_out)
+
+    def _header_timed_out(self) -> None:
+        if self._is_busy:  # a pipelined request must not end the one before it
+            self._clock.start(self._limits.header_timeout_s, self._header_timed_out)
+        elif self._receiving is None or not self._framing_bytes:
+            self.transport.close()
+        else:
+            self._end(408, "the request's header did not arrive in time")
+
+    def _body_looked_at(self) -> None:
+        is_pipelined = self._is_busy and self._running is not self.cycle
+        if self.flow.read_paused or is_pipelined:  # it is the application that does not read
+            self._progress_s = self.loop.time()
+        left_s = self._progress_s + self._limits.body_timeout_s - self.loop.time()
+        if self._receiving != "body":
+            return
+        if left_s > 0:
+            self._clock.start(left_s, self._body_looked_at)
+        else:
+            self._end(408, "the request's body did not arrive in time")
+
+    def _end(self, status: int, message: str) -> None:
+        """Answers unless an answer has begun, and closes; a handler that reads the body sees a disconnect."""
+        self._clock.stop()
+        is_mine = self._running is self.cycle and not self.cycle.response_started
+        if not self._is_busy if self._receiving == "header" else is_mine:
+            body = error_body(message)
+            self.transport.write(
+                b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
+                % (status, _PHRASES[status], JSON.encode(), len(body), body)
+            )
+        self.transport.close()
+        self._watch_closing()
+
+    # --- answering --------------------------------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, self._refusal(cycle.scope) or app)
+
+    def _refusal(self, scope: Any) -> Any | None:
+        """The application that answers a request which is not served; None for one that is."""
+        limits = self._limits
+        if self._crowded:
+            return _refuse(429, f"the server is at its limit of {limits.max_connections} connections")
+        if len(scope["raw_path"]) + len(scope["query_string"]) > limits.max_url_bytes:
+            return _refuse(414, f"the request's URL is longer than {limits.max_url_bytes} bytes")
+        headers = scope["headers"]
+        if len(headers) > limits.max_headers:
+            return _refuse(431, f"the request has more than {limits.max_headers} header fields")
+        if sum(len(name) + len(value) for name, value in headers) > limits.max_header_bytes:
+            return _refuse(431, f"the request's header is longer than {limits.max_header_bytes} bytes")
+        return None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._write_clock.stop()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_closing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch_closing()
+
+    def _watch_closing(self) -> None:
+        """A transport that closes waits for its client to take what is left, which may be never."""
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._watch_writing()
+
+    def _watch_writing(self) -> None:
+        self._unsent_bytes = self.transport.get_write_buffer_size()
+        self._write_clock.start(self._limits.write_timeout_s, self._writing_looked_at)
+
+    def _writing_looked_at(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unsent_bytes:
+            self._watch_writing()
+            return
+        log.warning("a client took nothing for %g s: its connection is cut", self._limits.write_timeout_s)
+        self.transport.abort()
+
+
+class _Clock:
+    """One timer, or none."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float, callback: Callable[[], None]) -> None:
+        self.stop()
+        self._timer = self._loop.call_later(seconds, self._run, callback)
+
+    def start_once(self, seconds: float, callback: Callable[[], None]) -> None:
+        """As `start`, but a timer that runs already runs on."""
+        if self._timer is None:
+            self.start(seconds, callback)
+
+    def _run(self, callback: Callable[[], None]) -> None:
+        self._timer = None
+        callback()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+_PHRASES: Final = {408: b"Request Timeout", 413: b"Content Too Large", 431: b"Request Header Fields Too Large"}
+
+
+def _refuse(status: int, message: str) -> Any:
+    """An application that answers so, in the shape of the path's protocol, and closes the connection."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith("/v1/"):
+            kind, code = ("requests", "rate_limit_exceeded") if status == 429 else ("invalid_request_error", None)
+            body = OpenAIError(message, status=status, kind=kind, code=code).body()
+        else:
+            body = error_body(message)
+        headers = {"content-type": JSON, "connection": "close"}
+        if status == 429:
+            headers["retry-after"] = RETRY_AFTER_S
+        await Response(body, status, headers)(scope, receive, send)
+
+    return app
