@@ -1,19 +1,17 @@
 """The life of a server process: start, announce, drain, stop.
 
 For: `llmbackend serve`. Does not know: protocols or models. Invariant: SIGTERM and SIGINT lead to one drain that
-refuses new work, lets running requests finish within the exit timeout, stops every engine and exits 0 (1 when time
-ran out); a second signal ends the process at once.
+refuses new work, lets running requests finish within the exit timeout, stops every engine and exits 0 (1 when requests
+were cut off or something did not end), also while models still load; a second signal ends the process at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
-import os
-import signal
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -26,13 +24,20 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.doors.doors import Doors
 from llmbackend.frontends.doors.exposure import exposure
 from llmbackend.frontends.http_app import create_http_app
+from llmbackend.frontends.inference import InferenceGate
 from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.serving import FrontendServer
 
 from .log_format import configure_logging
+from .process_end import exit_now, in_thread, kill_children, stop_on_signal, temporary_directory
 from .settings import ServerSettings
 
 log = logging.getLogger(__name__)
+
+LOAD_GRACE_S = 2.0
+"""What a load under way gets to end by itself when the server is stopped; then its engine is killed."""
+CLOSE_GRACE_S = 1.0
+"""What clients get to read their last bytes after every request has ended."""
 
 _SERVED_AT = {
     "http": "KServe v2, generate and generate_stream; OpenAI under /v1",
@@ -50,21 +55,27 @@ def run_server(settings: ServerSettings) -> int:
 
 async def _serve(settings: ServerSettings) -> int:
     began_s = time.monotonic()
-    stop = _stop_on_signal()
+    stop = stop_on_signal()
     try:
         doors = Doors(settings.doors)
     except ValueError as error:
         log.error("%s", error)
         return 1
     server = doors.host(settings.options)
-    if not await _load_models(server):
+    loading = in_thread(server.start)
+    if not await _ends_before(loading, stop):
+        return await _stop_while_loading(server, loading, settings.exit_timeout_s)
+    try:
+        await loading
+    except TritonError as error:
+        log.error("%s", error.message)
         return 1
     frontends = _frontends(server, settings, doors)
     try:
         await frontends.start()
     except (OSError, RuntimeError) as error:
         log.error("cannot listen: %s", error)
-        await asyncio.to_thread(server.stop, settings.exit_timeout_s)
+        await in_thread(server.stop, settings.exit_timeout_s)
         return 1
     _announce(server, _urls(frontends, settings), time.monotonic() - began_s)
     if warning := exposure(
@@ -77,7 +88,8 @@ async def _serve(settings: ServerSettings) -> int:
 
 def _frontends(server: InferenceServer, settings: ServerSettings, doors: Doors) -> FrontendServer:
     limit_bytes = settings.http_max_input_size_bytes
-    routers = (create_openai_router(server, limit_bytes),)
+    gate = InferenceGate(server, settings.limits.inference)
+    routers = (create_openai_router(server, limit_bytes, gate),)
     return FrontendServer(
         server,
         http_address=settings.http.address,
@@ -86,43 +98,45 @@ def _frontends(server: InferenceServer, settings: ServerSettings, doors: Doors) 
         grpc_port=settings.grpc.port_or_none,
         metrics_address=settings.metrics.address,
         metrics_port=settings.metrics.port_or_none,
-        http_app=create_http_app(server, max_input_size_bytes=limit_bytes, routers=routers),
+        http_app=create_http_app(server, max_input_size_bytes=limit_bytes, routers=routers, gate=gate),
         doors=doors,
+        gate=gate,
+        limits=settings.limits,
     )
 
 
-def _stop_on_signal() -> asyncio.Event:
-    """The event that the first SIGTERM or SIGINT sets; the second one exits at once."""
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            log.error("second signal, exiting at once")
-            os._exit(1)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    return stop
+async def _ends_before(loading: asyncio.Future[None], stop: asyncio.Event) -> bool:
+    """Waits for the end of loading or for a signal; whether loading came first."""
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    return loading.done()
 
 
-async def _load_models(server: InferenceServer) -> bool:
-    try:
-        await asyncio.to_thread(server.start)
-    except TritonError as error:
-        log.error("%s", error.message)
-        return False
-    return True
+async def _stop_while_loading(server: InferenceServer, loading: asyncio.Future[None], timeout_s: float) -> int:
+    """Nothing is served yet: a load that does not end soon loses its engine, and ends for that reason."""
+    log.info("stopping while models are loading")
+    stopping = in_thread(server.stop, timeout_s)
+    await asyncio.wait((stopping, loading), timeout=LOAD_GRACE_S, return_when=asyncio.ALL_COMPLETED)
+    if not stopping.done():
+        log.warning("killing the engines that are still loading")
+        kill_children()
+    if not await stopping:
+        exit_now(1)
+    with contextlib.suppress(TritonError):  # it says that the server is stopping
+        await loading
+    log.info("server stopped")
+    return 0
 
 
 async def _drain(server: InferenceServer, frontends: FrontendServer, timeout_s: float) -> int:
     """Refuses new work, waits for running requests, unloads, closes the ports."""
     log.info("shutting down: waiting up to %g s for running requests", timeout_s)
-    finished = await asyncio.to_thread(server.stop, timeout_s)
-    await frontends.stop(grace_s=1.0)
-    if not finished:
-        log.error("Exit timeout expired. Exiting immediately.")
-        return 1
+    is_clean = await in_thread(server.stop, timeout_s)
+    await frontends.stop(grace_s=CLOSE_GRACE_S)
+    if not is_clean:
+        log.error("server stopped before all of its work was done")
+        exit_now(1)
     log.info("server stopped")
     return 0
 
@@ -166,16 +180,12 @@ def single_model_repository(model: str, name: str, dtype: str, device: str, max_
     """
     path = Path(model)
     served_name = name or (path.resolve().name if path.exists() else model.rsplit("/", 1)[-1])
-    repository = tempfile.TemporaryDirectory(prefix="llmbackend-repository-")
-    _KEEP_ALIVE.append(repository)
-    version = Path(repository.name) / served_name / "1"
+    repository = temporary_directory(prefix="llmbackend-repository-")
+    version = repository / served_name / "1"
     version.mkdir(parents=True)
     arguments: dict[str, object] = {"model": str(path.resolve()) if path.exists() else model, "dtype": dtype}
     arguments |= {"device": device} if device != "cpu" else {}
     arguments |= {"max_model_len": max_model_len} if max_model_len else {}
     (version / "model.json").write_text(json.dumps(arguments))
     (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
-    return Path(repository.name)
-
-
-_KEEP_ALIVE: list[tempfile.TemporaryDirectory[str]] = []
+    return repository

@@ -1,54 +1,200 @@
-"""A server process from start to end: SIGTERM drains, a single checkpoint is served by name, idle means idle."""
+"""A server process from start to end: SIGTERM drains, expiry cuts, reload loses nothing, no engine is left behind."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
+import psutil
 import pytest
-from server_process import ServerProcess, stop_server, write_mock_model
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from live_stream import PROTOCOLS, LiveStream
+from server_process import ServerProcess, post, stop_server, write_mock_model
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 MakeServer = Callable[..., ServerProcess]
+CUT_OFF = "the exit timeout expired before the request was finished"
 
 
-def test_sigterm_lets_a_running_stream_finish(make_server: MakeServer, tmp_path: Path) -> None:
-    write_mock_model(tmp_path, "slow", mock_step_ms=20)
-    server = make_server("--model-repository", str(tmp_path))
-    connection = http.client.HTTPConnection(server.http, timeout=60)
-    body = {"text_input": "x", "stream": True, "parameters": {"max_tokens": 60, "ignore_eos": True}}
-    connection.request("POST", "/v2/models/slow/generate_stream", json.dumps(body))
+def engines(server: ServerProcess) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+def streams(server: ServerProcess, max_tokens: int, tag: str = "") -> list[LiveStream]:
+    """Two streams on each protocol."""
+    return [
+        LiveStream(server, protocol, "slow", f"{tag} {protocol} {number}", max_tokens, f"{protocol}-{number}")
+        for protocol in PROTOCOLS
+        for number in range(2)
+    ]
+
+
+@pytest.fixture
+def slow(make_server: MakeServer, tmp_path: Path) -> Callable[..., ServerProcess]:
+    """Starts a server with one model of 20 ms a step."""
+
+    def start(*arguments: str) -> ServerProcess:
+        write_mock_model(tmp_path, "slow", mock_step_ms=20)
+        return make_server("--model-repository", str(tmp_path), *arguments)
+
+    return start
+
+
+def test_sigterm_under_load(slow: MakeServer, capfd: pytest.CaptureFixture[str]) -> None:
+    server = slow()
+    undisturbed = [stream.finish() for stream in streams(server, 60)]
+    children = engines(server)
+    running = [stream.wait_until_begun() for stream in streams(server, 60)]
+    server.process.send_signal(signal.SIGTERM)
+    eventually(lambda: status(server, "/v2/health/ready") == 503)
+    assert status(server, "/v2/health/live") == 503  # golden 52: Triton refuses connections by now
+    refused = [LiveStream(server, protocol, "slow", "late", 5) for protocol in PROTOCOLS]
+    assert [(stream.finish(), stream.error) for stream in refused] == [("", "Server is stopping")] * 3
+    assert post(server, "/v2/models/slow/generate", {"text_input": "x"}) == (503, '{"error":"Server is stopping"}')
+    assert post(server, "/v1/completions", {"model": "slow", "prompt": "x"})[0] == 503
+    with grpc.insecure_channel(server.grpc) as channel:
+        with pytest.raises(grpc.RpcError) as exiting:
+            service_pb2_grpc.GRPCInferenceServiceStub(channel).ServerReady(service_pb2.ServerReadyRequest())
+        assert exiting.value.code() is grpc.StatusCode.UNAVAILABLE
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert [stream.finish() for stream in running] == undisturbed
+    assert not any(stream.error or stream.broken for stream in running)
+    assert server.process.wait(timeout=40) == 0 and gone(children)
+    log = capfd.readouterr().err
+    assert "Signal (15) received." in log and "successfully unloaded 'slow' version 1" in log
+    assert "cut off" not in log and "server stopped" in log
+
+
+def status(server: ServerProcess, path: str) -> int:
+    connection = http.client.HTTPConnection(server.http, timeout=30)
+    connection.request("GET", path)
     answer = connection.getresponse()
-    first = answer.readline()
-    server.process.send_signal(signal.SIGTERM)
-    rest = answer.read().decode()
     connection.close()
-    events = [line for line in rest.splitlines() if line.startswith("data: ")]
-    assert first.startswith(b"data: ")
-    assert "error" not in rest and len(events) >= 10
-    assert server.process.wait(timeout=40) == 0
+    return answer.status
 
 
-def test_new_work_is_refused_while_draining(make_server: MakeServer, tmp_path: Path) -> None:
-    write_mock_model(tmp_path, "slow", mock_step_ms=20)
-    server = make_server("--model-repository", str(tmp_path))
-    connection = http.client.HTTPConnection(server.http, timeout=60)
-    body = {"text_input": "x", "stream": True, "parameters": {"max_tokens": 100, "ignore_eos": True}}
-    connection.request("POST", "/v2/models/slow/generate_stream", json.dumps(body))
-    connection.getresponse()
+def test_what_outlives_the_exit_timeout_is_cut_with_an_error(
+    slow: MakeServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = slow("--exit-timeout-secs", "1")
+    children = engines(server)
+    running = [stream.wait_until_begun() for stream in streams(server, 400)]
     server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    with pytest.raises((urllib.error.HTTPError, urllib.error.URLError, ConnectionError)):
-        server.get("/v2/health/ready")
-    connection.close()
-    assert server.process.wait(timeout=40) == 0
+    for stream in running:
+        assert stream.finish() and CUT_OFF in stream.error and not stream.broken
+    assert server.process.wait(timeout=40) == 1 and gone(children)
+    log = capfd.readouterr().err
+    assert "Exit timeout expired. Exiting immediately." in log
+    assert "Model 'slow' (version 1): cut off 6 requests: " in log and "'grpc-1'" in log and "'http-0'" in log
+    assert "successfully unloaded 'slow' version 1" in log and "Traceback" not in log
+
+
+def test_a_second_signal_ends_at_once_also_an_engine_that_hangs(
+    slow: MakeServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = slow()
+    (engine,) = engines(server)
+    running = LiveStream(server, "http", "slow", "x", 400).wait_until_begun()
+    engine.suspend()
+    server.process.send_signal(signal.SIGTERM)
+    eventually(lambda: status(server, "/v2/health/ready") == 503)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(timeout=10) == 1
+    eventually(lambda: gone([engine]))
+    running.finish()
+    assert "Signal (15) received again, exiting at once." in capfd.readouterr().err
+
+
+def test_no_engine_outlives_a_killed_server(slow: MakeServer) -> None:
+    server = slow()
+    children = engines(server)
+    LiveStream(server, "http", "slow", "x", 400).wait_until_begun()
+    server.process.kill()
+    eventually(lambda: gone(children))
+
+
+# Loads as an engine does: it waits for a process of its own.
+LOADING_BACKEND = """
+import subprocess
+from llmbackend.core.backend_api import internal
+
+def TRITONBACKEND_ModelInitialize(model):
+    if subprocess.run(["sleep", "600"]).returncode:
+        raise internal("the engine ended while the model was loading")
+
+def TRITONBACKEND_ModelInstanceExecute(instance, requests): pass
+"""
+
+
+def test_a_signal_while_models_load(tmp_path: Path) -> None:
+    write_mock_model(tmp_path, "mock")
+    loading = tmp_path / "loading"
+    (loading / "1").mkdir(parents=True)
+    (loading / "config.pbtxt").write_text('backend: "loading"')
+    (loading / "backend.py").write_text(LOADING_BACKEND)
+    command = [sys.executable, "-m", "llmbackend.cli", "serve", "--model-repository", str(tmp_path)]
+    command += ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--http-address", "127.0.0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        server = psutil.Process(process.pid)
+        eventually(lambda: any(child.name() == "sleep" for child in server.children()))
+        children = server.children()
+        process.send_signal(signal.SIGTERM)
+        output, log = process.communicate(timeout=40)
+    assert process.returncode == 0 and gone(children), log
+    assert "stopping while models are loading" in log and "server stopped" in log
+    assert "is ready after" not in output and "Traceback" not in log
+
+
+def test_reload_under_live_streams(slow: MakeServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    server = slow("--model-control-mode", "explicit", "--load-model", "slow")
+    undisturbed = [stream.finish() for stream in streams(server, 80)]
+    old = engines(server)
+    running = [stream.wait_until_begun() for stream in streams(server, 80)]
+    (tmp_path / "slow" / "1" / "model.json").write_text(
+        json.dumps({"model": "mock", "max_model_len": 512, "mock_step_ms": 1})
+    )
+    assert post(server, "/v2/repository/models/slow/load", {})[0] == 200
+    (new,) = set(engines(server)) - set(old)
+    after = streams(server, 80)  # these go to the new version, whose steps are shorter
+    assert [stream.finish() for stream in after] == undisturbed
+    assert not gone(old), "the old engine still has its streams"
+    assert [stream.finish() for stream in running] == undisturbed
+    assert not any(stream.error or stream.broken for stream in (*running, *after))
+    eventually(lambda: gone(old))
+    assert engines(server) == [new]
+
+    last = LiveStream(server, "http", "slow", " http 0", 80, "stopped by id").wait_until_begun()
+    for _ in range(2):
+        assert post(server, "/v2/repository/models/slow/unload", {})[0] == 200
+    assert post(server, "/v2/repository/models/slow/load", {})[0] == 200  # while the one before drains
+    assert last.finish() == undisturbed[0]
+    eventually(lambda: len(engines(server)) == 1)
+    assert index(server) == [{"name": "slow", "version": "1", "state": "READY"}]
+    assert stop_server(server) == 0
+    assert capfd.readouterr().err.count("successfully unloaded 'slow' version 1") == 3
+
+
+def index(server: ServerProcess) -> object:
+    return json.loads(post(server, "/v2/repository/index", {})[1])
 
 
 def test_single_checkpoint_is_served_under_a_name(make_server: MakeServer) -> None:
@@ -91,29 +237,17 @@ def test_a_taken_port_ends_with_the_reason(make_server: MakeServer) -> None:
     assert stop_server(server) == 0
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and its children."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return own + sum(cpu_seconds(int(child)) for child in children)
+def cpu_seconds(server: ServerProcess) -> float:
+    """CPU time of the server and its engines."""
+    times = [process.cpu_times() for process in (psutil.Process(server.process.pid), *engines(server))]
+    return sum(one.user + one.system for one in times)
 
 
 def test_an_idle_server_uses_no_cpu(make_server: MakeServer, tmp_path: Path) -> None:
     write_mock_model(tmp_path, "mock")
     server = make_server("--model-repository", str(tmp_path))
     time.sleep(0.5)
-    before_s = cpu_seconds(server.process.pid)
+    before_s = cpu_seconds(server)
     time.sleep(3)
-    assert cpu_seconds(server.process.pid) - before_s <= 0.06
+    assert cpu_seconds(server) - before_s <= 0.06
     assert stop_server(server) == 0
-
-
-def test_no_process_is_left_behind(make_server: MakeServer, tmp_path: Path) -> None:
-    write_mock_model(tmp_path, "mock")
-    server = make_server("--model-repository", str(tmp_path))
-    pid = server.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    assert children, "the engine runs in a process of its own"
-    assert stop_server(server) == 0
-    assert not [child for child in children if Path(f"/proc/{child}").exists()]
