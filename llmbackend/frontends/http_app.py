@@ -19,6 +19,7 @@ from .infer_http import InferEndpoint
 from .inference import InferenceGate
 from .kserve_http import DescriptionEndpoints, HealthEndpoints, RepositoryEndpoints, add_unbuilt
 from .openapi import create_openapi_router
+from .stop_http import StopEndpoint
 
 DEFAULT_MAX_INPUT_SIZE_BYTES = 64 << 20
 
@@ -54,4 +55,5 @@ def create_kserve_router(
     RepositoryEndpoints(server, max_input_size_bytes).add_to(router)
     InferEndpoint(gate, max_input_size_bytes).add_to(router)
     GenerateEndpoints(gate, max_input_size_bytes).add_to(router)
+    StopEndpoint(server, max_input_size_bytes).add_to(router)
     return router

@@ -87,6 +87,7 @@ SCHEMAS: Final[dict[str, Any]] = {
     ),
     "UnloadRequest": open_object({"parameters": open_object({"unload_dependents": {"type": "boolean"}})}),
     "StopRequest": open_object({"id": {"type": "string", "minLength": 1}}, required=["id"]),
+    "StopResponse": open_object({"id": _STRING, "cancelled": _COUNT}, required=["id", "cancelled"]),
     "InferRequest": open_object(
         {
             "id": _STRING,
@@ -200,7 +201,7 @@ _INFERRED: Final = {
     },
 }
 _MODEL: Final = refusals("Error", 400, 404, 503)
-_MODEL_BODY: Final = refusals("Error", 400, 404, 500, 501, 503)
+_MODEL_BODY: Final = refusals("Error", 400, 404, 429, 500, 501, 503)
 _REPOSITORY: Final = refusals("Error", 400, 500, 501, 503)
 _EMPTY: Final = plain_response("Yes.", "text/plain")
 _NO: Final = plain_response("No; for a model with an `Error` that says so.", "text/plain")
@@ -245,10 +246,15 @@ OPERATIONS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ),
     ("POST", "/v2/models/{name}/generate_stream"): operation(
         "One request, a stream of responses",
-        {"200": _EVENTS} | refusals("Error", 400, 404, 500, 501, 503, streaming=True),
+        {"200": _EVENTS} | refusals("Error", 400, 404, 429, 500, 501, 503, streaming=True),
         body=body("GenerateRequest"),
     ),
-    ("POST", "/v2/models/{name}/stop"): operation(
-        "Stop a request by its id", {"200": _DONE} | _MODEL_BODY, body=body("StopRequest")
-    ),
+    **{
+        ("POST", f"/v2/models/{{name}}/{name}"): operation(
+            "Stop running requests by their id",
+            {"200": json_response("StopResponse")} | _MODEL_BODY,
+            body=body("StopRequest"),
+        )
+        for name in ("stop", "stopInfer")
+    },
 }

@@ -239,7 +239,7 @@ def _models(schema: str) -> dict[str, Any]:
     return {"200": {"description": "The models.", "content": {"application/json": {"schema": ref(schema)}}}}
 
 
-_REFUSED: Final = refusals("OpenAIError", 400, 404, 413, 503)
+_REFUSED: Final = refusals("OpenAIError", 400, 404, 413, 429, 503)
 
 OPERATIONS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("GET", "/v1/models"): operation("The models served here", _models("ModelList")),

@@ -21,7 +21,7 @@ _CATEGORIES: Final = tuple(
     # A router's "$" also matches before a last newline: so must this, or a path with one would pass as unknown.
     (re.compile(rf"({pattern})\n?", re.DOTALL), category)
     for pattern, category in (
-        (rf"{_MODEL}/(infer|generate|generate_stream|stop)", Category.INFERENCE),
+        (rf"{_MODEL}/(infer|generate|generate_stream|stop|stopInfer)", Category.INFERENCE),
         (r"/v2/health/(live|ready)", Category.HEALTH),
         (r"/v2/models/stats", Category.STATISTICS),
         (r"/v2/logging", Category.LOGGING),
