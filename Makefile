@@ -2,6 +2,10 @@
 # make test    linters, types, import contract, the whole test suite
 # make smoke   a real server on free ports, every protocol with real clients
 # make conformance   the golden transcripts of a real Triton replayed against this host
+# make chaos   faults of every kind under live streams: nothing lost, repeated or changed (10 minutes)
+# make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
+# make overload   ten times the capacity offered for a minute
+# make idle    the CPU use of a whole server that nobody uses
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +13,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
-.PHONY: serve test lint unit smoke conformance clean
+.PHONY: serve test lint unit smoke conformance chaos soak overload idle clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -30,6 +34,9 @@ smoke: $(VENV)/.test
 
 conformance: $(VENV)/.test
 	$(BIN)/python -m tests.conformance
+
+chaos soak overload idle: $(VENV)/.test
+	$(BIN)/python -m tests.chaos $@ $(ARGS)
 
 # `make serve` installs what serving needs and no more; `make test` adds the test tools.
 $(VENV)/.serve: pyproject.toml constraints.txt

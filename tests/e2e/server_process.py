@@ -13,7 +13,7 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,12 +48,16 @@ class ServerProcess:
         raise AssertionError(f"model {model} still holds requests or KV blocks after {timeout_s} s")
 
 
-def start_server(*arguments: str) -> ServerProcess:
-    """Starts `llmbackend serve` on free loopback ports and waits until it says where it listens."""
+def start_server(*arguments: str, log: IO[str] | None = None) -> ServerProcess:
+    """Starts `llmbackend serve` on free loopback ports and waits until it says where it listens.
+
+    log: where its standard error goes; to ours by default.
+    """
     command = [sys.executable, "-m", "llmbackend.cli", "serve", *arguments]
     for protocol in ("http", "grpc", "metrics"):
         command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
+    environment = os.environ | {"NO_COLOR": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     assert process.stdout is not None
     found: dict[str, str] = {}
     for line in process.stdout:

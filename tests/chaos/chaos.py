@@ -1,0 +1,150 @@
+"""Which rounds make up `make chaos`, on which servers.
+
+For: the command line. Does not know: how a round works. Invariant: seeds are fixed, and a round that is not run is not
+in the table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from .engine_rounds import (
+    EngineRound,
+    cancel_while_restarting,
+    give_up,
+    hurt_engine,
+    kill_while_starting,
+    poison,
+)
+from .faults import (
+    ESCAPE,
+    EXCEPTION,
+    EXIT,
+    HANG,
+    KILL,
+    MALFORMED,
+    NAN_LOGITS,
+    OUT_OF_MEMORY,
+    SEGFAULT,
+    STOP,
+    Fault,
+)
+from .host_rounds import disconnects, reload, sigterm
+from .server import ModelSetup, demo, mock
+from .slow_readers import slow_readers
+from .specs import Lengths, StreamSpec, make_specs
+from .stage import Stage, open_stage
+from .table import Row, print_report, print_row
+
+RoundFunction = Callable[[Stage], Awaitable[Row]]
+MOCK_LENGTHS = Lengths(prompt_words=(1, 24), output_tokens=(40, 220))
+DEMO_LENGTHS = Lengths(prompt_words=(1, 24), output_tokens=(30, 120))
+QUICK_LENGTHS = Lengths(prompt_words=(1, 12), output_tokens=(20, 90))
+
+
+@dataclass(frozen=True)
+class Round:
+    name: str
+    run: RoundFunction
+
+
+@dataclass(frozen=True)
+class Act:
+    """Rounds that share a server."""
+
+    models: Sequence[ModelSetup]
+    specs: Sequence[StreamSpec]
+    rounds: Sequence[Round]
+
+
+def _hurt(model: str, fault: Fault, times: int, seed: int, **more: bool | int | tuple[float, float]) -> Round:
+    round_ = EngineRound(model, fault, times, seed, **more)  # type: ignore[arg-type]
+    return Round(f"{fault.name} {model}", lambda stage: hurt_engine(stage, round_))
+
+
+def acts() -> list[Act]:
+    return [_mock_act(), _demo_act(), *(_sigterm_act(kill) for kill in (False, True))]
+
+
+def _mock_act() -> Act:
+    """`num_kv_blocks` is less than 40 long streams need: preemption is part of what goes on."""
+    common = {"mock_step_ms": 15, "step_timeout_s": 2.0, "block_size": 8}
+    models = [
+        mock("mock", num_kv_blocks=900, **common),
+        mock("pair", instances=2, **common),
+        mock("wide", max_model_len=16384),
+    ]
+    rounds = [
+        _hurt("mock", KILL, 40, seed=11),
+        Round("SIGKILL twice mock", lambda stage: kill_while_starting(stage, "mock", seed=12)),
+        _hurt("mock", STOP, 3, seed=13),
+        _hurt("mock", HANG, 3, seed=14),
+        _hurt("mock", EXCEPTION, 5, seed=15),
+        _hurt("mock", ESCAPE, 4, seed=16),
+        _hurt("mock", SEGFAULT, 4, seed=17),
+        _hurt("mock", EXIT, 4, seed=18),
+        _hurt("mock", OUT_OF_MEMORY, 5, seed=19),
+        _hurt("mock", NAN_LOGITS, 5, seed=20, fails=True),
+        _hurt("mock", MALFORMED, 4, seed=21),
+        Round("poison mock", lambda stage: poison(stage, "mock", seed=22)),
+        _hurt("pair", KILL, 6, seed=23),
+        Round("cancel while restarting mock", lambda stage: cancel_while_restarting(stage, "mock", seed=24)),
+        Round("disconnects mock", lambda stage: disconnects(stage, "mock", seed=25)),
+        Round("slow readers mock", lambda stage: slow_readers(stage, "mock", "wide")),
+        Round("reload mock", lambda stage: reload(stage, "mock", seed=26)),
+    ]
+    specs = [*make_specs(1, 48, "mock", MOCK_LENGTHS), *make_specs(2, 48, "pair", MOCK_LENGTHS)]
+    return Act(models, specs, rounds)
+
+
+def _demo_act() -> Act:
+    models = [demo("demo", step_timeout_s=10.0), demo("fragile", max_engine_failures=2)]
+    specs = [*make_specs(2, 40, "demo", DEMO_LENGTHS), *make_specs(3, 8, "fragile", DEMO_LENGTHS)]
+    rounds = [
+        _hurt("demo", KILL, 6, seed=31, concurrency=36),
+        _hurt("demo", EXCEPTION, 2, seed=32, concurrency=36),
+        _hurt("demo", SEGFAULT, 1, seed=33, concurrency=36),
+        _hurt("demo", NAN_LOGITS, 2, seed=34, concurrency=36, fails=True),
+        Round("give up fragile", lambda stage: give_up(stage, "fragile", "demo", "1/model.safetensors")),
+    ]
+    return Act(models, specs, rounds)
+
+
+def _sigterm_act(kill: bool) -> Act:
+    models = [mock("mock", mock_step_ms=15)]
+    round_ = Round(f"SIGTERM{' kill' * kill} mock", lambda stage: sigterm(stage, "mock", seed=41, kill=kill))
+    return Act(models, make_specs(4, 40, "mock", MOCK_LENGTHS), [round_])
+
+
+def _quick_act() -> Act:
+    rounds = [
+        _hurt("mock", KILL, 6, seed=11, pause_s=(0.05, 0.3)),
+        _hurt("mock", HANG, 1, seed=14),
+        _hurt("mock", EXCEPTION, 1, seed=15),
+        Round("poison mock", lambda stage: poison(stage, "mock", seed=22, times=1)),
+    ]
+    models = [mock("mock", mock_step_ms=8, step_timeout_s=1.5, block_size=8, num_kv_blocks=500)]
+    return Act(models, make_specs(1, 40, "mock", QUICK_LENGTHS), rounds)
+
+
+async def run_chaos(*, quick: bool, only: str = "") -> int:
+    """Prints each round, the table and the last line; the exit code."""
+    rows: list[Row] = []
+    for act in [_quick_act()] if quick else acts():
+        rounds = [one for one in act.rounds if only.lower() in one.name.lower()]
+        if rounds:
+            await _play(act, rounds, rows)
+    return print_report(rows)
+
+
+async def _play(act: Act, rounds: Sequence[Round], rows: list[Row]) -> None:
+    began_s = time.monotonic()
+    async with open_stage(act.models, act.specs) as stage:
+        print(f"-- {len(act.specs)} requests run undisturbed in {time.monotonic() - began_s:.0f} s", flush=True)
+        for one in rounds:
+            began_s = time.monotonic()
+            row = await one.run(stage)
+            rows.append(row)
+            print_row(row, time.monotonic() - began_s)

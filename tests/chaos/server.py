@@ -1,0 +1,216 @@
+"""The server under test: a real `llmbackend serve` with the models that a set of rounds wants.
+
+For: every round. Does not know: what is done to it. Invariant: leaving `running(...)` ends the server however the round
+went, and says whether an engine process outlived it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.e2e.server_process import ROOT, ServerProcess, start_server, write_mock_model
+
+EXIT_TIMEOUT_S = 45.0
+
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """A model to serve: the mock, or a copy of the bundled demo model. `arguments`: engine arguments."""
+
+    name: str
+    is_demo: bool = False
+    instances: int = 1
+    parameters: tuple[tuple[str, str], ...] = ()
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+
+def mock(name: str, instances: int = 1, parameters: tuple[tuple[str, str], ...] = (), **arguments: Any) -> ModelSetup:
+    return ModelSetup(name, False, instances, parameters, tuple(arguments.items()))
+
+
+def demo(name: str, **arguments: Any) -> ModelSetup:
+    return ModelSetup(name, True, arguments=tuple(arguments.items()))
+
+
+class ServerUnderTest:
+    def __init__(self, directory: Path, process: ServerProcess) -> None:
+        self.directory = directory
+        self.address = process
+        self._process = process.process
+        self._engines_seen: set[psutil.Process] = set()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fault_directory(self, model: str) -> Path:
+        return _fault_directory(self.directory, model)
+
+    def model_directory(self, model: str) -> Path:
+        return self.directory / "models" / model
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def engine_pids(self, model: str) -> list[int]:
+        """Of the engine processes of a model that run now, oldest first."""
+        mark = str(self.fault_directory(model)) + '"'
+        found = []
+        for child in psutil.Process(self.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if mark in " ".join(child.cmdline()) and _is_alive(child):
+                    found.append(child)
+        self._engines_seen.update(found)
+        return [process.pid for process in sorted(found, key=lambda process: (process.create_time(), process.pid))]
+
+    async def engine_pid(self, model: str, timeout_s: float = 60.0) -> int:
+        """The first engine process there is. Raises TimeoutError."""
+        return (await self.engine_pids_other_than((), model, timeout_s))[0]
+
+    async def engine_pids_other_than(self, old: Sequence[int], model: str, timeout_s: float = 60.0) -> list[int]:
+        """Waits for engine processes beside `old`. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                if new := [pid for pid in self.engine_pids(model) if pid not in old]:
+                    return new
+                await asyncio.sleep(0.01)
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    async def exit_code(self, timeout_s: float = EXIT_TIMEOUT_S) -> int | None:
+        """None when it has not ended by then."""
+        try:
+            return await asyncio.to_thread(self._process.wait, timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    async def engines_left(self, timeout_s: float = 5.0) -> list[int]:
+        """Engine processes ever seen that still live `timeout_s` after the server has ended."""
+        deadline_s = time.monotonic() + timeout_s
+        while (left := [one.pid for one in self._engines_seen if _is_alive(one)]) and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.1)
+        return left
+
+    def remember_engines(self) -> None:
+        for child in psutil.Process(self.pid).children(recursive=True):
+            self._engines_seen.add(child)
+
+    def kill(self) -> None:
+        for process in [self._process, *self._engines_seen]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    # --- HTTP ---------------------------------------------------------------------------------------------------------
+
+    async def get(self, path: str) -> tuple[int, str]:
+        return await asyncio.to_thread(_request, f"http://{self.address.http}{path}", None)
+
+    async def post(self, path: str, body: object = None) -> tuple[int, str]:
+        return await asyncio.to_thread(_request, f"http://{self.address.http}{path}", json.dumps(body or {}).encode())
+
+    async def metric(self, name: str, model: str) -> float:
+        return await asyncio.to_thread(self.address.metric, name, model)
+
+    async def index_row(self, model: str) -> dict[str, str]:
+        _, text = await self.post("/v2/repository/index")
+        rows: list[dict[str, str]] = json.loads(text)
+        return next(row for row in rows if row["name"] == model)
+
+    async def still_busy(self, model: str, timeout_s: float = 15.0) -> str:
+        """Why the model is not idle (requests or KV blocks held) after `timeout_s`; "" when it is."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+            held = {name: value for name in names if (value := await self.metric(name, model))}
+            if not held:
+                return ""
+            if time.monotonic() > deadline_s:
+                return f"model {model} is not idle after {timeout_s:g} s: {held}"
+            await asyncio.sleep(0.1)
+
+
+@contextlib.asynccontextmanager
+async def running(*models: ModelSetup, arguments: Sequence[str] = ()) -> AsyncIterator[ServerUnderTest]:
+    """A server with `models` on free ports. Its directory (with the log) is kept when the round raises."""
+    directory = Path(tempfile.mkdtemp(prefix="llmbackend-chaos-"))
+    for model in models:
+        _write_model(directory, model)
+    command = ("--model-repository", str(directory / "models"), "--model-control-mode", "explicit", "--load-model=*")
+    server: ServerUnderTest | None = None
+    try:
+        with (directory / "server.log").open("w") as log:
+            process = await asyncio.to_thread(start_server, *command, *arguments, log=log)
+        server = ServerUnderTest(directory, process)
+        yield server
+    except BaseException:
+        print(f"the server's log: {directory / 'server.log'}")
+        raise
+    finally:
+        if server is not None:
+            server.kill()
+    shutil.rmtree(directory)
+
+
+def _write_model(directory: Path, model: ModelSetup) -> None:
+    faults = _fault_directory(directory, model.name)
+    faults.mkdir(parents=True)
+    arguments = dict(model.arguments) | {"fault_directory": str(faults)}
+    if model.is_demo:
+        arguments |= {"num_threads": 1, "dtype": "float32"}
+        version = directory / "models" / model.name / "1"
+        shutil.copytree(ROOT / "model_repository" / "demo" / "1", version)
+        (version / "model.json").write_text(json.dumps({"model": ".", **arguments}))
+    else:
+        write_mock_model(directory / "models", model.name, **arguments)
+    config = ['backend: "llm"', f"instance_group [ {{ kind: KIND_CPU count: {model.instances} }} ]"]
+    for key, value in model.parameters:
+        config.append(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}')
+    (directory / "models" / model.name / "config.pbtxt").write_text("\n".join(config))
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _fault_directory(directory: Path, model: str) -> Path:
+    return directory / "faults" / model
+
+
+def _request(url: str, body: bytes | None) -> tuple[int, str]:
+    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def nice(increment: int) -> None:
+    """Lets everything else go first: called after the server was started, which must not inherit it."""
+    os.nice(increment)
