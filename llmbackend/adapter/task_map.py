@@ -166,13 +166,15 @@ class TaskMap:
             return False
 
     def engine_died(self, holder: Holder, request_ids: Sequence[str], now_ns: int) -> Loss:
-        """Puts what the engine had before all that wait, in this order; a convicted request is popped."""
+        """Puts what the engine had before all that wait, in this order but for a strike; a convicted request is popped."""
         with self._lock:
             holder.stopped_ids.clear()
             convicted = holder.probation.engine_died()
             if convicted is not None:
                 self._pop(convicted.request_id)
             lost = [self._tasks[one] for one in request_ids if self._holder_of.get(one) is holder]
+            # Who has a strike is tried first: waiting behind other trials, an innocent could collect a second one.
+            lost.sort(key=lambda task: -task.strikes)
             for task in lost:
                 del self._holder_of[task.request_id]
                 task.lost_ns = task.lost_ns or now_ns
