@@ -8,11 +8,11 @@ Source: GetNormalizedModelConfig in Triton's core; golden transcripts 04, 08, 57
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
 from google.protobuf import json_format, text_format
 from google.protobuf.message import Message
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
@@ -57,7 +57,8 @@ def parse_json(text: str | bytes) -> ModelConfig:
     """The ModelConfig of a load override. Raises TritonError INVALID_ARG naming what is wrong."""
     config = ModelConfig()
     try:
-        json_format.ParseDict(json.loads(text), config)
+        # orjson, which refuses what the protobuf library cannot hold: lone surrogates, NaN.
+        json_format.ParseDict(orjson.loads(text), config)
     except (ValueError, AttributeError, TypeError, RecursionError, json_format.ParseError) as error:
         raise invalid_argument(f"Invalid config override: {_first_line(error)}") from None
     return config

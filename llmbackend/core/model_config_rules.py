@@ -10,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from pathlib import PurePath
+from typing import Any
 
+from google.protobuf.message import Message
 from tritonclient.grpc.model_config_pb2 import (
     DataType,
     ModelConfig,
@@ -46,6 +48,7 @@ def validate_config(config: ModelConfig) -> None:
         raise invalid_argument(f"version policy 'latest' must have 'num_versions' >= 1 for model '{name}'")
     if config.version_policy.HasField("specific") and not config.version_policy.specific.versions:
         raise invalid_argument(f"version policy 'specific' must list at least one version for model '{name}'")
+    _validate_enums(name, config)
     _validate_paths(config)
     _validate_dynamic_batching(config)
     for group in config.instance_group:
@@ -54,6 +57,18 @@ def validate_config(config: ModelConfig) -> None:
     if count > MOST_INSTANCES:
         raise invalid_argument(f"model '{name}' asks for {count} instances, expected at most {MOST_INSTANCES}")
     validate_tensors(config)
+
+
+def _validate_enums(model: str, message: Message) -> None:
+    """Protobuf's enums are open: a configuration may hold a number that has no name."""
+    field: Any
+    for field, value in message.ListFields():
+        is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+        for item in (value.values() if is_map else value) if field.is_repeated else [value]:
+            if field.enum_type is not None and item not in field.enum_type.values_by_number:
+                raise invalid_argument(f"model '{model}': '{field.name}' has no value {item} in model configuration")
+            if isinstance(item, Message):
+                _validate_enums(model, item)
 
 
 def validate_tensors(config: ModelConfig) -> None:

@@ -15,6 +15,10 @@ from hypothesis import strategies as st
 DEPTHS = (90, 99, 101, 200, 260, 900, 1100, 20_000)
 """Around the limits: ours (100), orjson's output (254) and input (1024), Python's recursion limit (1000)."""
 _HUGE = (
+    0,
+    1,
+    2,
+    99,
     2**31,
     2**32,
     2**53 + 1,

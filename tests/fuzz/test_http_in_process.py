@@ -11,7 +11,7 @@ from .exchange import HttpInput, complaint
 from .http_inputs import DECOUPLED, HTTP_INPUTS, WHOLE
 from .inputs import as_json
 
-PER_TARGET = settings(max_examples=200, suppress_health_check=list(HealthCheck))
+PER_TARGET = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("target", HTTP_INPUTS)
