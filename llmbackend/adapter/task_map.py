@@ -166,7 +166,7 @@ class TaskMap:
             return False
 
     def engine_died(self, holder: Holder, request_ids: Sequence[str], now_ns: int) -> Loss:
-        """Puts what the engine had before all that wait, in this order but for a strike; a convicted request is popped."""
+        """Puts what the engine had before all that wait, in this order but for strikes; a convicted one is popped."""
         with self._lock:
             holder.stopped_ids.clear()
             convicted = holder.probation.engine_died()

@@ -142,12 +142,24 @@ def test_the_second_death_alone_convicts() -> None:
     assert take(tasks, engine) == ["innocent"]
     tokens(tasks, engine, "innocent")
     assert take(tasks, engine) == ["poison"]
-    assert die(tasks, engine, "innocent", "poison") == (["innocent", "poison"], None)
-    assert take(tasks, engine) == ["innocent"]
-    tokens(tasks, engine, "innocent")
+    assert die(tasks, engine, "innocent", "poison") == (["poison", "innocent"], None)
     assert take(tasks, engine) == ["poison"]
-    assert die(tasks, engine, "innocent", "poison") == (["innocent"], "poison")
+    assert die(tasks, engine, "poison") == ([], "poison")
     assert "poison" not in tasks
+
+
+def test_who_has_a_strike_is_tried_before_other_suspects() -> None:
+    tasks, engine = make_map(), holder()
+    queue(tasks, *"abc")
+    take(tasks, engine)
+    die(tasks, engine, *"abc")
+    assert take(tasks, engine) == ["a"]
+    tokens(tasks, engine, "a")
+    assert take(tasks, engine) == ["b"]
+    assert die(tasks, engine, "a", "b") == (["b", "a"], None)
+    assert take(tasks, engine) == ["b"]
+    tokens(tasks, engine, "b")
+    assert take(tasks, engine) == ["a"]
 
 
 def test_tokens_acquit_of_earlier_deaths() -> None:
