@@ -107,4 +107,4 @@ def _log(entry: _Entry) -> None:
     name = "-" if entry.account is None else entry.account.name
     path = quote(entry.path[:_LOGGED_PATH_CHARACTERS])
     elapsed_ms = (time.perf_counter() - entry.began_s) * 1e3
-    log.info("%s %s %d key=%s %.1f ms", entry.method, path, entry.status, name, elapsed_ms)
+    log.info("%s %s %s key=%s %.1f ms", entry.method, path, entry.status or "-", name, elapsed_ms)
