@@ -1,4 +1,4 @@
-"""What holds for every test: the hypothesis profiles.
+"""What holds for every test: nothing is left behind, hosts and engines kept their laws; and the hypothesis profiles.
 
 Profiles (`--hypothesis-profile=NAME`): `suite`, the default, tries the same examples every time; `search` tries 50
 times as many in the stateful tests (tests/properties/machine_settings.py), new ones each time.
@@ -6,7 +6,17 @@ times as many in the stateful tests (tests/properties/machine_settings.py), new 
 
 from __future__ import annotations
 
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
 from hypothesis import Phase, settings
+from leftovers import Snapshot, leftovers
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.engine.engine_core import EngineCore
 
 # The first failure is shrunk, within the time that a test has; the search may take its time over every one.
 settings.register_profile(
@@ -20,3 +30,93 @@ settings.register_profile(
 )
 settings.register_profile("search", derandomize=False, deadline=None, max_examples=5000, print_blob=True)
 settings.load_profile("suite")
+
+
+class Conservation:
+    """Watches one test at a time."""
+
+    def __init__(self) -> None:
+        self.before = Snapshot.take()
+        self.breaches: list[str] = []
+        self.cores: list[EngineCore] = []
+        self.shared_hosts: set[str] = set()
+        """Fixtures of a module or the session that keep threads in this process."""
+
+    def begin(self) -> None:
+        self.before = Snapshot.take()
+        self.breaches.clear()
+        self.cores.clear()
+
+    def end(self) -> list[str]:
+        """What the test left behind or broke. Engines that ran in the test's own thread are asked now."""
+        for core in self.cores:
+            self.check_core(core)
+        self.cores.clear()
+        return self.breaches + leftovers(self.before, shares_host=bool(self.shared_hosts))
+
+    def fixture_is_up(self, name: str, before: Snapshot) -> None:
+        """A fixture that outlives the test was made: what it holds is not the test's."""
+        now = Snapshot.take()
+        self.before |= now
+        if now.threads - before.threads:
+            self.shared_hosts.add(name)
+
+    def check_core(self, core: EngineCore) -> None:
+        try:
+            core.check()
+        except AssertionError as error:
+            self.breaches.append(f"an engine core: {error}")
+
+
+CONSERVATION = Conservation()
+
+
+@pytest.fixture(autouse=True)
+def conservation() -> Iterator[None]:
+    """Fails a test that leaves something behind. The first fixture of a test to begin and the last one to end."""
+    CONSERVATION.begin()
+    yield
+    if found := CONSERVATION.end():
+        pytest.fail("left behind, or broken:\n" + "\n".join(found), pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any) -> Generator[None, Any, Any]:
+    if fixturedef.scope == "function":
+        return (yield)
+    before = Snapshot.take()
+    result = yield
+    CONSERVATION.fixture_is_up(fixturedef.argname, before)
+    return result
+
+
+def pytest_fixture_post_finalizer(fixturedef: Any) -> None:
+    CONSERVATION.shared_hosts.discard(fixturedef.argname)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def self_checks() -> Iterator[None]:
+    """Every host that is stopped and every engine core that is closed checks its own conservation, wherever it ran."""
+    stop, close, make = InferenceServer.stop, EngineCore.close, EngineCore.__init__
+
+    def checked_stop(server: InferenceServer, *args: Any, **options: Any) -> bool:
+        done = stop(server, *args, **options)
+        if done:
+            CONSERVATION.breaches += [f"a stopped host: {breach}" for breach in server.check()]
+        return done
+
+    def checked_close(core: EngineCore) -> None:
+        if sys.exc_info()[0] is None:  # else it is closed because a step was torn in the middle
+            CONSERVATION.check_core(core)
+        close(core)
+
+    def noted_core(core: EngineCore, *args: Any) -> None:
+        make(core, *args)
+        if threading.current_thread() is threading.main_thread():
+            CONSERVATION.cores.append(core)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InferenceServer, "stop", checked_stop)
+        patch.setattr(EngineCore, "close", checked_close)
+        patch.setattr(EngineCore, "__init__", noted_core)
+        yield

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hand_driven import HandTurnedManager, World
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, invariant, multiple, rule
@@ -21,7 +22,7 @@ from llmbackend.adapter.infer_task import InferTask
 from llmbackend.adapter.probation import STRIKES
 from llmbackend.core.backend_api import ErrorCode
 
-MAX_QUEUE_SIZE = 8
+MAX_QUEUE_SIZE = 12
 MAX_ENGINE_FAILURES = 5
 GROUP = "instance_group [ {{ kind: KIND_CPU, count: {} }} ]"
 QUEUE = f'parameters {{ key: "max_queue_size" value {{ string_value: "{MAX_QUEUE_SIZE}" }} }}'
@@ -215,10 +216,22 @@ class TaskMapMachine(RuleBasedStateMachine):
         excuses = {FULL}
         if client.is_poison or self.num_kills >= STRIKES:
             excuses.add(CONVICTED)
-        if self.num_kills + self.num_load_failures >= MAX_ENGINE_FAILURES:
+        num_poison = sum(one.is_poison for one in self.all)
+        if self.num_kills + self.num_load_failures + (STRIKES + 1) * num_poison >= MAX_ENGINE_FAILURES:
             excuses |= {NO_ENGINE, DISOWNED}
         return excuses
 
 
 TaskMapMachine.TestCase.settings = machine_settings(examples=40, steps=30)
 TestTaskMapMachine = TaskMapMachine.TestCase
+
+
+@pytest.mark.xfail(reason="deaths by convicted requests count as the engine's own failures, which give it up")
+def test_two_poisonous_requests_fail_alone() -> None:
+    machine = TaskMapMachine()
+    machine.make(num_instances=1, levels="", max_num_seqs=4, num_kv_blocks=64)
+    clients = [machine._send(kind, is_poison=kind < 2) for kind in range(4)]
+    machine.teardown()
+    errors = [client.call.error for client in clients]
+    assert [CONVICTED in error.message for error in errors[:2] if error is not None] == [True, True]
+    assert errors[2:] == [None, None]

@@ -1,0 +1,86 @@
+"""What a test may not leave behind: processes, threads, file descriptors; and hosts and engines that lost something.
+
+For: tests/conftest.py, which asks before and after every test. Does not know: what a test does.
+What can be told reliably: a child process that is new, always. New threads and descriptors too, except while a fixture
+of a module or the session keeps a server in this process: that one opens connections and starts pool threads when a
+test first needs them. Then only threads that belong to an engine or a model are asked for.
+Files, sockets and event loops that are dropped unclosed are errors already (ResourceWarning, pyproject.toml), but only
+when the collector finds them; a new descriptor makes it look at once, so that the test that is to blame fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+WAIT_S = 5.0
+"""How long what is on its way out (a daemon thread after its last callback, a peer's socket) may take."""
+POLL_S = 0.002
+OURS = ("llm-", "unload-", "load-", "model-load", "reaper", "timer", "startup")
+"""How the names of threads begin that an engine, a model or a host owns."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    children: frozenset[int]
+    threads: frozenset[threading.Thread]
+    descriptors: frozenset[tuple[str, str]]
+    """(number, what it is)"""
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        return cls(frozenset(_children()), frozenset(threading.enumerate()), frozenset(_descriptors()))
+
+    def __or__(self, other: Snapshot) -> Snapshot:
+        return Snapshot(
+            self.children | other.children, self.threads | other.threads, self.descriptors | other.descriptors
+        )
+
+
+def leftovers(before: Snapshot, *, shares_host: bool) -> list[str]:
+    """What is there now and was not before, in words, once it had time to go. `shares_host`: see above."""
+    found = _new(before, shares_host)
+    if not found:
+        return []
+    gc.collect()
+    deadline_s = time.monotonic() + WAIT_S
+    while (found := _new(before, shares_host)) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    return found
+
+
+def _new(before: Snapshot, shares_host: bool) -> list[str]:
+    now = Snapshot.take()
+    found = [f"process {pid}: {name}" for pid in now.children - before.children if (name := _excused_or_name(pid))]
+    for thread in now.threads - before.threads:
+        if thread.is_alive() and (not shares_host or thread.name.startswith(OURS)):
+            found.append(f"thread {thread.name}")
+    if not shares_host:
+        found += [f"file descriptor {number}: {what}" for number, what in now.descriptors - before.descriptors]
+    return sorted(found)
+
+
+def _children() -> Iterator[int]:
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # a thread that has ended since
+            yield from map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
+
+
+def _descriptors() -> Iterator[tuple[str, str]]:
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of this listing
+            yield number, os.readlink(f"/proc/self/fd/{number}")
+
+
+def _excused_or_name(pid: int) -> str:
+    """The command of a process; "" when it is gone, or is Python's own resource tracker, one per session."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return "" if "multiprocessing.resource_tracker" in command else command or "a process that was not waited for"
+    return ""
