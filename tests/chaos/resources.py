@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import psutil
 
 MIB = 1 << 20
+RSS_TOLERANCE_SHARE = 0.05
+RSS_TOLERANCE_MIB = 20.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,25 @@ def take_sample(pid: int, time_s: float) -> Sample:
         engines_fds=sum(fds for _, fds, _ in engines),
         engines_threads=sum(threads for _, _, threads in engines),
     )
+
+
+def differences(begin: Sample, end: Sample) -> list[str]:
+    """Where a server does not end where it began; both samples idle, with no client connected.
+
+    Descriptors, threads and processes must be equal. Memory may grow by 5 % or 20 MiB, whichever is more: allocators
+    keep arenas, and a leak of 100 bytes a token would be over 100 MiB in 20 minutes of load. The engines' is compared
+    at the same age, since each kill replaces the process: whoever takes the samples kills them as long before both.
+    """
+    found = []
+    for name in ("host_fds", "host_threads", "engines", "engines_fds", "engines_threads"):
+        before, after = getattr(begin, name), getattr(end, name)
+        if before != after:
+            found.append(f"{name} began at {before} and ended at {after}")
+    for name in ("host_rss_mib", "engines_rss_mib"):
+        before, after = getattr(begin, name), getattr(end, name)
+        if after - before > max(RSS_TOLERANCE_MIB, RSS_TOLERANCE_SHARE * before):
+            found.append(f"{name} began at {before:.1f} and ended at {after:.1f}")
+    return found
 
 
 def cpu_seconds(pid: int) -> dict[str, float]:

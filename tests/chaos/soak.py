@@ -1,20 +1,14 @@
 """`make soak`: saturation with random cancels and kills; everything must end where it began.
 
 For: the law of conservation. Does not know: what leaks, only that something did. Invariants: begin and end are taken
-idle, with no client connected, after the same steps; every stream that was not given up is judged.
-
-Tolerances, and why:
-- host memory: 5 % or 20 MiB, whichever is more, between the idle sample after the warm-up and the one at the end:
-  allocators keep arenas, so memory under load says little, and a leak of 100 bytes a token would be 100 MiB here.
-- engine memory: compared with what a new engine of the same model holds after a like time of load, since each kill
-  replaces the process: between the idle sample after the warm-up (engines replaced just before) and the one at the
-  end (replaced at the last kill, so of no greater age), 5 % or 20 MiB.
-- descriptors, threads and processes: equal; KV blocks: all free; invariant breaches: none.
+idle, with no client connected, after the same steps; every stream that was not given up is judged. Tolerances: see
+resources.differences.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Sequence
@@ -23,7 +17,7 @@ from dataclasses import dataclass, field
 from .faults import KILL
 from .load import Clients, Load, undisturbed
 from .outcome import Outcome
-from .resources import Sample, slope_per_hour, take_sample
+from .resources import Sample, differences, slope_per_hour, take_sample
 from .server import ServerUnderTest, demo, mock, nice, running
 from .specs import Lengths, StreamSpec, make_specs
 from .stage import Stage
@@ -32,8 +26,6 @@ from .table import Row
 WARM_UP_S = 120.0
 SAMPLE_S = 10.0
 SETTLE_S = 5.0
-RSS_TOLERANCE_SHARE = 0.05
-RSS_TOLERANCE_MIB = 20.0
 MODELS = ("mock", "demo")
 CONCURRENCY = {"mock": 32, "demo": 12}
 KILL_EVERY_S = (10.0, 40.0)
@@ -75,7 +67,7 @@ async def run_soak(seconds: float, seed: int) -> int:
         soak.samples.clear()
         await _saturate(soak, seconds - WARM_UP_S)
         end = await _idle_sample(soak, "end")
-        problems = _judge(begin, end) + soak.row.problems
+        problems = differences(begin, end) + soak.row.problems
         breaches = sum([await _breaches(server, model) for model in MODELS])
         problems += [f"{breaches:g} invariant breaches were counted"] if breaches else []
     _print_slopes(soak.samples)
@@ -96,16 +88,16 @@ async def _saturate(soak: Soak, seconds: float) -> None:
     async with Clients(soak.server.address.http, soak.server.address.grpc) as clients:
         stage = Stage(soak.server, clients, soak.expected)
         loads = [stage.load(model, CONCURRENCY[model]) for model in MODELS]
+        async with contextlib.AsyncExitStack() as live:
+            for load in loads:
+                await live.enter_async_context(load)
+            async with asyncio.TaskGroup() as group:
+                for model in MODELS:
+                    group.create_task(_kill_now_and_then(soak, model, end_s))
+                group.create_task(_cancel_now_and_then(soak, loads, end_s))
+                group.create_task(_sample_now_and_then(soak, end_s))
+                group.create_task(_judge_now_and_then(soak, stage, loads, end_s))
         for load in loads:
-            await load.__aenter__()
-        async with asyncio.TaskGroup() as group:
-            for model in MODELS:
-                group.create_task(_kill_now_and_then(soak, model, end_s))
-            group.create_task(_cancel_now_and_then(soak, loads, end_s))
-            group.create_task(_sample_now_and_then(soak, end_s))
-            group.create_task(_judge_now_and_then(soak, stage, loads, end_s))
-        for load in loads:
-            await load.drain()
             stage.judge(soak.row, load.runs)
 
 
@@ -154,19 +146,6 @@ async def _idle_sample(soak: Soak, name: str) -> Sample:
 
 async def _breaches(server: ServerUnderTest, model: str) -> float:
     return await server.metric("llmbackend:invariant_breaches_total", model)
-
-
-def _judge(begin: Sample, end: Sample) -> list[str]:
-    problems = []
-    for name in ("host_fds", "host_threads", "engines", "engines_fds", "engines_threads"):
-        before, after = getattr(begin, name), getattr(end, name)
-        if before != after:
-            problems.append(f"{name} began at {before} and ended at {after}")
-    for name in ("host_rss_mib", "engines_rss_mib"):
-        before, after = getattr(begin, name), getattr(end, name)
-        if after - before > max(RSS_TOLERANCE_MIB, RSS_TOLERANCE_SHARE * before):
-            problems.append(f"{name} began at {before:.1f} and ended at {after:.1f}")
-    return problems
 
 
 def _print_sample(name: str, sample: Sample) -> None:
