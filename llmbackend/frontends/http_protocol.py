@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -30,6 +32,8 @@ _MAX_FRAMING_BYTES: Final = 1 << 20
 """Of one body: what is not content (chunk sizes, chunk extensions, trailers). 64 MiB in chunks of 1 KiB take half."""
 _MAX_DISCARDED_BYTES: Final = 64 << 20
 """Of a body whose request was answered before it was read: the rest is thrown away, up to here."""
+_RESET: Final = struct.pack("ii", 1, 0)
+"""SO_LINGER: close at once, with a reset."""
 _CROWDED_HEADER_TIMEOUT_S: Final = 2.0
 """A connection beyond the limit has so long to say what it wants, so that it can be refused in that protocol."""
 
@@ -211,6 +215,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._watch_writing()
             return
         log.warning("a client took nothing for %g s: its connection is cut", self._limits.write_timeout_s)
+        # Without this the kernel would keep what it has for the client, megabytes, as long as the client likes.
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
 

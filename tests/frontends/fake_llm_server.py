@@ -2,8 +2,8 @@
 adapter.
 
 Deterministic: a token is a character, the answer is "You said: " and the last thing the client said. Words in the
-prompt ask for trouble: "too long", "overloaded", "fail late", "forever", "silent". One thread per request sends the
-responses, as an engine would.
+prompt ask for trouble: "too long", "overloaded", "fail late", "forever", "flood", "silent". One thread per request
+sends the responses, as an engine would.
 """
 
 from __future__ import annotations
@@ -122,6 +122,11 @@ def _pieces(said: str, sampling: dict[str, Any], handle: FakeHandle) -> Iterator
     if "forever" in said:
         while not handle.cancelled.wait(0.005):
             yield ["a"], "a", ""
+        raise cancelled("Request was cancelled")
+    if "flood" in said:
+        while not handle.cancelled.is_set():
+            yield ["a"], "a" * 8192, ""
+            handle.cancelled.wait(0.0005)
         raise cancelled("Request was cancelled")
     text = f"You said: {said}"
     reason = "stop"

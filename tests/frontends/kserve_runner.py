@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,39 @@ import uvloop
 from kserve_scripted import start_host
 
 from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_http_app
+from llmbackend.frontends.inference import InferenceGate
+from llmbackend.frontends.limits import FrontendLimits
+from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.serving import FrontendServer
 
 
 class Running:
     """A started host with its endpoints. `call` runs a coroutine on their loop."""
 
-    def __init__(self, root: Path, max_input_size_bytes: int = DEFAULT_MAX_INPUT_SIZE_BYTES) -> None:
+    def __init__(
+        self,
+        root: Path,
+        max_input_size_bytes: int = DEFAULT_MAX_INPUT_SIZE_BYTES,
+        limits: FrontendLimits | None = None,
+    ) -> None:
         self.host = start_host(root)
+        self.limits = limits or FrontendLimits()
+        self.gate = InferenceGate(self.host, self.limits.inference)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="frontends", daemon=True)
         self._thread.start()
         self.frontend: FrontendServer = self.call(self._start(max_input_size_bytes))
+        self._idle_tasks = self.call(_task_count()) - 1
         self.http = f"127.0.0.1:{self.frontend.http_port}"
         self.grpc = f"127.0.0.1:{self.frontend.grpc_port}"
         self.metrics = f"127.0.0.1:{self.frontend.metrics_port}"
 
     async def _start(self, max_input_size_bytes: int) -> FrontendServer:
-        app = create_http_app(self.host, max_input_size_bytes=max_input_size_bytes)
-        frontend = FrontendServer(self.host, http_port=0, grpc_port=0, metrics_port=0, http_app=app)
+        routers = [create_openai_router(self.host, max_input_size_bytes, self.gate)]
+        app = create_http_app(self.host, max_input_size_bytes=max_input_size_bytes, routers=routers, gate=self.gate)
+        frontend = FrontendServer(
+            self.host, http_port=0, grpc_port=0, metrics_port=0, http_app=app, gate=self.gate, limits=self.limits
+        )
         await frontend.start()
         return frontend
 
@@ -44,3 +59,14 @@ class Running:
         self._thread.join(10)
         self._loop.close()
         assert self.host.stop(10), "the host still held requests"
+
+    def wait_until_nothing_is_open(self, timeout_s: float = 10) -> None:
+        """Until no inference is open and only the tasks of an idle server are left."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.gate.open_inferences or self.call(_task_count()) > 1 + self._idle_tasks:
+            assert time.monotonic() < deadline_s, f"{self.gate.open_inferences} inferences, or a task, are left"
+            time.sleep(0.01)
+
+
+async def _task_count() -> int:
+    return len(asyncio.all_tasks())

@@ -1,8 +1,9 @@
 """A backend whose models do what requests tell them to, after those of the recorded transcripts; the real host on it.
 
 `identity` (FP32 [-1,4]), `multi` (BYTES, INT32, optional BOOL; echoes what it was sent), `llm` (decoupled; the words
-of text_input are commands: n=, sleep= in ms, err=, cont, code=, lastfinal, preerr, params) and `textid` (BYTES and its
-length; the words fail and slow). `spare` is like identity and not loaded at the start; `bad` can not be loaded.
+of text_input are commands: n=, sleep= in ms, kib= per token, err=, cont, code=, lastfinal, preerr, params) and `textid`
+(BYTES and its length; the words fail and slow). `spare` is like identity and not loaded at the start; `bad` can not
+be loaded.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,7 @@ class Record:
     def __init__(self) -> None:
         self.began: defaultdict[str, threading.Event] = defaultdict(threading.Event)
         self.cancelled: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+        self.cancels: Counter[str] = Counter()
 
 
 RECORD = Record()
@@ -98,13 +101,18 @@ def model_instance_execute(instance: Any, requests: Sequence[Request]) -> None:
     for request in requests:
         factory = request.response_factory()
         stop = RECORD.cancelled[request.id] if request.id else threading.Event()
-        request.on_cancel(stop.set)
+        request.on_cancel(partial(_on_cancel, request.id, stop))
         RECORD.began[request.id].set()
         call = _Call(request, factory, stop)
         now_ns = time.monotonic_ns()
         instance.report_statistics(request, True, now_ns, now_ns, now_ns, now_ns)
         request.release()
         threading.Thread(target=run, args=(call,), daemon=True).start()
+
+
+def _on_cancel(request_id: str, stop: threading.Event) -> None:
+    RECORD.cancels[request_id] += 1
+    stop.set()
 
 
 class _Call:
@@ -178,6 +186,7 @@ def _llm(call: _Call) -> None:
 
 def _tokens(call: _Call, option: Mapping[str, str]) -> None:
     count, pause_s = int(option.get("n", 3)), float(option.get("sleep", 0)) / 1000
+    padding = "." * 1024 * int(option.get("kib", 0))
     for index in range(count):
         if call.stop.wait(pause_s):
             call.send(error=cancelled("Client requested to stop"), final=True)
@@ -187,7 +196,7 @@ def _tokens(call: _Call, option: Mapping[str, str]) -> None:
             last = "cont" not in option
             call.send(error=TritonError(f"boom at {index}", ErrorCode[option.get("code", "INTERNAL")]), final=last)
         else:
-            call.send(Tensor.text("text_output", f" tok{index}"), final=last)
+            call.send(Tensor.text("text_output", f" tok{index}{padding}"), final=last)
         if last:
             return
     call.finish()
