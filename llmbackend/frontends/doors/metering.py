@@ -8,6 +8,7 @@ return_num_input_tokens and return_num_output_tokens. A model without them is no
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -74,24 +75,29 @@ class _Meter:
     """Between a request and its callback: reads the counts of every response. Called by one thread at a time."""
 
     def __init__(self, visit: Visit, callback: ResponseCallback, hidden: frozenset[str]) -> None:
-        self._visit = visit
+        self._account = visit.account
+        self._prompt_tokens, self._generated_tokens = visit.metrics.token_counters(visit.account)
         self._callback = callback
         self._hidden = hidden
         self._prompt_is_charged = False
 
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         if response is not None and response.outputs:
-            self._charge(response)
+            self._charge(response.outputs)
             if self._hidden:
-                outputs = tuple(tensor for tensor in response.outputs if tensor.name not in self._hidden)
-                response = replace(response, outputs=outputs)
+                shown = tuple(tensor for tensor in response.outputs if tensor.name not in self._hidden)
+                response = replace(response, outputs=shown)
         self._callback(response, flags)
 
-    def _charge(self, response: InferenceResponse) -> None:
-        counts = {tensor.name: int(tensor.data.sum()) for tensor in response.outputs if tensor.name in _COUNTS}
-        prompt = 0 if self._prompt_is_charged else counts.get(PROMPT_TOKENS, 0)
-        self._prompt_is_charged = self._prompt_is_charged or PROMPT_TOKENS in counts
-        self._visit.charge(prompt, counts.get(GENERATED_TOKENS, 0))
-
-
-_COUNTS: Final = frozenset(_SWITCHES.values())
+    def _charge(self, outputs: Iterable[Tensor]) -> None:
+        """The prompt's count is in every response, that of generated tokens is of the response alone."""
+        prompt = generated = 0
+        for tensor in outputs:
+            if tensor.name == GENERATED_TOKENS:
+                generated = int(tensor.data.sum())
+            elif tensor.name == PROMPT_TOKENS and not self._prompt_is_charged:
+                prompt = int(tensor.data.sum())
+                self._prompt_is_charged = True
+        self._account.charge(prompt + generated)
+        self._prompt_tokens.inc(prompt)
+        self._generated_tokens.inc(generated)

@@ -17,7 +17,10 @@ from typing import Final, Literal
 
 Kind = Literal["requests", "tokens"]
 Clock = Callable[[], float]
-_SHORT = {"requests": "RPM", "tokens": "TPM"}
+_SHORT: Final = {"requests": "RPM", "tokens": "TPM"}
+_HEADERS: Final = {
+    kind: tuple(f"x-ratelimit-{what}-{kind}".encode() for what in ("limit", "remaining", "reset")) for kind in _SHORT
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +117,13 @@ def _refusal(kind: Kind, bucket: Bucket | None) -> Refusal | None:
 def _headers(kind: Kind, bucket: Bucket | None) -> list[tuple[bytes, bytes]]:
     if bucket is None:
         return []
-    values = {
-        "limit": str(bucket.per_minute),
-        "remaining": str(max(int(bucket.units()), 0)),
-        "reset": duration(bucket.seconds_until(bucket.per_minute)),
-    }
-    return [(f"x-ratelimit-{what}-{kind}".encode(), value.encode()) for what, value in values.items()]
+    limit, remaining, reset = _HEADERS[kind]
+    units, full = bucket.units(), bucket.per_minute
+    return [
+        (limit, b"%d" % full),
+        (remaining, b"%d" % max(units, 0)),
+        (reset, duration((full - units) * 60 / full).encode()),
+    ]
 
 
 def duration(seconds: float) -> str:

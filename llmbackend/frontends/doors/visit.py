@@ -38,9 +38,9 @@ class DoorMetrics:
     def decided(self, account: Account | None, protocol: Protocol, outcome: Outcome) -> None:
         self._requests.labels("" if account is None else account.name, protocol, outcome).inc()
 
-    def used(self, account: Account, prompt_tokens: int, generated_tokens: int) -> None:
-        self._tokens.labels(account.name, "prompt").inc(prompt_tokens)
-        self._tokens.labels(account.name, "generated").inc(generated_tokens)
+    def token_counters(self, account: Account) -> tuple[Counter, Counter]:
+        """Of prompt and of generated tokens. Looking them up costs more than counting: once per request will do."""
+        return self._tokens.labels(account.name, "prompt"), self._tokens.labels(account.name, "generated")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,6 @@ class Visit:
         refusal = self.account.admit()
         self.metrics.decided(self.account, self.protocol, "accepted" if refusal is None else "rate_limited")
         return refusal
-
-    def charge(self, prompt_tokens: int, generated_tokens: int) -> None:
-        """Any thread."""
-        self.account.charge(prompt_tokens + generated_tokens)
-        self.metrics.used(self.account, prompt_tokens, generated_tokens)
 
 
 VISIT: Final[ContextVar[Visit | None]] = ContextVar("visit", default=None)
