@@ -74,6 +74,10 @@ def shown(value: object) -> str:
     return _shortened.repr(value)
 
 
+_LONGEST_ID_SHOWN = 256
+
+
 def request_tag(request_id: str) -> str:
-    """The prefix that Triton's core puts before every message about a request."""
-    return f"[request id: {request_id or '<id_unknown>'}] "
+    """The prefix that Triton's core puts before every message about a request; of an id too long for a gRPC status only
+    the beginning."""
+    return f"[request id: {request_id[:_LONGEST_ID_SHOWN] or '<id_unknown>'}] "

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, auto
 
 from prometheus_client import CollectorRegistry
-from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatistics
 
 from llmbackend import __version__
@@ -22,6 +22,7 @@ from llmbackend import __version__
 from .backend_api import MetricKind
 from .backend_manager import BackendManager
 from .conservation import BREACHES_DESCRIPTION, BREACHES_METRIC, BreachLog, breaches_of
+from .descriptions import EXTENSIONS, describe
 from .draining import cut, wait_until_drained
 from .errors import TritonError, internal, invalid_argument, unavailable
 from .host_services import HostServices
@@ -34,28 +35,16 @@ from .messages import (
     ModelMetadata,
     ServerMetadata,
     ServerOptions,
-    TensorMetadata,
 )
 from .metric_family import MetricFamilies
 from .metrics import CpuMetrics, ModelMetrics
-from .model_lifecycle import STOPPING, UNLOADED, ModelState
+from .model_lifecycle import STOPPING
 from .model_loading import ModelLoader
+from .model_versions import UNLOADED, ModelState
 from .reaper import Reaper
-from .tensors import DATATYPE_OF_CONFIG_TYPE
 from .timer import Timer
 
 log = logging.getLogger(__name__)
-
-EXTENSIONS = (
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "schedule_policy",
-    "model_configuration",
-    "binary_tensor_data",
-    "parameters",
-    "statistics",
-)
-"""Triton's names of the extensions that this host serves."""
 
 EXPLICIT_ONLY = "explicit model load / unload is not allowed if polling is enabled"
 UNLOAD_GRACE_S = 8.0
@@ -143,8 +132,8 @@ class InferenceServer:
         is_unloaded = self._lifecycle.close(max(deadline_s - time.monotonic(), UNLOAD_GRACE_S))
         self._repository.close()
         if not is_unloaded:
-            for what, count in self._lifecycle.left_behind().items():
-                log.error("unloading did not end: %d %s", count, what)
+            left = {what: count for what, count in self._lifecycle.left_behind().items() if count}
+            log.error("Unloading did not end: %s", ", ".join(f"{count} {what}" for what, count in left.items()))
             return False
         self._backends.close()
         self._services.stop()
@@ -186,15 +175,7 @@ class InferenceServer:
 
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
         model = self._lifecycle.get(name, version)
-        config = model.config
-        versions = [model.version] if version >= 0 else [ready.version for ready in self._lifecycle.ready_models(name)]
-        return ModelMetadata(
-            name=name,
-            versions=tuple(str(number) for number in versions),
-            platform=config.platform or config.backend,
-            inputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.input),
-            outputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.output),
-        )
+        return describe(model, [model] if version >= 0 else self._lifecycle.ready_models(name))
 
     def model_config(self, name: str, version: int = -1) -> ModelConfig:
         return self._lifecycle.get(name, version).config
@@ -254,7 +235,11 @@ class InferenceServer:
 
         Raises TritonError as `infer_async` does for a model or version that is unknown and has no request left.
         """
-        models = [model for model in self._lifecycle.live_models(model_name) if version in (-1, model.version)]
+        models = [
+            model
+            for model in self._lifecycle.live_models()
+            if model.name == model_name and version in (-1, model.version)
+        ]
         if not models:
             self._lifecycle.get(model_name, version)
         channels = [channel for model in models for channel in model.live.with_id(request_id) if not channel.is_final]
@@ -304,8 +289,3 @@ class InferenceServer:
         if self._options.model_control_mode != "explicit":
             raise unavailable(EXPLICIT_ONLY)
         self._check_serving()
-
-
-def _tensor_metadata(tensor: ModelInput | ModelOutput, max_batch_size: int) -> TensorMetadata:
-    shape = (-1, *tensor.dims) if max_batch_size > 0 else tuple(tensor.dims)
-    return TensorMetadata(tensor.name, DATATYPE_OF_CONFIG_TYPE[DataType.Name(tensor.data_type)], shape)

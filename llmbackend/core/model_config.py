@@ -40,7 +40,7 @@ def parse_text(text: str, source: str) -> ModelConfig:
     try:
         text_format.Parse(text, config)
     except (text_format.ParseError, ValueError, RecursionError) as error:
-        raise internal(f"failed to read text proto from {source}: {error}") from None
+        raise internal(f"failed to read text proto from {source}: {_first_line(error)}") from None
     return config
 
 
@@ -65,7 +65,7 @@ def parse_json(text: str | bytes) -> ModelConfig:
 
 
 def _first_line(error: BaseException) -> str:
-    """A parser quotes what it was given, which may be megabytes of a client's text."""
+    """A parser quotes what it was given, which may be megabytes."""
     return (str(error).splitlines() or [type(error).__name__])[0][:_ERROR_CHARACTERS]
 
 

@@ -13,48 +13,21 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from enum import Enum
 
-from .errors import TritonError, internal, invalid_argument, not_found, unavailable
+from .errors import TritonError, internal, invalid_argument, unavailable
 from .in_flight import InFlight
 from .model import LoadedModel, as_triton_error
 from .model_repository import ModelSpec
+from .model_versions import UNLOADED, ModelEntry, ModelState, VersionEntry, ready_model, stop_serving
 
 log = logging.getLogger(__name__)
 
-UNLOADED = "unloaded"
 STOPPING = "Server is stopping"
 OUTDATED = "Newer operation has been applied to the model lifecycle, current load operation is out-dated."
 FIRST_DRAIN_LOG_S = 10.0
 LONGEST_DRAIN_LOG_S = 600.0
 ModelFactory = Callable[[ModelSpec, int], LoadedModel]
 """Makes and loads one version; raises TritonError."""
-
-
-class ModelState(Enum):
-    LOADING = "LOADING"
-    READY = "READY"
-    UNLOADING = "UNLOADING"
-    UNAVAILABLE = "UNAVAILABLE"
-
-
-@dataclass
-class VersionEntry:
-    """`model` serves while READY and drains while UNLOADING."""
-
-    state: ModelState = ModelState.LOADING
-    reason: str = ""
-    model: LoadedModel | None = None
-
-
-@dataclass
-class ModelEntry:
-    """`operation` counts loads and unloads of the model: an operation that finds it changed was overtaken."""
-
-    versions: dict[int, VersionEntry]
-    spec: ModelSpec | None = None
-    operation: int = 0
 
 
 class ModelLifecycle:
@@ -117,9 +90,7 @@ class ModelLifecycle:
                 return
             entry.operation += 1
             entry.spec = None
-            self._retire(
-                [model for version in entry.versions.values() if (model := _stop_serving(version)) is not None]
-            )
+            self._retire([model for version in entry.versions.values() if (model := stop_serving(version)) is not None])
 
     def refuse_loads(self) -> None:
         """From now on; those under way are not retried."""
@@ -161,14 +132,14 @@ class ModelLifecycle:
         Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts.
         """
         with self._lock:
-            model = self._ready_model(name, version)
+            model = ready_model(self._models, name, version)
             model.in_flight.enter()
             return model
 
     def get(self, name: str, version: int = -1) -> LoadedModel:
         """As `acquire`, for those who only read what stays valid after an unload."""
         with self._lock:
-            return self._ready_model(name, version)
+            return ready_model(self._models, name, version)
 
     def ready_models(self, name: str = "") -> list[LoadedModel]:
         """Every serving version (of one model, or of all), sorted by name and version."""
@@ -181,12 +152,11 @@ class ModelLifecycle:
             ]
         return sorted(found, key=lambda model: (model.name, model.version))
 
-    def live_models(self, name: str = "") -> list[LoadedModel]:
-        """Serving and draining ones (of one model, or of all): all that may hold requests."""
-        ready = self.ready_models(name)
+    def live_models(self) -> list[LoadedModel]:
+        """Serving and draining ones: all that may hold requests."""
+        ready = self.ready_models()
         with self._lock:
-            draining = [model for model in self._draining if name in ("", model.name)]
-        return ready + [model for model in draining if model not in ready]
+            return ready + [model for model in self._draining if model not in ready]
 
     def left_behind(self) -> dict[str, int]:
         """Counts that are 0 while nothing is loaded or unloaded."""
@@ -241,7 +211,7 @@ class ModelLifecycle:
                 if version.model is not None:
                     retired.append(version.model)
                 entry.versions[number] = VersionEntry(ModelState.READY, model=models[number])
-            elif (model := _stop_serving(version)) is not None:
+            elif (model := stop_serving(version)) is not None:
                 retired.append(model)
         entry.spec = spec
         return retired
@@ -269,24 +239,6 @@ class ModelLifecycle:
                     version.state, version.reason = ModelState.UNAVAILABLE, UNLOADED
         self._operations.leave()
 
-    def _ready_model(self, name: str, version: int) -> LoadedModel:
-        entry = self._models.get(name)
-        prefix = f"Request for unknown model: '{name}'"
-        if entry is None:
-            raise not_found(f"{prefix} is not found")
-        if version >= 0:
-            found = entry.versions.get(version)
-            if found is None:
-                raise not_found(f"{prefix} version {version} is not found")
-            if found.state is not ModelState.READY or found.model is None:
-                raise unavailable(f"{prefix} version {version} is not at ready state")
-            return found.model
-        ready = [number for number, found in entry.versions.items() if found.state is ModelState.READY]
-        model = entry.versions[max(ready)].model if ready else None
-        if model is None:
-            raise not_found(f"{prefix} has no available versions")
-        return model
-
 
 def _wait_until_drained(model: LoadedModel) -> None:
     """As long as it takes; a model that takes long is named in the log, ever more rarely."""
@@ -295,16 +247,6 @@ def _wait_until_drained(model: LoadedModel) -> None:
         count = model.in_flight.count
         log.warning("Model '%s' (version %d) still drains: %d in-flight inferences", model.name, model.version, count)
         wait_s = min(2 * wait_s, LONGEST_DRAIN_LOG_S)
-
-
-def _stop_serving(version: VersionEntry) -> LoadedModel | None:
-    """Takes a version out of service; the model that must be retired, if one served."""
-    if version.state is ModelState.READY:
-        version.state = ModelState.UNLOADING
-        return version.model
-    if version.state is ModelState.LOADING:
-        version.state, version.reason = ModelState.UNAVAILABLE, UNLOADED
-    return None
 
 
 def _error_of(future: Future[LoadedModel]) -> TritonError | None:

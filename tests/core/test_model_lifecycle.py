@@ -20,7 +20,7 @@ from core_host import (
     serving,
 )
 
-from llmbackend.core import inference_server
+from llmbackend.core import inference_server, model_lifecycle
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
@@ -324,6 +324,63 @@ def test_stop_cuts_off_what_runs_too_long_and_finalises_the_rest(
     assert server.stop(WAIT_S) and STAGE.events == ["ModelFinalize"]
     assert client.events.empty() and server.check() == []
     assert threading.active_count() < before
+
+
+def test_a_model_that_does_not_drain_is_named_in_the_log(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_lifecycle, "FIRST_DRAIN_LOG_S", 0.01)
+    repository.backend("keep", KEEPING_BACKEND)
+    repository.model("m", "keep")
+    with serving(repository, "m") as server:
+        send(server, "m", id="r")
+        STAGE.wait("executed r")
+        server.unload_model("m")
+        eventually(lambda: "Model 'm' (version 1) still drains: 1 in-flight inferences" in caplog.text)
+        _, request = STAGE.kept.pop()
+        request.release()
+        eventually(lambda: states(server) == [("1", "UNAVAILABLE", "unloaded")])
+
+
+def test_a_request_that_its_backend_loses_does_not_keep_its_model(repository: Repository) -> None:
+    repository.backend("lose", "def TRITONBACKEND_ModelInstanceExecute(instance, requests): pass")
+    repository.model("m", "lose")
+    with serving(repository, "m") as server:
+        clients = [send(server, "m") for _ in range(3)]
+        server.unload_model("m")
+        eventually(lambda: states(server) == [("1", "UNAVAILABLE", "unloaded")])
+        assert {client.error().code for client in clients} == {ErrorCode.INTERNAL}
+
+
+def test_stop_while_models_load(versioned: Repository) -> None:
+    write(versioned, "gate")
+    server = InferenceServer(versioned.options(startup_models=["m"], model_load_retry_count=3))
+    with ThreadPoolExecutor(2) as pool:
+        start = pool.submit(server.start)
+        STAGE.wait("loading gate")
+        stop = pool.submit(server.stop, WAIT_S)
+        eventually(lambda: server.is_exiting)
+        assert not server.is_ready() and not stop.done()
+        STAGE.open("gate")
+        assert stop.result(WAIT_S) is True
+        with pytest.raises(TritonError, match="Server is stopping"):
+            start.result(WAIT_S)
+    assert STAGE.events == ["initialize gate", "finalize gate"] and not server.is_ready()
+
+
+def test_stop_does_not_wait_for_a_load_that_hangs(versioned: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inference_server, "UNLOAD_GRACE_S", 0.05)
+    write(versioned, "gate")
+    server = InferenceServer(versioned.options())
+    server.start()
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(server.load_model, "m")
+        STAGE.wait("loading gate")
+        assert server.stop(0.0) is False
+        STAGE.open("gate")
+        with pytest.raises(TritonError):
+            load.result(WAIT_S)
+    assert server.stop(WAIT_S) is True and STAGE.events == ["initialize gate", "finalize gate"]
 
 
 def test_config_override_replaces_the_file_until_unload(versioned: Repository) -> None:
