@@ -1,19 +1,23 @@
-"""The engine's own process: `python -m llmbackend.engine.engine_process CONFIG_JSON ENDPOINT LIFELINE_FD`.
+"""The nursery's process and the engines it forks: `python -m llmbackend.engine.engine_process CONTROL_FD CONFIG_JSON`.
 
-For: ProcessTransport, which starts it. Does not know: the host, beyond one socket and one lifeline. Invariant: it never
-outlives its host: the lifeline is a socket pair whose other end only the host holds, so its end of file means that the
-host is gone, however it went. Signals that stop the host (SIGINT, SIGTERM to the group) are ignored: the host decides.
+For: Nursery, which starts it, and ProcessTransport, which speaks with the engine. Does not know: the host, beyond its
+sockets. Invariants: an engine never outlives its host: the lifeline is a socket pair whose other end only the host
+holds, so its end of file means that the host is gone, however it went; the nursery ends at the end of file of its
+control socket. Signals that stop the host (SIGINT, SIGTERM to the group) are ignored: the host decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -22,15 +26,59 @@ from .config import EngineConfig
 from .engine_loop import load, run
 
 LINGER_MS = 1000
+ENDPOINT_BYTES = 4096
 
 
 def main(arguments: list[str]) -> None:
-    config_json, endpoint, lifeline_fd = arguments
+    """Forks an engine for each message, one after the other, and tells its process id and then its exit status."""
+    control_fd, config_json = arguments
+    config = msgspec.json.decode(config_json, type=EngineConfig)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _end_with_host(int(lifeline_fd))
+    control = socket.socket(fileno=int(control_fd))
+    control.set_inheritable(False)
+    _import_all_of(config.model)
+    while True:
+        endpoint, descriptors, _, _ = socket.recv_fds(control, ENDPOINT_BYTES, 2)
+        if not endpoint:
+            return
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _run_engine(config, endpoint.decode(), *descriptors)
+            return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        _send(control, pid)
+        _send(control, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def _import_all_of(model: str) -> None:
+    """Whatever cannot be imported is missed by the engine again, which says so."""
+    if model == "mock":
+        return
+    with contextlib.suppress(Exception):
+        import transformers
+
+        from . import model_runner  # noqa: F401
+
+        for architecture in json.loads((Path(model) / "config.json").read_text())["architectures"]:
+            getattr(transformers, architecture)
+    gc.collect()
+    gc.freeze()  # the collector of an engine must not touch, and so copy, what is shared
+
+
+def _send(control: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the host is gone; the next message says so
+        control.send(str(number).encode())
+
+
+def _run_engine(config: EngineConfig, endpoint: str, lifeline_fd: int, output_fd: int) -> None:
+    for standard in (sys.stdout.fileno(), sys.stderr.fileno()):
+        os.dup2(output_fd, standard)
+    os.close(output_fd)
+    _end_with_host(lifeline_fd)
     logging.basicConfig(level=logging.INFO, format="engine %(process)d %(levelname)s %(message)s")
-    config = msgspec.json.decode(config_json, type=EngineConfig)
     with zmq.Context() as context, context.socket(zmq.PAIR) as link:
         link.set_hwm(0)
         link.linger = LINGER_MS

@@ -14,6 +14,7 @@ import time
 
 from .config import EngineConfig
 from .infer_request import EngineInput, ModelInfo, StepResult
+from .nursery import Nursery
 from .transport import EngineDeadError, Transport, make_transport
 from .wakeup import Wakeup
 
@@ -30,6 +31,7 @@ class Supervisor:
     def __init__(self, config: EngineConfig, wakeup: Wakeup) -> None:
         self._config = config
         self._wakeup = wakeup
+        self._nursery = Nursery(config)
         self._transport: Transport | None = None
         self._info: ModelInfo | None = None
         self._num_failures = 0
@@ -102,13 +104,14 @@ class Supervisor:
         if self._transport is not None:
             self._transport.close()
         self._transport = self._info = None
+        self._nursery.close()
 
     def _launch_when_due(self) -> None:
         pause_s = self._launch_at_s - time.monotonic()
         if pause_s > 0:
             self._wakeup.wait(pause_s)
             return
-        self._transport = make_transport(self._config, self._wakeup.fileno())
+        self._transport = make_transport(self._nursery, self._wakeup.fileno())
         self._transport.launch()
         self._launch_at_s = time.monotonic()
 

@@ -14,10 +14,10 @@ import collections
 import contextlib
 import logging
 import math
+import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,6 +31,7 @@ import zmq
 from .config import EngineConfig
 from .engine_loop import load, run
 from .infer_request import EngineInput, EngineStarted, ModelInfo, StepResult
+from .nursery import EngineProcess, Nursery
 
 logger = logging.getLogger(__name__)
 
@@ -181,9 +182,15 @@ class InlineTransport(Transport):
 class ProcessTransport(Transport):
     """The core in a process of its own: isolates crashes and the interpreter lock. Its output joins our stderr."""
 
-    _process: subprocess.Popen[bytes] | None = None
+    _process: EngineProcess | None = None
     _directory = ""
-    _reader: threading.Thread | None = None
+    _output: IO[bytes]
+    _reader: threading.Thread
+
+    def __init__(self, nursery: Nursery, wake_fd: int) -> None:
+        super().__init__(nursery.config, wake_fd)
+        self._nursery = nursery
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=STDERR_LINES_KEPT)
 
     def receive_started(self, timeout_s: float | None) -> ModelInfo | None:
         info = super().receive_started(timeout_s)
@@ -195,25 +202,21 @@ class ProcessTransport(Transport):
         self._directory = tempfile.mkdtemp(prefix="llmbackend-")
         endpoint = f"ipc://{self._directory}/engine"
         self._socket.bind(endpoint)
-        lifeline_fd = self._engine_lifeline.fileno()
-        config_json = msgspec.json.encode(self._config).decode()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "llmbackend.engine.engine_process", config_json, endpoint, str(lifeline_fd)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(lifeline_fd,),
-        )
-        self._engine_lifeline.close()
-        self._last_lines: collections.deque[str] = collections.deque(maxlen=STDERR_LINES_KEPT)
-        assert self._process.stdout is not None
-        self._reader = threading.Thread(
-            target=self._pass_on, args=(self._process.stdout,), name="llm-engine-stderr", daemon=True
-        )
+        reader_fd, output_fd = os.pipe()
+        self._output = open(reader_fd, "rb")  # noqa: SIM115 (closed when the engine is reaped)
+        try:
+            self._process = self._nursery.fork(endpoint, self._engine_lifeline.fileno(), output_fd)
+        except OSError as error:
+            self._output.close()
+            raise EngineDeadError(f"the engine process could not be started: {error}", "exit") from error
+        finally:
+            os.close(output_fd)
+            self._engine_lifeline.close()
+        self._reader = threading.Thread(target=self._pass_on, name="llm-engine-stderr", daemon=True)
         self._reader.start()
 
-    def _pass_on(self, stream: IO[bytes]) -> None:
-        for line in stream:
+    def _pass_on(self) -> None:
+        for line in self._output:
             text = line.decode(errors="replace")
             self._last_lines.append(text.rstrip())
             sys.stderr.write(text)
@@ -223,30 +226,31 @@ class ProcessTransport(Transport):
             return True
         try:
             self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            logger.warning("killing engine process %d", self._process.pid)
+        except TimeoutError:
+            logger.warning("killing an engine process that does not end")
             self._process.kill()
-            self._process.wait()
+            self._process.wait(None)
         self._join_reader()
         shutil.rmtree(self._directory, ignore_errors=True)
         return True
 
     def _join_reader(self) -> None:
         """All of the engine's output has been read, unless a child of its own still holds the pipe."""
-        assert self._process is not None and self._process.stdout is not None and self._reader is not None
         self._reader.join(1.0)
         if not self._reader.is_alive():
-            self._process.stdout.close()
+            self._output.close()
 
     def _cause_of_death(self) -> EngineDeadError:
         assert self._process is not None
         self._reap(CLOSE_TIMEOUT_S)
-        code = self._process.returncode
+        code = self._process.wait(0.0)
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         details = "\n".join(self._last_lines)
         return EngineDeadError(f"the engine process ended {how}", "signal" if code < 0 else "exit", details)
 
 
-def make_transport(config: EngineConfig, wake_fd: int) -> Transport:
-    kind = InlineTransport if config.transport == "inline" else ProcessTransport
-    return kind(config, wake_fd)
+def make_transport(nursery: Nursery, wake_fd: int) -> Transport:
+    """For the engines of this nursery's config; an inline engine leaves the nursery empty."""
+    if nursery.config.transport == "inline":
+        return InlineTransport(nursery.config, wake_fd)
+    return ProcessTransport(nursery, wake_fd)

@@ -68,12 +68,12 @@ class ServerUnderTest:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     def engine_pids(self, model: str) -> list[int]:
-        """Of the engine processes of a model that run now, oldest first."""
+        """Of the engine processes of a model that run now, oldest first; not of the nursery that forked them."""
         mark = str(self.fault_directory(model)) + '"'
         found = []
         for child in psutil.Process(self.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if mark in " ".join(child.cmdline()) and _is_alive(child):
+                if child.ppid() != self.pid and mark in " ".join(child.cmdline()) and _is_alive(child):
                     found.append(child)
         self._engines_seen.update(found)
         return [process.pid for process in sorted(found, key=lambda process: (process.create_time(), process.pid))]

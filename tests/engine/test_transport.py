@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mock_engine import Outcomes, expect_oracle, make_request, random_requests
@@ -19,8 +20,11 @@ from mock_engine import Outcomes, expect_oracle, make_request, random_requests
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import EngineInput
 from llmbackend.engine.mock_model import MockRunner
+from llmbackend.engine.nursery import Nursery
 from llmbackend.engine.transport import EngineDeadError, ProcessTransport, Transport, make_transport
 from llmbackend.engine.wakeup import Wakeup
+
+MakeNursery = Callable[..., Nursery]
 
 
 @pytest.fixture
@@ -30,17 +34,35 @@ def wakeup() -> Iterator[Wakeup]:
     wakeup.close()
 
 
+@pytest.fixture
+def make_nursery() -> Iterator[MakeNursery]:
+    made: list[Nursery] = []
+
+    def make(**arguments: Any) -> Nursery:
+        made.append(Nursery(EngineConfig(model="mock", **arguments)))
+        return made[-1]
+
+    yield make
+    for nursery in made:
+        nursery.close()
+
+
+@pytest.fixture
+def nursery(make_nursery: MakeNursery) -> Nursery:
+    return make_nursery()
+
+
 @pytest.fixture(params=["inline", "process"])
-def transport(request: pytest.FixtureRequest, wakeup: Wakeup) -> Iterator[Transport]:
-    transport = make_transport(EngineConfig(model="mock", transport=request.param), wakeup.fileno())
+def transport(request: pytest.FixtureRequest, wakeup: Wakeup, make_nursery: MakeNursery) -> Iterator[Transport]:
+    transport = make_transport(make_nursery(transport=request.param), wakeup.fileno())
     start(transport)
     yield transport
     transport.close()
 
 
 @pytest.fixture
-def process(wakeup: Wakeup) -> Iterator[ProcessTransport]:
-    transport = ProcessTransport(EngineConfig(model="mock"), wakeup.fileno())
+def process(wakeup: Wakeup, nursery: Nursery) -> Iterator[ProcessTransport]:
+    transport = ProcessTransport(nursery, wakeup.fileno())
     start(transport)
     yield transport
     transport.close()
@@ -114,17 +136,18 @@ def test_close_in_the_middle_of_work_leaves_nothing(transport: Transport) -> Non
 
 
 @pytest.mark.parametrize("kind", ["inline", "process"])
-def test_a_model_that_cannot_load_is_one_clear_error(kind: str, wakeup: Wakeup) -> None:
-    config = EngineConfig(model="mock", mock_vocab_size=1, transport=kind)  # type: ignore[arg-type]
-    transport = make_transport(config, wakeup.fileno())
+def test_a_model_that_cannot_load_is_one_clear_error(kind: str, wakeup: Wakeup, make_nursery: MakeNursery) -> None:
+    transport = make_transport(make_nursery(mock_vocab_size=1, transport=kind), wakeup.fileno())
     with pytest.raises(RuntimeError, match=r"^engine argument 'mock_vocab_size' is 1, expected at least 130$"):
         start(transport)
     transport.close()
 
 
-def test_descriptors_do_not_leak(wakeup: Wakeup) -> None:
+def test_descriptors_do_not_leak(wakeup: Wakeup, make_nursery: MakeNursery) -> None:
+    nursery = make_nursery(transport="inline")
+
     def cycle() -> None:
-        transport = make_transport(EngineConfig(model="mock", transport="inline"), wakeup.fileno())
+        transport = make_transport(nursery, wakeup.fileno())
         start(transport)
         transport.close()
 
@@ -161,18 +184,55 @@ def test_an_idle_engine_that_is_killed_is_noticed_too(process: ProcessTransport)
         process.receive()
 
 
-def test_an_engine_that_dies_while_loading_leaves_its_last_words(
-    wakeup: Wakeup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_nursery_that_cannot_start_is_a_dead_engine(
+    wakeup: Wakeup, nursery: Nursery, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken_interpreter = tmp_path / "python"
-    broken_interpreter.write_text("#!/bin/sh\necho 'out of luck' >&2\nexit 3\n")
+    broken_interpreter.write_text("#!/bin/sh\nexit 3\n")
     broken_interpreter.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(broken_interpreter))
-    transport = ProcessTransport(EngineConfig(model="mock"), wakeup.fileno())
-    with pytest.raises(EngineDeadError, match="ended with exit code 3") as caught:
+    transport = ProcessTransport(nursery, wakeup.fileno())
+    with pytest.raises(EngineDeadError, match="ended with exit code 3|could not be started"):
         start(transport)
-    assert (caught.value.kind, caught.value.details) == ("exit", "out of luck")
     transport.close()
+
+
+def test_an_engine_that_dies_leaves_its_last_words(wakeup: Wakeup, make_nursery: MakeNursery, tmp_path: Path) -> None:
+    transport = ProcessTransport(make_nursery(fault_directory=str(tmp_path)), wakeup.fileno())
+    start(transport)
+    (tmp_path / "escape").touch()
+    transport.send(EngineInput((make_request("r"),)))
+    with pytest.raises(EngineDeadError, match="ended with exit code 1") as caught:
+        while True:
+            transport.receive()
+    assert caught.value.kind == "exit" and "could not be broadcast" in caught.value.details
+    transport.close()
+
+
+def test_one_nursery_raises_one_engine_after_the_other(wakeup: Wakeup, nursery: Nursery) -> None:
+    pids = []
+    for _ in range(3):
+        transport = ProcessTransport(nursery, wakeup.fileno())
+        start(transport)
+        pids.append(pid_of(transport))
+        os.kill(pids[-1], signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            transport.receive()
+        transport.close()
+    assert len(set(pids)) == 3 and not any(map(is_alive, pids))
+
+
+def test_a_nursery_that_was_killed_is_replaced(wakeup: Wakeup, nursery: Nursery) -> None:
+    for _ in range(2):
+        transport = ProcessTransport(nursery, wakeup.fileno())
+        start(transport)
+        request = make_request("r")
+        assert nursery._process is not None
+        nursery._process.kill()
+        transport.send(EngineInput((request,)))
+        expect_oracle(collect(transport, 1)["r"], request)
+        transport.close()
+        assert not is_alive(pid_of(transport))
 
 
 def test_a_message_to_a_dead_engine_does_not_block(process: ProcessTransport) -> None:
@@ -183,9 +243,10 @@ def test_a_message_to_a_dead_engine_does_not_block(process: ProcessTransport) ->
             time.sleep(0.01)
 
 
-def test_nonsense_from_the_engine_comes_after_the_results_before_it(wakeup: Wakeup, tmp_path: Path) -> None:
-    config = EngineConfig(model="mock", fault_directory=str(tmp_path))
-    transport = ProcessTransport(config, wakeup.fileno())
+def test_nonsense_from_the_engine_comes_after_the_results_before_it(
+    wakeup: Wakeup, make_nursery: MakeNursery, tmp_path: Path
+) -> None:
+    transport = ProcessTransport(make_nursery(fault_directory=str(tmp_path)), wakeup.fileno())
     start(transport)
     transport.send(EngineInput((make_request("r", max_tokens=4000, ignore_eos=True),)))
     assert transport.receive()[0].outputs[0].request_id == "r"
@@ -201,11 +262,13 @@ def test_a_wait_ends_in_time(transport: Transport) -> None:
     assert transport.receive(0.01) == []
 
 
-def test_an_inline_engine_that_raises_is_a_dead_engine(wakeup: Wakeup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inline_engine_that_raises_is_a_dead_engine(
+    wakeup: Wakeup, make_nursery: MakeNursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise ArithmeticError("broken table")
 
-    transport = make_transport(EngineConfig(model="mock", transport="inline"), wakeup.fileno())
+    transport = make_transport(make_nursery(transport="inline"), wakeup.fileno())
     start(transport)
     monkeypatch.setattr(MockRunner, "remove_row", fail)
     transport.send(EngineInput((make_request("r", max_tokens=1),)))
@@ -226,10 +289,11 @@ def test_signals_that_stop_the_host_do_not_stop_the_engine(process: ProcessTrans
 HOST = """
 import sys, time
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.nursery import Nursery
 from llmbackend.engine.transport import ProcessTransport
 from llmbackend.engine.wakeup import Wakeup
 wakeup = Wakeup()
-transport = ProcessTransport(EngineConfig(model="mock"), wakeup.fileno())
+transport = ProcessTransport(Nursery(EngineConfig(model="mock")), wakeup.fileno())
 transport.launch()
 while transport.receive_started(None) is None:
     pass

@@ -1,0 +1,129 @@
+"""Where engine processes come from: forked from a process that has imported all that they need, and does nothing else.
+
+For: the transport. Does not know: messages, models. Why: importing torch and transformers takes seconds, which every
+client would wait for when an engine dies; a fork takes milliseconds and shares the imported memory. Invariants: at most
+one engine at a time lives in a nursery; the nursery's own process is started when it is first needed, or has died, and
+ends when the host does, however it ends; it holds no weights and runs no thread.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+import msgspec
+
+from .config import EngineConfig
+
+CLOSE_TIMEOUT_S = 5.0
+
+
+class Nursery:
+    """Engines of one config. One thread at a time uses it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def fork(self, endpoint: str, lifeline_fd: int, output_fd: int) -> EngineProcess:
+        """Begins to start an engine that connects to `endpoint`, with its end of its lifeline and where its output
+        goes; returns at once. The caller closes its copies of the descriptors. Raises OSError."""
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+        assert self._control is not None and self._process is not None
+        socket.send_fds(self._control, [endpoint.encode()], [lifeline_fd, output_fd])
+        return EngineProcess(self._process, self._control)
+
+    def close(self) -> None:
+        """Ends the nursery's process, after its engine has ended."""
+        if self._process is None or self._control is None:
+            return
+        self._control.close()
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # it still imports
+            self._process.kill()
+            self._process.wait()
+        self._process = self._control = None
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        config_json = msgspec.json.encode(self.config).decode()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "llmbackend.engine.engine_process", str(theirs.fileno()), config_json],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # its threads would not survive the fork
+            )
+
+
+class EngineProcess:
+    """An engine that a nursery forked, with the methods of a subprocess."""
+
+    def __init__(self, nursery: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._nursery = nursery
+        self._control = control
+        self._pid: int | None = None
+        self.returncode: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Blocks until the engine was forked."""
+        if self._pid is None:
+            self._read(None)
+        assert self._pid is not None, "the nursery died before it forked the engine"
+        return self._pid
+
+    def wait(self, timeout_s: float | None) -> int:
+        """The engine's exit code, or minus the signal that ended it. Raises TimeoutError."""
+        while self.returncode is None:
+            if not self._read(timeout_s):
+                raise TimeoutError
+        return self.returncode
+
+    def kill(self) -> None:
+        """Ends the engine, or the whole nursery when it has not forked yet."""
+        if self._pid is None and not self._read(0.0):
+            self._nursery.kill()
+        elif self._pid is not None and self.returncode is None:
+            os.kill(self._pid, signal.SIGKILL)
+
+    def _read(self, timeout_s: float | None) -> bool:
+        """Takes one message of the nursery: the engine's process id, later its exit status. False when there is none
+        in time."""
+        if not select.select([self._control], [], [], timeout_s)[0]:
+            return False
+        try:
+            message = self._control.recv(64)
+        except ConnectionResetError:  # it died with a message unread
+            message = b""
+        if not message:
+            self._lose_nursery()
+        elif self._pid is None:
+            self._pid = int(message)
+        else:
+            self.returncode = int(message)
+        return True
+
+    def _lose_nursery(self) -> None:
+        """Nobody will tell how the engine ends: it is ended."""
+        self.returncode = self._nursery.wait()
+        if self._pid is not None:
+            self.returncode = -signal.SIGKILL
+            os.kill(self._pid, signal.SIGKILL)
+
+
+def _has_descriptor(stream: object) -> bool:
+    """Whether a stream that may have been replaced (by a test runner, say) still stands for a descriptor."""
+    try:
+        return stream.fileno() >= 0  # type: ignore[attr-defined, no-any-return]
+    except (AttributeError, OSError, ValueError):
+        return False
