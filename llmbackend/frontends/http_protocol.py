@@ -126,6 +126,13 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     @property
+    def _may_answer(self) -> bool:
+        """Whether what is being received has no answer yet, nor one before it that runs."""
+        if self._receiving == "body":
+            return self._running is self.cycle and not self.cycle.response_started
+        return not self._is_busy
+
+    @property
     def _is_busy(self) -> bool:
         return self._running is not None and not self._running.response_complete
 
@@ -155,8 +162,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _end(self, status: int, message: str) -> None:
         """Answers unless an answer has begun, and closes; a handler that reads the body sees a disconnect."""
         self._clock.stop()
-        is_mine = self._running is self.cycle and not self.cycle.response_started
-        if not self._is_busy if self._receiving == "header" else is_mine:
+        if self._may_answer:
             body = error_body(message)
             self.transport.write(
                 b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
