@@ -8,6 +8,7 @@ not a connection that breaks. Log lines of the wait are Triton's (golden 52, 53)
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -29,7 +30,8 @@ def wait_until_drained(live_models: Callable[[], Sequence[LoadedModel]], deadlin
     while True:
         busy = [model for model in live_models() if model.in_flight.count]
         left_s = deadline_s - time.monotonic()
-        log.info("Timeout %d: Found %d model versions that have in-flight inferences", max(left_s, 0), len(busy))
+        shown_s = max(math.ceil(left_s), 0)
+        log.info("Timeout %d: Found %d model versions that have in-flight inferences", shown_s, len(busy))
         for model in busy:
             count = model.in_flight.count
             log.info("Model '%s' (version %d) has %d in-flight inferences", model.name, model.version, count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
 
 from prometheus_client import CollectorRegistry
@@ -47,6 +47,8 @@ from .timer import Timer
 log = logging.getLogger(__name__)
 
 EXPLICIT_ONLY = "explicit model load / unload is not allowed if polling is enabled"
+CONTROL_THREADS = 8
+"""Load requests that run or wait for another load of their model; more than these wait."""
 UNLOAD_GRACE_S = 8.0
 """What unloading gets at the least, however long requests took: an engine that hangs is killed after 5 s."""
 
@@ -76,6 +78,7 @@ class InferenceServer:
         self._loader = ModelLoader(options, self._backends, self._services)
         self._repository = self._loader.repository
         self._lifecycle = self._loader.lifecycle
+        self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
         self._registry.register(ModelMetrics(self._lifecycle.ready_models))
         self._registry.register(CpuMetrics())
 
@@ -121,6 +124,7 @@ class InferenceServer:
         with self._state_lock:
             self._state = ServerState.EXITING
         self._lifecycle.refuse_loads()
+        self._control.shutdown(wait=False)
         deadline_s = time.monotonic() + timeout_s
         log.info("Waiting for in-flight requests to complete.")
         is_drained = wait_until_drained(self._lifecycle.live_models, deadline_s)
@@ -215,6 +219,14 @@ class InferenceServer:
         self._check_explicit()
         self._loader.load(name, parameters)
 
+    def start_load(self, name: str, parameters: LoadParameters | None = None) -> Future[None]:
+        """`load_model` on a thread for loads: however long it takes, it takes no thread that other calls wait for."""
+        self._check_explicit()
+        try:
+            return self._control.submit(self.load_model, name, parameters)
+        except RuntimeError:  # stopped since
+            raise unavailable(STOPPING) from None
+
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
         """Begins to unload; requests in flight run to their end. `unload_dependents` matters to ensembles only."""
         self._check_explicit()
@@ -246,8 +258,6 @@ class InferenceServer:
         for channel in channels:
             channel.cancel()
         return len(channels)
-
-    # --- conservation -----------------------------------------------------------------------------------------------
 
     def check(self) -> list[str]:
         """What is left behind, in words, on a server where no request runs and nothing is loaded or unloaded; empty

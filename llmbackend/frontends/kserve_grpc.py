@@ -155,7 +155,7 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
     async def RepositoryModelLoad(self, request: Any, context: Context) -> Any:
         _refuse_named_repository(request)
         parameters = {key: _load_parameter(key, value) for key, value in request.parameters.items()}
-        await asyncio.to_thread(self._server.load_model, request.model_name, parameters)
+        await asyncio.wrap_future(self._server.start_load(request.model_name, parameters))
         return pb.RepositoryModelLoadResponse()
 
     @_rpc

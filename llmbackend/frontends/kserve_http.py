@@ -140,7 +140,7 @@ class RepositoryEndpoints:
     async def load(self, request: Request) -> Response:
         name, body = await self._control(request)
         parameters = dict(_load_parameter(key, value) for key, value in body.items())
-        await asyncio.to_thread(self._server.load_model, name, parameters)
+        await asyncio.wrap_future(self._server.start_load(name, parameters))
         return plain(content_type=JSON)
 
     async def unload(self, request: Request) -> Response:
