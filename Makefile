@@ -5,6 +5,7 @@
 # make chaos   faults of every kind under live streams: nothing lost, repeated or changed (10 minutes)
 # make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
 # make overload   ten times the capacity offered for a minute
+# make fuzz    hostile input on every protocol and configuration beside live streams (10 minutes)
 # make idle    the CPU use of a whole server that nobody uses
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
-.PHONY: serve test lint unit smoke conformance chaos soak overload idle clean
+.PHONY: serve test lint unit smoke conformance chaos soak overload idle fuzz clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -37,6 +38,9 @@ conformance: $(VENV)/.test
 
 chaos soak overload idle: $(VENV)/.test
 	$(BIN)/python -m tests.chaos $@ $(ARGS)
+
+fuzz: $(VENV)/.test
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 # `make serve` installs what serving needs and no more; `make test` adds the test tools.
 $(VENV)/.serve: pyproject.toml constraints.txt

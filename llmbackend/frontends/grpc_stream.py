@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
@@ -56,7 +56,10 @@ class StreamSession:
             async with asyncio.TaskGroup() as group:
                 self._stall.on_stall = lambda: group.create_task(_fail(_stalled(self._stall.timeout_s)))
                 async for request in requests:
-                    check(request)
+                    try:
+                        check(request)
+                    except TritonError as error:
+                        await self._end_with(error)
                     await self._serve(request, group)
         except* TritonError as errors:
             failure = _first(errors)
@@ -95,7 +98,12 @@ class StreamSession:
             if message is not None:
                 await self._write(message)
             if self._strict_errors and item[0] is not None and item[0].error is not None:
-                raise item[0].error
+                await self._end_with(item[0].error)
+
+    async def _end_with(self, error: TritonError) -> NoReturn:
+        """Ends the call. Takes the write lock for good: gRPC cannot send a status while a message is being written."""
+        await self._write_lock.acquire()
+        raise error
 
     async def _write(self, message: Any) -> None:
         if self._strict_errors and message.error_message and message.infer_response.model_name:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import MutableMapping
+from collections.abc import Coroutine, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from llmbackend.core.inference_server import InferenceServer
@@ -22,6 +22,7 @@ from llmbackend.frontends.openai import create_openai_router
 from .exchange import HttpAnswer, HttpInput
 from .http_inputs import DECOUPLED, WHOLE
 
+Result = TypeVar("Result")
 HANG_S = 20.0
 CONFIG_PBTXT = 'backend: "llm"\nmodel_transaction_policy { decoupled: %s }\n'
 
@@ -42,22 +43,36 @@ class AppUnderTest:
         options = ServerOptions(
             model_repositories=(repository,), model_control_mode="explicit", startup_models=(DECOUPLED, WHOLE)
         )
-        self._server = InferenceServer(options)
-        self._server.start()
-        self._app = create_http_app(self._server, routers=(create_openai_router(self._server),))
+        self.server = InferenceServer(options)
+        self.server.start()
+        self._app = create_http_app(self.server, routers=(create_openai_router(self.server),))
         self._loop = asyncio.new_event_loop()
         self._tracebacks = _Tracebacks()
         logging.getLogger().addHandler(self._tracebacks)
+        self._start_threads()
+
+    def _start_threads(self) -> None:
+        """Those that the first request of a kind starts: a test must not be the one that leaves them behind."""
+        for model in (DECOUPLED, WHOLE):
+            body = {"text_input": "x", "max_tokens": 1}
+            self.send(HttpInput(f"/v2/models/{model}/generate", json.dumps(body).encode()))
+            infer = {"inputs": [{"name": "input_ids", "datatype": "INT32", "shape": [1], "data": [1]}]}
+            timed = infer | {"parameters": {"timeout": 60_000_000, "max_tokens": 1}}
+            self.send(HttpInput(f"/v2/models/{model}/infer", json.dumps(timed).encode()))
 
     def close(self) -> None:
         logging.getLogger().removeHandler(self._tracebacks)
         self._loop.close()
-        assert self._server.stop(20)
+        assert self.server.stop(20)
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """On the application's event loop. Raises TimeoutError for a hang."""
+        return self._loop.run_until_complete(asyncio.wait_for(work, HANG_S))
 
     def send(self, request: HttpInput) -> tuple[HttpAnswer, list[str]]:
         """The answer, and the tracebacks that the log got. Raises TimeoutError for a hang."""
         self._tracebacks.texts.clear()
-        answer = self._loop.run_until_complete(asyncio.wait_for(self._send(request), HANG_S))
+        answer = self.run(self._send(request))
         return answer, list(self._tracebacks.texts)
 
     async def _send(self, request: HttpInput) -> HttpAnswer:

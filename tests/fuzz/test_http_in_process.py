@@ -24,6 +24,7 @@ def test_strange_requests(target: str, app: AppUnderTest) -> None:
         assert not tracebacks
 
     run()
+    app.send(HttpInput("/v2/repository/models/scratch/unload", b""))
 
 
 VALID = [

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from typing import Any
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from llmbackend.frontends.kserve_grpc import create_grpc_server
 
 from .app_under_test import AppUnderTest
 from .exchange import HttpInput, complaint
@@ -75,3 +80,31 @@ def test_a_timeout_of_centuries_leaves_deadlines_working(app: AppUnderTest) -> N
         answer, tracebacks = app.send(HttpInput(INFER, json.dumps(body).encode()))
         assert not tracebacks
     assert (answer.status, b"timeout" in answer.body) == (503, True), answer.body
+
+
+def test_a_malformed_message_among_running_requests_ends_the_stream_with_a_status(
+    app: AppUnderTest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once the status was sent while a response was being written, which gRPC refuses with a traceback."""
+
+    async def run() -> list[tuple[grpc.StatusCode, str | None]]:
+        server, port = create_grpc_server(app.server, address="127.0.0.1:0")
+        await server.start()
+        ends = []
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            method = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+            for _ in range(30):
+                call = method(iter([good.SerializeToString()] * 8 + [b"\xff\xff"]))
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    async for _ in call:
+                        pass
+                ends.append((await call.code(), await call.details()))
+        await server.stop(1)
+        return ends
+
+    good = pb.ModelInferRequest(model_name=DECOUPLED, id="1")
+    for name, value in (("text_input", b"x"), ("sampling_parameters", b'{"max_tokens": 20, "ignore_eos": true}')):
+        good.inputs.add(name=name, datatype="BYTES", shape=[1]).contents.bytes_contents.append(value)
+    good.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+    assert set(app.run(run())) == {(grpc.StatusCode.INTERNAL, "Unable to parse request")}
+    assert not [record for record in caplog.records if record.exc_info]

@@ -1,0 +1,106 @@
+"""`python -m tests.fuzz [--seconds 600] [--seed 0] [--only WORD]`: hostile input on every way in, for a bounded time.
+
+Prints one row per target and, for each finding, its smallest input; the last line is `fuzz: N inputs, M failures`.
+Exits 1 when something was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from llmbackend.core.errors import TritonError
+
+from .bystanders import Bystanders
+from .configurations import CONFIG_INPUTS, ConfigInput, ConfigReader
+from .grpc_target import GRPC_INPUTS, RAW_GRPC_INPUTS, GrpcTarget, RawGrpcTarget
+from .http_inputs import HTTP_INPUTS
+from .http_target import RAW_HTTP_INPUTS, HttpTarget, RawHttpTarget
+from .openapi_target import run_schemathesis
+from .tally import KINDS, Finding, Tally, drive
+from .victim import HANG_S, Victim, running
+
+Target = Callable[[float], Tally]
+"""Runs for so many seconds."""
+_SHARES = {"OpenAPI": 8.0, "raw HTTP": 2.0, "gRPC": 4.0, "raw gRPC": 1.5}
+"""Of the time; other targets have a share of 1."""
+
+
+def main() -> int:
+    options = _options()
+    logging.disable(logging.CRITICAL)  # the configurations that are read here log their refusals
+    reports = Path(tempfile.mkdtemp(prefix="llmbackend-fuzz-report-"))
+    with running() as victim, Bystanders(victim, options.seed) as beside:
+        tallies = list(_run_all(_targets(victim, reports, options.seed), options))
+        victim_log = reports / "server.log"
+        victim_log.write_bytes(victim.log_path.read_bytes())
+    return _report([*tallies, beside], reports)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz")
+    parser.add_argument("--seconds", type=float, default=540.0, help="for all targets together")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="targets whose name holds this")
+    return parser.parse_args()
+
+
+def _targets(victim: Victim, reports: Path, seed: int) -> dict[str, Target]:
+    targets: dict[str, Target] = {"OpenAPI": lambda seconds: run_schemathesis(victim, reports, seconds, seed)}
+    for name, inputs in HTTP_INPUTS.items():
+        targets[name] = lambda seconds, n=name, i=inputs: drive(n, i, HttpTarget(victim), seconds, seed)
+    targets["raw HTTP"] = lambda seconds: drive("raw HTTP", RAW_HTTP_INPUTS, RawHttpTarget(victim), seconds, seed)
+    targets["gRPC"] = lambda seconds: _grpc(victim, seconds, seed)
+    targets["raw gRPC"] = lambda seconds: drive("raw gRPC", RAW_GRPC_INPUTS, RawGrpcTarget(victim), seconds, seed)
+    for name, configurations in CONFIG_INPUTS.items():
+        targets[name] = lambda seconds, n=name, i=configurations: drive(n, i, _read_configuration, seconds, seed)
+    return targets
+
+
+def _grpc(victim: Victim, seconds: float, seed: int) -> Tally:
+    with contextlib.closing(GrpcTarget(victim)) as target:
+        return drive("gRPC", GRPC_INPUTS, target, seconds, seed)
+
+
+def _read_configuration(given: ConfigInput) -> None:
+    began_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as root, contextlib.suppress(TritonError):
+        ConfigReader(Path(root)).read(given)
+    if time.monotonic() - began_s > HANG_S:
+        raise Finding("hang", f"took {time.monotonic() - began_s:.0f} s")
+
+
+def _run_all(targets: dict[str, Target], options: argparse.Namespace) -> Iterator[Tally]:
+    chosen = {name: run for name, run in targets.items() if options.only.lower() in name.lower()}
+    total = sum(_SHARES.get(name, 1.0) for name in chosen)
+    for name, run in chosen.items():
+        tally = run(options.seconds * _SHARES.get(name, 1.0) / total)
+        print(f"{tally.target}: {tally.inputs} inputs, {len(tally.findings)} findings", flush=True)
+        yield tally
+
+
+def _report(tallies: list[Tally], reports: Path) -> int:
+    table = Table("target", "inputs", *KINDS)
+    for tally in tallies:
+        table.add_row(tally.target, str(tally.inputs), *(str(tally.count(kind)) for kind in KINDS))
+    Console().print(table)
+    failures = [(tally.target, *finding) for tally in tallies for finding in tally.findings]
+    for target, kind, text, given in failures:
+        print(f"\n{target}: {kind}: {text}\n  input: {given}")
+    if failures:
+        print(f"\nreports: {reports}")
+    print(f"fuzz: {sum(tally.inputs for tally in tallies)} inputs, {len(failures)} failures")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

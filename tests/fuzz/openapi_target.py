@@ -1,0 +1,78 @@
+"""schemathesis on the server's own OpenAPI document: valid and invalid data of every operation.
+
+For: `make fuzz`. Does not know: what is generated. Invariants: what the document allows is accepted under /v1, what it
+forbids is refused; every answer is one that the document describes. Other operations depend on what a model takes, so
+there only the answers are judged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.server_process import ROOT
+
+from .http_inputs import DECOUPLED
+from .tally import Finding, Tally
+from .victim import Victim
+
+_CONFIG = f"""
+hooks = "{Path(__file__).with_name("schemathesis_hooks.py")}"
+[parameters]
+name = "{DECOUPLED}"
+model = "{DECOUPLED}"
+version = "1"
+repository = "r"
+[[operations]]
+include-path-regex = "load"
+parameters = {{ name = "scratch" }}
+[[operations]]
+include-path-regex = "^/v2"
+[operations.checks]
+negative_data_rejection = {{ enabled = false }}
+positive_data_acceptance = {{ enabled = false }}
+"""
+_CHECKS = (
+    "allowed_answer",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+    "response_headers_conformance",
+    "negative_data_rejection",
+    "positive_data_acceptance",
+)
+
+
+def run_schemathesis(victim: Victim, directory: Path, seconds: float, seed: int) -> Tally:
+    """For about `seconds`; the run's own report is left in `directory`."""
+    config, report = directory / "schemathesis.toml", directory / "schemathesis.json"
+    config.write_text(_CONFIG)
+    command = [str(Path(sys.executable).with_name("schemathesis")), "--config-file", str(config), "run"]
+    command += [f"http://{victim.address.http}/openapi.json", "--checks", ",".join(_CHECKS), "--continue-on-failure"]
+    command += ["--phases", "examples,coverage,fuzzing", "--max-time", str(max(1, int(seconds))), "--seed", str(seed)]
+    command += [
+        "--request-timeout",
+        "20",
+        "--report",
+        "json",
+        "--report-json-path",
+        str(report),
+        "--output-sanitize",
+        "false",
+    ]
+    environment = os.environ | {"NO_COLOR": "1", "PYTHONPATH": str(ROOT)}  # the hooks import this package
+    with (directory / "schemathesis.txt").open("w") as output:
+        subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False, env=environment)
+    tally = Tally("OpenAPI, schemathesis")
+    found = json.loads(report.read_text())
+    tally.inputs = found["test_cases"]["generated"]
+    for failure in [*found["failures"], *found["errors"]]:
+        tally.add(Finding("violation", json.dumps(failure)), f"see {directory / 'schemathesis.txt'}")
+    try:
+        victim.check()
+    except Finding as finding:
+        tally.add(finding, "schemathesis")
+    return tally

@@ -1,0 +1,49 @@
+"""What schemathesis is told about this server: names that exist, and which 5xx it may give.
+
+For: `schemathesis run`, which imports this module by its path (see openapi_fuzz.py). Does not know: what is generated.
+Invariant: a hook only makes a valid body possible to serve (the model's name, token ids of its vocabulary); invalid
+bodies go out as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import schemathesis
+from schemathesis.checks import CheckContext
+
+from tests.fuzz.exchange import HttpAnswer, HttpInput, complaint
+from tests.fuzz.http_inputs import DECOUPLED
+
+_TOKEN_IDS = 256
+
+
+@schemathesis.hook
+def map_body(context: Any, body: Any) -> Any:
+    if not isinstance(body, dict) or not isinstance(body.get("model"), str):
+        return body
+    body = body | {"model": DECOUPLED}
+    if isinstance(body.get("logit_bias"), dict):
+        body["logit_bias"] = {_small(key): bias for key, bias in body["logit_bias"].items()}
+    if isinstance(body.get("stop_token_ids"), list):
+        body["stop_token_ids"] = [_small(token) for token in body["stop_token_ids"]]
+    if isinstance(body.get("prompt"), list):
+        body["prompt"] = [[_small(t) for t in p] if isinstance(p, list) else _small(p) for p in body["prompt"]]
+    return body
+
+
+def _small(token: Any) -> Any:
+    """A token id as one of the vocabulary; anything else as it is."""
+    if isinstance(token, str) and token.isascii() and token.isdigit():
+        return str(int(token[-9:]) % _TOKEN_IDS)
+    return token % _TOKEN_IDS if type(token) is int and 0 <= token < 2**31 else token
+
+
+@schemathesis.check
+def allowed_answer(ctx: CheckContext, response: Any, case: Any) -> bool | None:
+    """The project's own rule for errors, which knows 501, 503 and Triton's INTERNAL."""
+    headers = {name.lower(): values[0] for name, values in response.headers.items()}
+    request = HttpInput(case.formatted_path, b"", method=case.method)
+    found = complaint(request, HttpAnswer(response.status_code, headers, response.content))
+    assert not found, found
+    return None
