@@ -67,6 +67,7 @@ class Guarded:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     root = tmp_path_factory.mktemp("doors")
     write_mock_model(root / "repository", "mock")
+    write_mock_model(root / "repository", "slow", mock_step_ms=200)
     key_file, log = root / "keys", root / "log"
     key_file.write_text(KEYS)
     with log.open("w") as stderr:
@@ -94,6 +95,12 @@ def curl(url: str, *arguments: str) -> tuple[int, dict[str, str], str]:
     status, *lines = head.split("\n")
     headers = dict(line.lower().split(": ", 1) for line in lines)
     return int(status.split()[1]), headers, body
+
+
+def wait_for_log(server: Guarded, text: str) -> None:
+    deadline_s = time.monotonic() + 10
+    while text not in server.log.read_text() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
 
 
 def text_input(text: str = PROMPT) -> Any:
@@ -342,9 +349,20 @@ def test_names_are_logged_and_counted_but_no_key_and_no_prompt(server: Guarded) 
     with server.openai("sk-alice") as client:
         client.completions.create(model="mock", prompt=PROMPT, max_tokens=2)
     stream(server, "sk-alice", {})
+    request = pb.ModelInferRequest(model_name="slow")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
+    request.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+    request.parameters["max_tokens"].int64_param = 400
+    with grpc.insecure_channel(server.process.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelStreamInfer(iter([request]), metadata=list(bearer("sk-alice").items()))
+        assert not next(call).error_message
+        call.cancel()
+    wait_for_log(server, "ModelStreamInfer CANCELLED")
     log = server.log.read_text()
     assert re.search(r"\] POST /v1/completions 200 key=alice \d+\.\d ms$", log, re.MULTILINE)
-    assert re.search(r"\] gRPC /inference.GRPCInferenceService/ModelStreamInfer OK key=alice \d+", log)
+    for status in ("OK", "CANCELLED"):
+        assert re.search(rf"\] gRPC /inference.GRPCInferenceService/ModelStreamInfer {status} key=alice \d+", log)
     with urllib.request.urlopen(f"http://{server.process.metrics}/metrics", timeout=30) as answer:
         metrics = answer.read().decode()
     assert 'key_name="alice"' in metrics and 'outcome="unauthenticated"' in metrics

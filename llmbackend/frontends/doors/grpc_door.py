@@ -9,10 +9,10 @@ gRPC's status codes say of themselves.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import contextmanager
 from typing import Any, Final
 
 import grpc
@@ -46,6 +46,7 @@ CATEGORY_OF: Final = {f"{_SERVICE}{rpc}": category for category, rpcs in _RPCS.i
     _HEALTH_SERVICE, Category.HEALTH
 )
 OPEN_RPCS: Final = frozenset({f"{_SERVICE}ServerLive", f"{_SERVICE}ServerReady", *_HEALTH_SERVICE})
+_STATUS_NAMES: Final[dict[Any, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
 _KINDS: Final = ("unary_unary", "unary_stream", "stream_stream")
 
 
@@ -135,28 +136,21 @@ def _logged(handler: Handler, method: str, account: Account | None) -> Handler:
     began_s = time.perf_counter()
     name = "-" if account is None else account.name
 
-    @contextmanager
-    def logging_the_end(context: Context) -> Any:
-        try:
-            yield
-        finally:
-            elapsed_ms = (time.perf_counter() - began_s) * 1e3
-            log.info("gRPC %s %s key=%s %.1f ms", method, _status(context), name, elapsed_ms)
-
     def wrap(call: Callable[[Any, Context], Awaitable[Any]]) -> Any:
         async def logged(request: Any, context: Context) -> Any:
-            with logging_the_end(context):
+            status = "OK"
+            try:
                 return await call(request, context)
+            except asyncio.CancelledError:
+                status = "CANCELLED"
+                raise
+            except Exception:
+                status = _STATUS_NAMES.get(context.code(), "UNKNOWN")
+                raise
+            finally:
+                elapsed_ms = (time.perf_counter() - began_s) * 1e3
+                log.info("gRPC %s %s key=%s %.1f ms", method, status, name, elapsed_ms)
 
         return logged
 
     return _wrapped(handler, wrap)
-
-
-def _status(context: Context) -> str:
-    """The name of the status; a call that ended without one is OK, or was cancelled by its client."""
-    code = context.code()
-    if isinstance(code, grpc.StatusCode):
-        return code.name
-    known = {number.value[0]: number.name for number in grpc.StatusCode}
-    return known.get(code, "OK") if not context.cancelled() else "CANCELLED"

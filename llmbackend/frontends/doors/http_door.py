@@ -69,8 +69,8 @@ class HttpDoor:
         return None if account is None else self._admit(entry, account, category)
 
     def _admit(self, entry: _Entry, account: Account, category: Category | None) -> Response | None:
-        """Limits are on inference; anything else just passes."""
-        if category is not Category.INFERENCE:
+        """Limits are on inference; anything else, and stopping one, just passes."""
+        if category is not Category.INFERENCE or entry.path.endswith("/stop"):
             self._metrics.decided(account, "http", "accepted")
             return None
         visit = Visit(account, "http", self._metrics)

@@ -34,7 +34,7 @@ class Restriction:
     """`header` is lower case: names of headers are compared so."""
 
     header: str
-    value: bytes
+    value: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

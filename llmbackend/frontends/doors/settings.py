@@ -6,7 +6,7 @@ Invariant: what is here has been checked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -20,8 +20,8 @@ class DoorSettings:
     """`default_limits` are those of keys that have none of their own. No source of keys: everybody may enter."""
 
     api_key_file: Path | None = None
-    api_keys: tuple[str, ...] = ()
-    environment_keys: str = ""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    environment_keys: str = field(default="", repr=False)
     default_limits: Limits = NO_LIMITS
     http_restrictions: Restrictions = NO_RESTRICTIONS
     grpc_restrictions: Restrictions = NO_RESTRICTIONS
