@@ -23,8 +23,8 @@ from .clients.openai_api import OpenAIClient
 from .outcome import Collector, Outcome, StreamFailed
 from .specs import Protocol, StreamSpec
 
-STREAM_TIMEOUT_S = 120.0
-"""A stream that has not ended by then is lost: nothing in chaos takes a third of that."""
+STREAM_TIMEOUT_S = 300.0
+"""A stream that has not ended by then is lost: on a machine with nothing else to do none takes a tenth of that."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,16 @@ class Arrivals:
 
 
 class Clients:
-    """One client of each protocol to one server."""
+    """One client of each protocol to one server. receive_buffer_bytes: see http_transport."""
 
-    def __init__(self, http: str, grpc: str) -> None:
-        openai = OpenAIClient(http)
+    def __init__(self, http: str, grpc: str, receive_buffer_bytes: int = 0) -> None:
+        openai = OpenAIClient(http, receive_buffer_bytes)
         self._by_protocol: dict[Protocol, StreamClient] = {
-            "generate": GenerateClient(http), "grpc": GrpcClient(grpc), "chat": openai, "completions": openai,
-        }  # fmt: skip
+            "generate": GenerateClient(http, receive_buffer_bytes),
+            "grpc": GrpcClient(grpc),
+            "chat": openai,
+            "completions": openai,
+        }
 
     async def close(self) -> None:
         for client in set(self._by_protocol.values()):

@@ -13,13 +13,14 @@ import httpx
 
 from ..outcome import Piece, StreamFailed
 from ..specs import StreamSpec
+from .http_transport import http_transport
 from .tensors import input_values, piece_of
 
 
 class GenerateClient:
-    def __init__(self, address: str) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(base_url=f"http://{address}", timeout=None, limits=limits, trust_env=False)
+    def __init__(self, address: str, receive_buffer_bytes: int = 0) -> None:
+        transport = http_transport(httpx, receive_buffer_bytes)
+        self._http = httpx.AsyncClient(base_url=f"http://{address}", timeout=None, transport=transport)
 
     async def close(self) -> None:
         await self._http.aclose()

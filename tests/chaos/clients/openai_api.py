@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 
 from ..outcome import Piece, StreamFailed
 from ..specs import StreamSpec
+from .http_transport import http_transport
 
 _OPENAI_FIELDS = frozenset(
     ("max_tokens", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "stop", "logit_bias")
@@ -20,9 +21,8 @@ _OPENAI_FIELDS = frozenset(
 
 
 class OpenAIClient:
-    def __init__(self, address: str) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        http = openai.DefaultAsyncHttpxClient(limits=limits, trust_env=False)
+    def __init__(self, address: str, receive_buffer_bytes: int = 0) -> None:
+        http = openai.DefaultAsyncHttpxClient(transport=http_transport(httpx2, receive_buffer_bytes))
         self._openai = openai.AsyncOpenAI(
             base_url=f"http://{address}/v1", api_key="none", max_retries=0, timeout=3600, http_client=http
         )
@@ -43,8 +43,8 @@ class OpenAIClient:
                 await answer.close()
         except openai.APIStatusError as error:
             raise StreamFailed(error.message, str(error.status_code)) from error
-        except (openai.OpenAIError, httpx.HTTPError) as error:
-            code = "connection" if isinstance(error, openai.APIConnectionError | httpx.HTTPError) else ""
+        except (openai.OpenAIError, httpx2.HTTPError) as error:
+            code = "connection" if isinstance(error, openai.APIConnectionError | httpx2.HTTPError) else ""
             raise StreamFailed(f"{type(error).__name__}: {error}", code) from error
 
     async def _create(self, spec: StreamSpec) -> Any:

@@ -1,0 +1,18 @@
+"""Connections of the HTTP clients.
+
+Invariant: each request has a connection of its own, so that a client that goes away takes nothing else with it.
+"""
+
+from __future__ import annotations
+
+import socket
+from types import ModuleType
+from typing import Any
+
+
+def http_transport(httpx: ModuleType, receive_buffer_bytes: int = 0) -> Any:
+    """The AsyncHTTPTransport of `httpx`, or of httpx2, which the openai client uses. receive_buffer_bytes: of each
+    socket; 0 = the system's choice, which may grow to several MB."""
+    options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)] if receive_buffer_bytes else []
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.AsyncHTTPTransport(limits=limits, socket_options=options, trust_env=False)
