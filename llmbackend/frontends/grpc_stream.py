@@ -52,6 +52,7 @@ class StreamSession:
     async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
         """Serves until the client half-closes and every request has ended, or the first error in strict mode."""
         failure: TritonError | None = None
+        client_is_gone = False
         try:
             async with asyncio.TaskGroup() as group:
                 self._stall.on_stall = lambda: group.create_task(_fail(_stalled(self._stall.timeout_s)))
@@ -63,8 +64,12 @@ class StreamSession:
                     await self._serve(request, group)
         except* TritonError as errors:
             failure = _first(errors)
+        except* grpc.aio.InternalError:
+            client_is_gone = True
         finally:
             self._stall.close()
+        if client_is_gone:  # a write failed before gRPC cancelled this call, as it does with any whose client left
+            raise asyncio.CancelledError
         if failure is not None:
             await self._context.abort(grpc_status(failure), failure.message)
 

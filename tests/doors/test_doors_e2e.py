@@ -130,6 +130,19 @@ def stream(server: Guarded, key: str, *requests: dict[str, Any]) -> list[tuple[A
     return found
 
 
+def leave_a_stream(server: Guarded, model: str) -> None:
+    """Cancels a call as soon as its first answer is here."""
+    request = pb.ModelInferRequest(model_name=model)
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
+    request.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+    request.parameters["max_tokens"].int64_param = 400
+    with grpc.insecure_channel(server.process.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        call = stub.ModelStreamInfer(iter([request, request]), metadata=list(bearer("sk-alice").items()))
+        assert not next(call).error_message
+        call.cancel()
+
+
 # --- keys ---
 
 
@@ -345,19 +358,17 @@ def test_restricted_grpc_protocols_want_their_header(server: Guarded) -> None:
 # --- what is written down ---
 
 
+def test_clients_that_leave_while_they_are_written_to_are_no_error(server: Guarded) -> None:
+    for _ in range(60):
+        leave_a_stream(server, "mock")
+    assert "Traceback" not in server.log.read_text()
+
+
 def test_names_are_logged_and_counted_but_no_key_and_no_prompt(server: Guarded) -> None:
     with server.openai("sk-alice") as client:
         client.completions.create(model="mock", prompt=PROMPT, max_tokens=2)
     stream(server, "sk-alice", {})
-    request = pb.ModelInferRequest(model_name="slow")
-    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
-    request.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
-    request.parameters["max_tokens"].int64_param = 400
-    with grpc.insecure_channel(server.process.grpc) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        call = stub.ModelStreamInfer(iter([request]), metadata=list(bearer("sk-alice").items()))
-        assert not next(call).error_message
-        call.cancel()
+    leave_a_stream(server, "slow")
     wait_for_log(server, "ModelStreamInfer CANCELLED")
     log = server.log.read_text()
     assert re.search(r"\] POST /v1/completions 200 key=alice \d+\.\d ms$", log, re.MULTILINE)
