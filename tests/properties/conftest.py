@@ -6,5 +6,6 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS.parent))
 for room in ("engine", "adapter", "core", "e2e", "properties"):
     sys.path.insert(0, str(TESTS / room))

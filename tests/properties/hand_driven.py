@@ -32,6 +32,7 @@ from llmbackend.engine.llm_manager import LlmManager
 from llmbackend.engine.mock_model import MockRunner
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from llmbackend.engine.transport import EngineDeadError
+from llmbackend.waiting.timer import Timer
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_result = msgspec.msgpack.Decoder(StepResult).decode
@@ -141,16 +142,10 @@ class HandTurnedManager(LlmManager):
         return transport
 
 
-class ManualDeadlines:
-    """Deadlines that are over when the test says so."""
+class ManualTimer(Timer):
+    """Alarms that are due when the test says so: it never runs."""
 
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def add(self, *_: Any) -> None:
-        pass
-
-    def close(self) -> None:
+    def start(self) -> None:
         pass
 
 
@@ -164,8 +159,8 @@ class World:
         self._arrived = threading.Event()
         self._patch = pytest.MonkeyPatch()
         self._patch.setattr(model_state, "LlmManager", self._make_manager)
-        self._patch.setattr(model_state, "Deadlines", ManualDeadlines)
-        self._patch.setattr(supervisor, "make_transport", lambda config, _: SteppedTransport(self, config))
+        self._patch.setattr(model_state, "Timer", ManualTimer)
+        self._patch.setattr(supervisor, "make_transport", lambda nursery, _: SteppedTransport(self, nursery.config))
         self._patch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
         self._patch.setattr(ModelState, "submit", self._submit_of(ModelState.submit))
         self._directory = tempfile.TemporaryDirectory()

@@ -1,0 +1,262 @@
+"""A whole server as a state machine: real sockets, real clients of every protocol, an engine process that really dies.
+
+Random mixes of streams, disconnects, stops by id, kills, faults in a step and reloads under load. Every request ends
+exactly once; one that nobody ended is, token for token, what it is undisturbed; and at the end nothing is left: no
+request, no KV block, no engine process too many, no descriptor, no breach that the server counted itself.
+How to search with many more sequences: machine_settings.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from machine_settings import machine_settings
+
+from tests.chaos.judge import judge, judge_prefix
+from tests.chaos.load import Arrivals, Clients, LiveStream, Run
+from tests.chaos.outcome import Outcome
+from tests.chaos.server import ServerUnderTest, mock, running
+from tests.chaos.specs import Lengths, StreamSpec, make_specs
+
+MODEL = "mock"
+MAX_FAULTS = 3
+"""Of one sequence: fewer deaths in a row than give an engine up."""
+CONVICTED = "the engine died 2 times while it ran it"
+BROKEN_LOGITS = "not finite"
+WAIT_S = 10.0
+NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
+
+
+class Stage:
+    """A server, clients, and what every spec gives undisturbed. The event loop runs while a rule runs."""
+
+    def __init__(
+        self, runner: asyncio.Runner, server: ServerUnderTest, clients: Clients, http: httpx.AsyncClient
+    ) -> None:
+        self.server = server
+        self.clients = clients
+        self.http = http
+        self.specs = make_specs(3, 20, MODEL, Lengths((1, 8), (5, 60)))
+        self.run = runner.run
+        self.undisturbed = self.run(self._undisturbed())
+        self.num_descriptors = self.process.num_fds()
+        self.num_processes = len(self.process.children(recursive=True))
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.server.pid)
+
+    def begin(self, spec: StreamSpec) -> LiveStream:
+        return LiveStream(spec, self.clients.of(spec), Arrivals())
+
+    async def _undisturbed(self) -> list[Outcome]:
+        """Runs all of them, and what a server makes on first use: a new engine, a reloaded model."""
+        outcomes = [(await self.begin(spec).ended()).outcome for spec in self.specs]
+        await self.reload(1)
+        await asyncio.gather(*(self.begin(spec).ended() for spec in self.specs))
+        return outcomes
+
+    async def reload(self, number: int) -> None:
+        """A new version of the model's configuration; the old one ends when its last stream has ended."""
+        config = {"backend": "llm", "parameters": {"max_queue_size": {"string_value": str(1000 + number)}}}
+        path = f"/v2/repository/models/{MODEL}/load"
+        status, text = await self.server.post(path, {"parameters": {"config": json.dumps(config)}})
+        assert status == 200, text
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    model = mock(MODEL, block_size=8, num_kv_blocks=60, max_num_seqs=6, mock_step_ms=2, max_model_len=256)
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+
+        async def begin() -> tuple[ServerUnderTest, Clients, httpx.AsyncClient]:
+            server = await stack.enter_async_context(running(model))
+            clients = await stack.enter_async_context(Clients(server.address.http, server.address.grpc))
+            base_url = f"http://{server.address.http}"
+            http = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=base_url, limits=NO_KEEP_ALIVE, timeout=60, trust_env=False)
+            )
+            return server, clients, http
+
+        try:
+            yield Stage(runner, *runner.run(begin()))
+        finally:
+            runner.run(stack.aclose())
+
+
+@dataclass
+class Named:
+    """A request with an id of its own, which somebody may stop."""
+
+    request_id: str
+    answer: asyncio.Task[httpx.Response]
+    stopped: bool = False
+
+
+@dataclass
+class Sent:
+    streams: list[tuple[int, LiveStream]] = field(default_factory=list)
+    named: list[Named] = field(default_factory=list)
+    abandoned: set[LiveStream] = field(default_factory=set)
+
+
+class ServerMachine(RuleBasedStateMachine):
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+        self.sent = Sent()
+        self.faults: list[str] = []
+
+    # --- what clients do ----------------------------------------------------------------------------------------------
+
+    @rule(indices=st.lists(st.integers(0, 19), min_size=2, max_size=8), pause_ms=st.sampled_from((0, 5, 50)))
+    def send(self, indices: list[int], pause_ms: int) -> None:
+        self._do(self._send(indices, pause_ms))
+
+    async def _send(self, indices: list[int], pause_ms: int) -> None:
+        for index in indices:
+            self.sent.streams.append((index, self.stage.begin(self.stage.specs[index])))
+        await asyncio.sleep(pause_ms * 1e-3)
+
+    @rule()
+    def send_named(self) -> None:
+        self._do(self._send_named(f"named-{len(self.sent.named)}"))
+
+    async def _send_named(self, request_id: str) -> None:
+        body = {"id": request_id, "text_input": "x", "sampling_parameters": '{"max_tokens": 200, "ignore_eos": true}'}
+        post = self.stage.http.post(f"/v2/models/{MODEL}/generate", json=body)
+        self.sent.named.append(Named(request_id, asyncio.create_task(post)))
+        await asyncio.sleep(0.02)
+
+    @precondition(lambda self: self.sent.streams)
+    @rule(which=st.integers(0, 100), pause_ms=st.sampled_from((0, 10)))
+    def disconnect(self, which: int, pause_ms: int) -> None:
+        """A client goes away, whatever its request is doing."""
+        _, stream = self.sent.streams[which % len(self.sent.streams)]
+        self.sent.abandoned.add(stream)
+        stream.abandon()
+        self._do(asyncio.sleep(pause_ms * 1e-3))
+
+    @precondition(lambda self: self.sent.named)
+    @rule(which=st.integers(0, 100))
+    def stop(self, which: int) -> None:
+        named = self.sent.named[which % len(self.sent.named)]
+        named.stopped = True
+        self._do(self.stage.http.post(f"/v2/models/{MODEL}/stop", json={"id": named.request_id}))
+
+    # --- what goes wrong ----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.faults) < MAX_FAULTS)
+    @rule(whole_nursery=st.sampled_from((False, False, True)))
+    def kill_engine(self, whole_nursery: bool) -> None:
+        """The engine, which is the youngest process; or also the one that it was forked from."""
+        self.faults.append("kill")
+        pids = self.stage.server.engine_pids(MODEL)
+        for pid in pids if whole_nursery else pids[-1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    @precondition(lambda self: len(self.faults) < MAX_FAULTS)
+    @rule(fault=st.sampled_from(("exception", "escape", "malformed", "out-of-memory", "nan-logits")))
+    def fault_in_a_step(self, fault: str) -> None:
+        self.faults.append(fault)
+        (self.stage.server.fault_directory(MODEL) / fault).touch()
+
+    @rule(number=st.integers(2, 9))
+    def reload(self, number: int) -> None:
+        self._do(self.stage.reload(number))
+
+    @rule(pause_ms=st.sampled_from((5, 40, 150)))
+    def wait(self, pause_ms: int) -> None:
+        self._do(asyncio.sleep(pause_ms * 1e-3))
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        for fault in self.stage.server.fault_directory(MODEL).iterdir():
+            fault.unlink(missing_ok=True)
+        runs = self._do(asyncio.gather(*(stream.ended() for _, stream in self.sent.streams)))
+        answers = self._do(asyncio.gather(*(named.answer for named in self.sent.named)))
+        failed = [self._judge(index, run) for (index, _), run in zip(self.sent.streams, runs, strict=True)]
+        for named, response in zip(self.sent.named, answers, strict=True):
+            failed.append(self._judge_named(named, response))
+        assert not self._judge(0, self._do(self._next_request()))
+        excuses = self.faults.count("nan-logits") + len(self.faults) // 2
+        assert sum(failed) <= excuses, "more requests failed than faults can explain"
+        self._expect_nothing_left()
+
+    async def _next_request(self) -> Run:
+        """Served as if nothing had been. It waits until the engine is back, and ends its series of deaths."""
+        return await self.stage.begin(self.stage.specs[0]).ended()
+
+    def _judge(self, index: int, run: Run) -> bool:
+        """Whether it failed in a way that a fault may explain."""
+        expected = self.stage.undisturbed[index]
+        if run.abandoned:
+            verdict = judge_prefix(expected, run.outcome)
+        elif run.outcome.error is not None and _is_excused(run.outcome.error):
+            assert judge_prefix(expected, run.outcome).is_clean
+            return True
+        else:
+            verdict = judge(expected, run.outcome)
+        assert verdict.is_clean, f"stream of spec {index}: {verdict}"
+        return False
+
+    @staticmethod
+    def _judge_named(named: Named, response: httpx.Response) -> bool:
+        if response.status_code == 200:
+            return False
+        text = response.text
+        assert ("cancelled" in text and named.stopped) or _is_excused(text), f"{named}: {response.status_code} {text}"
+        return not named.stopped
+
+    def _expect_nothing_left(self) -> None:
+        server = self.stage.server
+        assert self._do(server.still_busy(MODEL)) == ""
+        self._until(lambda: len(self._children()) == self.stage.num_processes, "too many or too few processes")
+        self._until(lambda: self.stage.process.num_fds() <= self.stage.num_descriptors, "descriptors were left")
+        for family in ("llmbackend:invariant_breaches_total", "llmbackend:core_invariant_breaches_total"):
+            assert _samples(server, family) in ([], [0.0])
+        assert json.loads(self._do(server.post("/v2/repository/index"))[1])[0]["state"] == "READY"
+
+    def _children(self) -> list[psutil.Process]:
+        return self.stage.process.children(recursive=True)
+
+    def _until(self, condition: Any, complaint: str) -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline_s, complaint
+            self._do(asyncio.sleep(0.02))
+
+    def _do(self, work: Any) -> Any:
+        async def doing() -> Any:
+            return await work
+
+        return self.stage.run(doing())
+
+
+def _is_excused(error: str) -> bool:
+    return CONVICTED in error or BROKEN_LOGITS in error
+
+
+def _samples(server: ServerUnderTest, family: str) -> list[float]:
+    text = httpx.get(f"http://{server.address.metrics}/metrics", trust_env=False).text
+    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith(family)]
+
+
+def test_the_whole_server_loses_nothing(stage: Stage) -> None:
+    run_state_machine_as_test(lambda: ServerMachine(stage), settings=machine_settings(examples=4, steps=12))
