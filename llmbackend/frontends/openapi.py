@@ -19,8 +19,9 @@ from starlette.routing import BaseRoute, Route
 from llmbackend import __version__
 
 from . import openapi_kserve, openapi_openai
+from .doors.http_paths import OPEN_PATHS
 from .http_errors import JSON, plain
-from .openapi_parts import Json, operation, plain_response
+from .openapi_parts import Json, operation, plain_response, refusals
 
 PATH: Final = "/openapi.json"
 _OPERATIONS: Final = (
@@ -37,6 +38,9 @@ _PARAMETERS: Final[dict[str, Json]] = {
     "version": {"type": "string", "pattern": "^[0-9]{1,18}$"},
     "repository": {"type": "string", "minLength": 1, "description": "Accepted by the index alone."},
 }
+_AT_THE_DOOR: Final = (401, 403, 408, 413, 429, 431)
+"""What the server may answer before an operation sees its request: see doors/ and http_protocol.py."""
+_KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}}
 _CONVERTER: Final = re.compile(r"\{(\w+):\w+\}")
 _CATCH_ALL: Final = frozenset({"/v1/{path}", "/v2/logging", "/v2/trace/setting", "/v2/models/{name}/trace/setting"})
 """Routes that only refuse, with 404 or 501."""
@@ -65,7 +69,10 @@ def document(routers: Iterable[APIRouter]) -> Json:
         "openapi": "3.1.0",
         "info": {"title": "llmbackend", "version": __version__},
         "paths": paths,
-        "components": {"schemas": openapi_kserve.SCHEMAS | openapi_openai.SCHEMAS},
+        "components": {
+            "schemas": openapi_kserve.SCHEMAS | openapi_openai.SCHEMAS,
+            "securitySchemes": _KEY_SCHEME,
+        },
     }
 
 
@@ -89,4 +96,10 @@ def _operation(method: str, path: str) -> Json:
     ]
     if in_path:
         described["parameters"] = [*in_path, *described.get("parameters", ())]
+    described["responses"] = refusals(_error_schema(path), *_AT_THE_DOOR) | described["responses"]
+    described["security"] = [] if path in OPEN_PATHS else [{}, {"apiKey": []}]
     return described | {"operationId": f"{method} {path}"}
+
+
+def _error_schema(path: str) -> str:
+    return "OpenAIError" if path.startswith("/v1/") else "Error"

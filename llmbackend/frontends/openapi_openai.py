@@ -90,6 +90,14 @@ _TOP_LOGPROBS_NEED_LOGPROBS: Final = {
         ]
     }
 }
+_ECHO_NEEDS_TEXT: Final = {
+    "echo": {
+        "anyOf": [
+            {"properties": {"echo": {"enum": [False, None]}}},
+            {"properties": {"logprobs": _NULL, "prompt": {"anyOf": [_STRING, array(_STRING)]}}},
+        ]
+    }
+}
 _CONTENT: Final = {"anyOf": [_STRING, array(ref("TextPart"))]}
 
 
@@ -187,7 +195,7 @@ SCHEMAS: Final[dict[str, Any]] = {
                 "logprobs": _BOOLEAN,
                 "top_logprobs": _integer(0, 20),
                 "add_generation_prompt": _BOOLEAN,
-                "chat_template_kwargs": _OBJECT,
+                "chat_template_kwargs": {"type": "object", "propertyNames": {"not": {"enum": ["messages", "self"]}}},
             },
             _neutral(CHAT_NEUTRAL),
         ),
@@ -211,13 +219,13 @@ SCHEMAS: Final[dict[str, Any]] = {
             _SAMPLING,
             {
                 "logprobs": _integer(0, 5),
-                "echo": {**_BOOLEAN, "description": "Text prompts only, and not together with `logprobs`."},
+                "echo": _BOOLEAN,
             },
             _neutral(COMPLETION_NEUTRAL),
         ),
         required=["model", "prompt"],
     )
-    | {"dependentSchemas": _STREAM_OPTIONS_NEED_STREAM},
+    | {"dependentSchemas": _STREAM_OPTIONS_NEED_STREAM | _ECHO_NEEDS_TEXT},
     "ChatCompletion": _completion(
         "chat.completion",
         {"message": closed({"role": {"const": "assistant"}, "content": _STRING, "refusal": _NULL})},

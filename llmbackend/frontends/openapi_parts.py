@@ -13,9 +13,13 @@ Json = dict[str, Any]
 
 _MEANING = {
     400: "The request is wrong: the text names what, and what was expected.",
+    401: "No API key, or a wrong one; only where the server asks for keys.",
+    403: "This API is restricted to those who send a certain header.",
     404: "No such model or version.",
+    408: "The request did not arrive in time.",
     413: "The body is larger than the server accepts.",
     429: "Too many requests: try again after `Retry-After` seconds.",
+    431: "The header is larger than the server accepts.",
     500: "As Triton's code INTERNAL: the body is not the JSON that was expected, or loading or the model failed.",
     501: "Not supported by this server or this model.",
     503: "Not now: the model is not ready, its queue is full, or the server is exiting.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import sys
 import tempfile
@@ -61,8 +62,10 @@ def _targets(victim: Victim, reports: Path, seed: int) -> dict[str, Target]:
     targets["raw HTTP"] = lambda seconds: drive("raw HTTP", RAW_HTTP_INPUTS, RawHttpTarget(victim), seconds, seed)
     targets["gRPC"] = lambda seconds: _grpc(victim, seconds, seed)
     targets["raw gRPC"] = lambda seconds: drive("raw gRPC", RAW_GRPC_INPUTS, RawGrpcTarget(victim), seconds, seed)
+    reader = ConfigReader(reports / "models")
+    read = functools.partial(_read_configuration, reader)
     for name, configurations in CONFIG_INPUTS.items():
-        targets[name] = lambda seconds, n=name, i=configurations: drive(n, i, _read_configuration, seconds, seed)
+        targets[name] = lambda seconds, n=name, i=configurations: drive(n, i, read, seconds, seed)
     return targets
 
 
@@ -71,10 +74,10 @@ def _grpc(victim: Victim, seconds: float, seed: int) -> Tally:
         return drive("gRPC", GRPC_INPUTS, target, seconds, seed)
 
 
-def _read_configuration(given: ConfigInput) -> None:
+def _read_configuration(reader: ConfigReader, given: ConfigInput) -> None:
     began_s = time.monotonic()
-    with tempfile.TemporaryDirectory() as root, contextlib.suppress(TritonError):
-        ConfigReader(Path(root)).read(given)
+    with contextlib.suppress(TritonError):
+        reader.read(given)
     if time.monotonic() - began_s > HANG_S:
         raise Finding("hang", f"took {time.monotonic() - began_s:.0f} s")
 

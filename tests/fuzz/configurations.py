@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from llmbackend.adapter.engine_args import read_model_arguments
-from llmbackend.adapter.task_queue import QueuePolicies
 from llmbackend.adapter.tensor_interface import complete_config
 from llmbackend.core.backend_api import InstanceGroupKind, Model
 from llmbackend.core.messages import LoadParameters
@@ -67,7 +66,6 @@ class ConfigReader:
         for group in config.instance_group:
             InstanceGroupKind(ModelInstanceGroup.Kind.Name(group.kind))
         RequestValidator(config)
-        QueuePolicies(config)
         orjson.dumps(config_to_json(config))
         if config.backend == "llm":
             version = _ModelVersion("m", self._directory, self._directory / "1", config)

@@ -66,7 +66,9 @@ def _wrong_error(request: HttpInput, answer: HttpAnswer, text: str) -> str:
         error: Any = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):
         return f"status {answer.status}, not an error body: {text[:300]}"
-    if request.path.startswith("/v1") and error.keys() != {"message", "type", "param", "code"}:
+    if request.path.startswith("/v1") and (
+        not isinstance(error, dict) or error.keys() != {"message", "type", "param", "code"}
+    ):
         return f"not OpenAI's error: {text[:300]}"
     if request.path.startswith("/v2") and not isinstance(error, str):
         return f"not KServe's error: {text[:300]}"

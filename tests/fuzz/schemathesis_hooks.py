@@ -1,8 +1,8 @@
 """What schemathesis is told about this server: names that exist, and which 5xx it may give.
 
-For: `schemathesis run`, which imports this module by its path (see openapi_fuzz.py). Does not know: what is generated.
-Invariant: a hook only makes a valid body possible to serve (the model's name, token ids of its vocabulary); invalid
-bodies go out as they are.
+For: `schemathesis run`, which imports this module by its path (see openapi_target.py). Does not know: what is made.
+Invariant: a hook only makes a valid body possible to serve (the model's name, token ids of its vocabulary, min_tokens);
+invalid bodies go out as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ _TOKEN_IDS = 256
 def map_body(context: Any, body: Any) -> Any:
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         return body
-    body = body | {"model": DECOUPLED}
+    body = _integers(body) | {"model": DECOUPLED}
+    if type(body.get("min_tokens")) is int and body["min_tokens"] > 0:
+        body["min_tokens"] = 1
     if isinstance(body.get("logit_bias"), dict):
         body["logit_bias"] = {_small(key): bias for key, bias in body["logit_bias"].items()}
     if isinstance(body.get("stop_token_ids"), list):
@@ -30,6 +32,15 @@ def map_body(context: Any, body: Any) -> Any:
     if isinstance(body.get("prompt"), list):
         body["prompt"] = [[_small(t) for t in p] if isinstance(p, list) else _small(p) for p in body["prompt"]]
     return body
+
+
+def _integers(value: Any) -> Any:
+    """1.0 is an integer to JSON Schema, and not to this server."""
+    if isinstance(value, dict):
+        return {key: _integers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_integers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _small(token: Any) -> Any:

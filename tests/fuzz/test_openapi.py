@@ -38,7 +38,7 @@ def test_the_documents_paths_are_the_routes(routers: tuple[Any, ...], described:
         (method.lower(), route.path.replace(":path}", "}"))
         for router in routers
         for route in router.routes
-        for method in route.methods
+        for method in route.methods or ()
         if method != "HEAD" and route.path not in CATCH_ALL and "sharedmemory" not in route.path
     }
     assert {(method, path) for path, item in described["paths"].items() for method in item} == served
@@ -46,7 +46,7 @@ def test_the_documents_paths_are_the_routes(routers: tuple[Any, ...], described:
 
 def test_nothing_is_described_that_is_not_served(described: dict[str, Any]) -> None:
     operations = openapi_kserve.OPERATIONS.keys() | openapi_openai.OPERATIONS.keys()
-    assert {path for _, path in operations} - {"/v2/models/{name}/stop"} <= described["paths"].keys()
+    assert {path for _, path in operations} <= described["paths"].keys()
 
 
 def test_every_schema_is_json_schema_and_every_reference_resolves(described: dict[str, Any]) -> None:

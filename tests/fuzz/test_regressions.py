@@ -108,3 +108,10 @@ def test_a_malformed_message_among_running_requests_ends_the_stream_with_a_statu
     good.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
     assert set(app.run(run())) == {(grpc.StatusCode.INTERNAL, "Unable to parse request")}
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("method", ["TRACE", "QUERY", "PROPFIND"])
+def test_a_method_that_few_know_is_refused_in_openais_shape(method: str, app: AppUnderTest) -> None:
+    request = HttpInput("/v1/models", b"", method=method)
+    answer, _ = app.send(request)
+    assert (answer.status, answer.headers["allow"], complaint(request, answer)) == (405, "GET", "")

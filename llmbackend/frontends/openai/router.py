@@ -14,6 +14,8 @@ import orjson
 from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.inference import InferenceGate
@@ -34,7 +36,6 @@ _QUIET_S = 15.0
 """A stream silent for so long sends a ping, lest a proxy take it for dead; also how long the first answer may take
 before the stream begins without knowing whether it is an error."""
 _CLIENT_CLOSED_REQUEST = 499
-_ALL_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
 def create_openai_router(
@@ -48,7 +49,7 @@ def create_openai_router(
     router.add_route("/v1/models/{model:path}", _guarded(service.model), methods=["GET"])
     router.add_route("/v1/chat/completions", _guarded(service.chat), methods=["POST"])
     router.add_route("/v1/completions", _guarded(service.completions), methods=["POST"])
-    router.add_route("/v1/{path:path}", _guarded(_nothing_here), methods=_ALL_METHODS)
+    router.routes.append(Route("/v1/{path:path}", _NothingHere()))
     return router
 
 
@@ -128,7 +129,15 @@ def _guarded(handler: Endpoint) -> Endpoint:
     return endpoint
 
 
-async def _nothing_here(request: Request) -> Response:
+class _NothingHere:
+    """Answers what no route takes. An ASGI application, since a route to a function has to name its methods."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await _guarded(_refuse)(Request(scope, receive))
+        await response(scope, receive, send)
+
+
+async def _refuse(request: Request) -> Response:
     path = request.url.path
     posts = path in ("/v1/chat/completions", "/v1/completions")
     if posts or path.startswith("/v1/models"):
