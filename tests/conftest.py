@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
-from leftovers import Snapshot, leftovers
+from leftovers import Conservation, Snapshot
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.engine_core import EngineCore
@@ -30,42 +30,6 @@ settings.register_profile(
 )
 settings.register_profile("search", derandomize=False, deadline=None, max_examples=5000, print_blob=True)
 settings.load_profile("suite")
-
-
-class Conservation:
-    """Watches one test at a time."""
-
-    def __init__(self) -> None:
-        self.before = Snapshot.take()
-        self.breaches: list[str] = []
-        self.cores: list[EngineCore] = []
-        self.shared_hosts: set[str] = set()
-        """Fixtures of a module or the session that keep threads in this process."""
-
-    def begin(self) -> None:
-        self.before = Snapshot.take()
-        self.breaches.clear()
-        self.cores.clear()
-
-    def end(self) -> list[str]:
-        """What the test left behind or broke. Engines that ran in the test's own thread are asked now."""
-        for core in self.cores:
-            self.check_core(core)
-        self.cores.clear()
-        return self.breaches + leftovers(self.before, shares_host=bool(self.shared_hosts))
-
-    def fixture_is_up(self, name: str, before: Snapshot) -> None:
-        """A fixture that outlives the test was made: what it holds is not the test's."""
-        now = Snapshot.take()
-        self.before |= now
-        if now.threads - before.threads:
-            self.shared_hosts.add(name)
-
-    def check_core(self, core: EngineCore) -> None:
-        try:
-            core.check()
-        except AssertionError as error:
-            self.breaches.append(f"an engine core: {error}")
 
 
 CONSERVATION = Conservation()

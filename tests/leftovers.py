@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmbackend.engine.engine_core import EngineCore
+
 WAIT_S = 5.0
 """How long what is on its way out (a daemon thread after its last callback, a peer's socket) may take."""
 POLL_S = 0.002
@@ -59,6 +61,42 @@ def leftovers(before: Snapshot, *, shares_host: bool) -> list[str]:
     while (found := _new(before, shares_host)) and time.monotonic() < deadline_s:
         time.sleep(POLL_S)
     return found
+
+
+class Conservation:
+    """Watches one test at a time."""
+
+    def __init__(self) -> None:
+        self.before = Snapshot.take()
+        self.breaches: list[str] = []
+        self.cores: list[EngineCore] = []
+        self.shared_hosts: set[str] = set()
+        """Fixtures of a module or the session that keep threads in this process."""
+
+    def begin(self) -> None:
+        self.before = Snapshot.take()
+        self.breaches.clear()
+        self.cores.clear()
+
+    def end(self) -> list[str]:
+        """What the test left behind or broke. Engines that ran in the test's own thread are asked now."""
+        for core in self.cores:
+            self.check_core(core)
+        self.cores.clear()
+        return self.breaches + leftovers(self.before, shares_host=bool(self.shared_hosts))
+
+    def fixture_is_up(self, name: str, before: Snapshot) -> None:
+        """A fixture that outlives the test was made: what it holds is not the test's."""
+        now = Snapshot.take()
+        self.before |= now
+        if now.threads - before.threads:
+            self.shared_hosts.add(name)
+
+    def check_core(self, core: EngineCore) -> None:
+        try:
+            core.check()
+        except AssertionError as error:
+            self.breaches.append(f"an engine core: {error}")
 
 
 def _new(before: Snapshot, shares_host: bool) -> list[str]:
