@@ -44,7 +44,7 @@ class Figures:
 
 
 def _specs() -> list[StreamSpec]:
-    sampling = json.dumps({"max_tokens": 32, "ignore_eos": True, "temperature": 0.0})
+    sampling = json.dumps({"max_tokens": 64, "ignore_eos": True, "temperature": 0.0})
     return [
         StreamSpec(index, _PROTOCOLS[index % len(_PROTOCOLS)], "busy", f"request {index}", sampling, True, None)
         for index in range(100)
@@ -54,7 +54,7 @@ def _specs() -> list[StreamSpec]:
 async def run_overload(seconds: float) -> int:
     """Prints the figures; 1 when a promise is broken."""
     model = mock(
-        "busy", mock_step_ms=10, max_num_seqs=MAX_NUM_SEQS, parameters=(("max_queue_size", str(MAX_QUEUE_SIZE)),)
+        "busy", mock_step_ms=20, max_num_seqs=MAX_NUM_SEQS, parameters=(("max_queue_size", str(MAX_QUEUE_SIZE)),)
     )
     async with running(model) as server, Clients(server.address.http, server.address.grpc) as clients:
         nice(10)

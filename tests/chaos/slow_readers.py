@@ -67,8 +67,8 @@ async def slow_readers(stage: Stage, model: str, wide: str) -> Row:
 
 
 async def _whole(stage: Stage, specs: Sequence[StreamSpec]) -> dict[StreamSpec, Outcome]:
-    """The same requests in one answer each and without the logprobs, which make the streams so large."""
-    light = {replace(spec, streams=False, logprobs=None): spec for spec in specs}
+    """The same requests without the logprobs, which make the streams so large."""
+    light = {replace(spec, logprobs=None): spec for spec in specs}
     return {light[spec]: outcome for spec, outcome in (await undisturbed(stage.clients, list(light))).items()}
 
 
