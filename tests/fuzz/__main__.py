@@ -23,7 +23,8 @@ from llmbackend.core.errors import TritonError
 
 from .bystanders import Bystanders
 from .configurations import CONFIG_INPUTS, ConfigInput, ConfigReader
-from .grpc_target import GRPC_INPUTS, RAW_GRPC_INPUTS, GrpcTarget, RawGrpcTarget
+from .grpc_inputs import GRPC_INPUTS, RAW_GRPC_INPUTS
+from .grpc_target import GrpcTarget, RawGrpcTarget
 from .http_inputs import HTTP_INPUTS
 from .http_target import RAW_HTTP_INPUTS, HttpTarget, RawHttpTarget
 from .openapi_target import run_schemathesis

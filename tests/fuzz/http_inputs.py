@@ -91,6 +91,9 @@ _STRANGE_FILES = [
     "99999999999999999999/model.json", "01/model.json", "1/model.py", "config.pbtxt",
 ]  # fmt: skip
 
+_EMPTY_TENSOR = {"inputs": [{"name": "input_ids", "datatype": "INT32", "shape": [0, 1], "data": []}]}
+"""Refused as it stands; a step from shapes of no elements that no array can have."""
+
 _PATHS = st.sampled_from(
     [
         "/v2/models/{}", "/v2/models/{}/config", "/v2/models/{}/stats", "/v2/models/{}/ready", "/v2/models/{}/infer",
@@ -121,7 +124,9 @@ HTTP_INPUTS: dict[str, st.SearchStrategy[HttpInput]] = {
     "OpenAI chat": _post(["/v1/chat/completions"], json_bodies(examples.CHAT)),
     "OpenAI completions": _post(["/v1/completions"], json_bodies(examples.COMPLETION)),
     "generate": _generate(),
-    "infer, JSON": _post([f"/v2/models/{WHOLE}/infer", f"/v2/models/{DECOUPLED}/infer"], json_bodies(examples.INFER)),
+    "infer, JSON": _post(
+        [f"/v2/models/{WHOLE}/infer", f"/v2/models/{DECOUPLED}/infer"], json_bodies([*examples.INFER, _EMPTY_TENSOR])
+    ),
     "infer, binary": _binary_infer(),
     "infer, compressed": _compressed_infer(),
     "load": _load(),
