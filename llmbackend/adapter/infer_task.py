@@ -17,6 +17,8 @@ import numpy as np
 
 from llmbackend.core.backend_api import ModelInstance, Request, ResponseFlag, Tensor, TritonError
 from llmbackend.engine.infer_request import InferRequest, StepOutput, TokenLogprobs
+from llmbackend.engine.transport import DeathKind
+from llmbackend.waiting.timer import Alarm
 
 from .output_assembler import Chunk, OutputAssembler
 from .tensor_interface import OutputOptions
@@ -51,17 +53,20 @@ class InferTask:
         token_text: Callable[[int], str],
         times: TaskTimes,
     ) -> None:
-        """prompt_text: what is prepended to the first text, "" for nothing. wants_logprobs: `logprobs` was asked
-        for. Owner of is_delayed (TaskQueue), is_suspect and strikes (Probation): ModelState's lock. lost_ns: when the
-        engine that had it died, until the next output; 0 otherwise."""
+        """prompt_text: what is prepended to the first text, "" for nothing. wants_logprobs: `logprobs` was asked for.
+
+        Attributes that others own, under the TaskMap's lock: is_delayed (TaskQueue), is_suspect and trial_deaths
+        (Probation). lost_ns: when the engine that had it died, until the next output; 0 otherwise. alarms: what its
+        deadlines have set."""
         self.infer_request = infer_request
         self.output_token_ids: list[int] = []
         self.times = times
         self.timeout_us = request.timeout_us
         self.is_delayed = False
         self.is_suspect = False
-        self.strikes = 0
+        self.trial_deaths: list[DeathKind] = []
         self.lost_ns = 0
+        self.alarms: list[Alarm] = []
         self._request = request
         self._instance = instance
         self._factory = request.response_factory()

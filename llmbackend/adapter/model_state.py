@@ -32,15 +32,14 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import EngineStats, InferRequest, ModelInfo, StepOutput
 from llmbackend.engine.llm_manager import LlmManager, Operation, StatusType
 from llmbackend.engine.transport import EngineDeadError
+from llmbackend.waiting.queue_policy import QueuePolicies
+from llmbackend.waiting.timer import Alarm, Timer
 
-from .deadlines import Deadlines
 from .engine_args import check_checkpoint, instance_config, read_model_arguments
 from .infer_task import InferTask
 from .metrics import LlmMetrics
-from .probation import STRIKES
 from .request_conversion import ModelLimits, RequestConverter
 from .task_map import Holder, TaskMap
-from .task_queue import QueuePolicies
 from .text import load_text
 
 logger = logging.getLogger(__name__)
@@ -77,10 +76,10 @@ class ModelState:
             source = config.tokenizer or config.model
             raise invalid_argument(f"the tokenizer of '{source}' cannot be loaded: {error}") from error
         self._decoupled = model.config.model_transaction_policy.decoupled
-        self._policies = QueuePolicies(model.config)
+        self._policies = QueuePolicies.of(model.config.dynamic_batching)
         self._metrics = LlmMetrics(model.backend, model.name, model.version)
         self._tasks = TaskMap(self._policies, self._arguments.max_queue_size)
-        self._deadlines = Deadlines(self._tasks.__contains__)
+        self._timer = Timer()
         self._lock = threading.Lock()
         self._engines: list[Engine] = []
         self._engine_numbers = itertools.count()
@@ -117,7 +116,7 @@ class ModelState:
             self._fail(task, unavailable(f"model '{self._name}' was unloaded before the request was finished"))
 
     def close(self) -> None:
-        self._deadlines.close()
+        self._timer.stop()
         self._metrics.close()
 
     def _make_manager(self, config: EngineConfig, engine: Engine) -> LlmManager:
@@ -163,10 +162,16 @@ class ModelState:
         timeout_s = min((one for one in timeouts_s if one), default=0.0)
         start_ns = task.times.exec_start_ns
         if timeout_s:
-            self._deadlines.add(start_ns + int(timeout_s * 1e9), task.request_id, self._expire)
-        queue_us = self._policies.of(task.infer_request.priority).timeout_us
-        if queue_us:
-            self._deadlines.add(start_ns + queue_us * 1000, task.request_id, self._expire_in_queue)
+            self._set_alarm(task, partial(self._expire, task.request_id), start_ns + int(timeout_s * 1e9))
+        policy = self._policies.policy(task.infer_request.priority)
+        queue_deadline_ns = policy.deadline_ns(start_ns, task.timeout_us)
+        if queue_deadline_ns:
+            self._set_alarm(task, partial(self._expire_in_queue, task.request_id), queue_deadline_ns)
+
+    def _set_alarm(self, task: InferTask, alarm: Alarm, due_ns: int) -> None:
+        task.alarms.append(alarm)
+        self._timer.start()
+        self._timer.set(alarm, due_ns)
 
     def _cancel(self, request_id: str) -> None:
         self._give_up(request_id, cancelled("Request was cancelled"))
@@ -229,10 +234,11 @@ class ModelState:
 
     def _engine_lost(self, engine: Engine, request_ids: Sequence[str], cause: EngineDeadError) -> None:
         """What the dead engine had goes on in the next one that has room, but for a request that keeps killing."""
-        loss = self._tasks.engine_died(engine.holder, request_ids, time.monotonic_ns())
+        loss = self._tasks.engine_died(engine.holder, request_ids, cause.kind, time.monotonic_ns())
         logger.warning("%s: engine %d died, %d requests go on: %s", self._name, engine.index, len(loss.go_on), cause)
         self._metrics.engine_lost(engine.index, cause.kind, self._tasks.num_queued)
         if loss.convicted is not None:
+            engine.manager.pardon()
             self._convict(loss.convicted, cause)
         engines = tuple(self._engines)
         if _no_engine(engines):
@@ -241,7 +247,7 @@ class ModelState:
         _wake(engines)
 
     def _convict(self, task: InferTask, cause: EngineDeadError) -> None:
-        text = f"the request was ended because the engine died {STRIKES} times while it ran it: {cause}"
+        text = f"the request was ended because the engine died {len(task.trial_deaths)} times while it ran it: {cause}"
         logger.error("%s: request %s: %s", self._name, task.request_id, text)
         self._metrics.poisoned()
         self._fail(task, internal(text))
@@ -285,7 +291,7 @@ class ModelState:
             self._metrics.output(task, previous_ns, now_ns)
         if task.finish_reason is not None:
             self._end(engine, task, output)
-            self._metrics.finished(task, task.finish_reason, now_ns)
+            self._finished(task, task.finish_reason, now_ns)
         task.deliver()
 
     def _end(self, engine: Engine, task: InferTask, output: StepOutput) -> None:
@@ -297,8 +303,13 @@ class ModelState:
             engine.manager.wake()
 
     def _fail(self, task: InferTask, error: TritonError, reason: str = "error") -> None:
-        self._metrics.finished(task, reason, time.monotonic_ns())
+        self._finished(task, reason, time.monotonic_ns())
         task.fail(error)
+
+    def _finished(self, task: InferTask, reason: str, now_ns: int) -> None:
+        for alarm in task.alarms:
+            self._timer.clear(alarm)
+        self._metrics.finished(task, reason, now_ns)
 
 
 def _no_engine(engines: Sequence[Engine]) -> str:

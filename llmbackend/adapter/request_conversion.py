@@ -15,11 +15,11 @@ from typing import Any
 
 from llmbackend.core.backend_api import ModelInstance, Request, TritonError, invalid_argument, unsupported
 from llmbackend.engine.infer_request import InferRequest
+from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .infer_task import InferTask, TaskTimes
 from .output_assembler import OutputAssembler
 from .sampling import parse_sampling_parameters
-from .task_queue import QueuePolicies
 from .tensor_interface import LlmInputs, read_inputs
 from .text import Text
 
@@ -80,7 +80,7 @@ class RequestConverter:
                 request_id=str(next(_ids)),
                 prompt_token_ids=tuple(prompt_ids),
                 sampling=params.sampling,
-                priority=self._policies.level(request.priority),
+                priority=self._policies.level(self._policies.priority(request.priority)),
             ),
             OutputAssembler(params, detokenizer),
             inputs.options,

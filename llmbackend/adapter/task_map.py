@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 
 from llmbackend.core.backend_api import TritonError
 from llmbackend.engine.infer_request import StepOutput
+from llmbackend.engine.transport import DeathKind
+from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .infer_task import InferTask
 from .probation import Probation
-from .task_queue import QueuePolicies, TaskQueue
+from .task_queue import TaskQueue
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +76,7 @@ class TaskMap:
     def admit(self, task: InferTask) -> str:
         """Takes a new task into the map, but not yet into the queue; or says why the queue is too full for it."""
         level = task.infer_request.priority
-        most = self._policies.of(level).max_queue_size
+        most = self._policies.policy(level).max_queue_size
         with self._lock:
             in_level = self._queue.num_in_level(level)
             if most and in_level >= most:
@@ -160,21 +162,22 @@ class TaskMap:
             task = self._tasks.get(request_id)
             if task is None or task not in self._queue:
                 return False
-            if self._policies.of(task.infer_request.priority).reject:
+            if self._policies.policy(task.infer_request.priority).reject:
                 return True
             self._queue.delay(task)
             return False
 
-    def engine_died(self, holder: Holder, request_ids: Sequence[str], now_ns: int) -> Loss:
-        """Puts what the engine had before all that wait, in this order but for strikes; a convicted one is popped."""
+    def engine_died(self, holder: Holder, request_ids: Sequence[str], kind: DeathKind, now_ns: int) -> Loss:
+        """Puts what the engine had before all that wait, in this order but who is under trial first; pops a convicted
+        one."""
         with self._lock:
             holder.stopped_ids.clear()
-            convicted = holder.probation.engine_died()
+            convicted = holder.probation.engine_died(kind)
             if convicted is not None:
                 self._pop(convicted.request_id)
             lost = [self._tasks[one] for one in request_ids if self._holder_of.get(one) is holder]
-            # Who has a strike is tried first: waiting behind other trials, an innocent could collect a second one.
-            lost.sort(key=lambda task: -task.strikes)
+            # Waiting behind other trials, an innocent could collect another death.
+            lost.sort(key=lambda task: -len(task.trial_deaths))
             for task in lost:
                 del self._holder_of[task.request_id]
                 task.lost_ns = task.lost_ns or now_ns

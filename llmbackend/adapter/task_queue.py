@@ -9,47 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelQueuePolicy
 
 from .infer_task import InferTask
-
-
-@dataclass(frozen=True, slots=True)
-class LevelPolicy:
-    """Triton's ModelQueuePolicy. max_queue_size 0 = no bound; timeout_us 0 = none; reject: fail what waited longer,
-    otherwise serve it last."""
-
-    max_queue_size: int = 0
-    timeout_us: int = 0
-    reject: bool = True
-
-    @classmethod
-    def of(cls, message: ModelQueuePolicy) -> LevelPolicy:
-        reject = message.timeout_action == ModelQueuePolicy.REJECT
-        return cls(message.max_queue_size, message.default_timeout_microseconds, reject)
-
-
-class QueuePolicies:
-    """The levels of a model's `dynamic_batching`, and the policy of each. Read-only."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        batching = config.dynamic_batching
-        self._num_levels = batching.priority_levels
-        self._default_level = batching.default_priority_level
-        self._default = LevelPolicy.of(batching.default_queue_policy)
-        self._of_level = {level: LevelPolicy.of(policy) for level, policy in batching.priority_queue_policy.items()}
-
-    def level(self, priority: int) -> int:
-        """The level of a request: 1 is served first; 0 for all when the model has no levels. A priority that names no
-        level means the default one."""
-        if not self._num_levels:
-            return 0
-        return priority if 1 <= priority <= self._num_levels else self._default_level
-
-    def of(self, level: int) -> LevelPolicy:
-        return self._of_level.get(level, self._default)
 
 
 class TaskQueue:

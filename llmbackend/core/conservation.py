@@ -10,7 +10,8 @@ import logging
 import threading
 from collections.abc import Mapping
 
-from .backend_api import MetricFamily
+from .backend_api import MetricFamily, MetricKind
+from .metric_family import MetricFamilies
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +25,11 @@ def breaches_of(subject: str, left: Mapping[str, int]) -> list[str]:
 
 
 class BreachLog:
-    """Logs and counts breaches of the idle checks. Any thread."""
+    """Logs and counts breaches of the idle checks. Any thread. The metric appears with the first of them, so that a
+    server without any shows Triton's metrics and no other."""
 
-    def __init__(self, family: MetricFamily) -> None:
-        self._family = family
+    def __init__(self, families: MetricFamilies) -> None:
+        self._families = families
         self._lock = threading.Lock()
         self._seen: set[tuple[str, int, str]] = set()
 
@@ -40,7 +42,10 @@ class BreachLog:
                 log.error(
                     "invariant breached: model '%s' version %d is idle, but has %d %s", model, version, count, what
                 )
-                self._family.increment(model=model, version=str(version))
+                self._metric().increment(model=model, version=str(version))
+
+    def _metric(self) -> MetricFamily:
+        return self._families.get(MetricKind.COUNTER, BREACHES_METRIC, BREACHES_DESCRIPTION, ("model", "version"), None)
 
     def forget(self, model: str, version: int) -> None:
         """A version that was loaded again starts anew."""

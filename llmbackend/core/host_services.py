@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmbackend.waiting.timer import Timer
+
 from .conservation import BreachLog
 from .reaper import Reaper
-from .timer import Timer
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatistics
 
 from llmbackend import __version__
+from llmbackend.waiting.timer import Timer
 
-from .backend_api import MetricKind
 from .backend_manager import BackendManager
-from .conservation import BREACHES_DESCRIPTION, BREACHES_METRIC, BreachLog, breaches_of
+from .conservation import BreachLog, breaches_of
 from .descriptions import EXTENSIONS, describe
 from .draining import cut, wait_until_drained
 from .errors import TritonError, internal, invalid_argument, unavailable
@@ -42,7 +42,6 @@ from .model_lifecycle import STOPPING
 from .model_loading import ModelLoader
 from .model_versions import UNLOADED, ModelState
 from .reaper import Reaper
-from .timer import Timer
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +67,7 @@ class InferenceServer:
         self._state_lock = threading.Lock()
         self._registry = CollectorRegistry(auto_describe=False)
         families = MetricFamilies(self._registry)
-        breaches = families.get(
-            MetricKind.COUNTER, BREACHES_METRIC, BREACHES_DESCRIPTION, ("model", "version"), buckets=None
-        )
-        self._services = HostServices(Reaper(), Timer(), BreachLog(breaches))
+        self._services = HostServices(Reaper(), Timer(), BreachLog(families))
         self._backends = BackendManager(
             options.backend_directory, options.backend_config, options.auto_complete_config, families
         )

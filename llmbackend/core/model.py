@@ -16,6 +16,8 @@ from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
+from llmbackend.waiting.queue_policy import QueuePolicies
+
 from .backend_api import ExecutionPolicy, InstanceGroupKind
 from .backend_manager import LoadedBackend
 from .errors import ErrorCode, TritonError, unsupported
@@ -33,7 +35,6 @@ from .reaper import Reaper
 from .request_validation import RequestValidator
 from .response_channel import ResponseChannel
 from .scheduling.dynamic_batcher import DynamicBatcher
-from .scheduling.queue_policy import QueuePolicies
 from .scheduling.request_queue import RequestQueue
 from .scheduling.scheduler import Scheduler
 from .statistics import Statistics

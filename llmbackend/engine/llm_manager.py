@@ -102,6 +102,10 @@ class LlmManager:
         """There may be new requests or control signals. Any thread, cheap; the loop blocks otherwise."""
         self._wakeup.set()
 
+    def pardon(self) -> None:
+        """From engine_lost: the death was a request's doing, not the engine's."""
+        self._supervisor.pardon()
+
     def check_ready(self) -> None:
         """Raises RuntimeError saying why, when the engine is given up or makes no progress. Any thread."""
         if self._stopping or not self._first_load.done():

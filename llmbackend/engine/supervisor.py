@@ -35,6 +35,7 @@ class Supervisor:
         self._transport: Transport | None = None
         self._info: ModelInfo | None = None
         self._num_failures = 0
+        self._can_pardon = True
         self._launch_at_s = 0.0
         self._progress_at_s = time.monotonic()
         self._cause = ""
@@ -92,6 +93,14 @@ class Supervisor:
         if self._info is not None:
             self._progress_at_s = time.monotonic()
 
+    def pardon(self) -> None:
+        """The failures so far were not the engine's. Only once between two finished steps: an engine that fails with
+        whatever it is given is broken."""
+        if self._can_pardon:
+            self._can_pardon = False
+            self._num_failures = 0
+            self._launch_at_s = time.monotonic()
+
     def discard(self, reason: str) -> EngineDeadError:
         """Ends this engine's life because its owner cannot go on with it; the next one follows."""
         error = EngineDeadError(reason, "loop")
@@ -129,6 +138,7 @@ class Supervisor:
         if results:
             self._progress_at_s = time.monotonic()
             self._num_failures = 0
+            self._can_pardon = True
         elif is_busy and time.monotonic() >= self._progress_at_s + limit_s:
             raise EngineDeadError(f"the engine finished no step within {limit_s:g} s", "hang")
         return results

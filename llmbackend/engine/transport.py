@@ -46,8 +46,8 @@ _decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 _decode_result = msgspec.msgpack.Decoder(StepResult).decode
 
 
-DeathKind = Literal["exit", "signal", "hang", "message", "load", "thread", "loop"]
-"""How an engine was lost; a label of the restart metric."""
+DeathKind = Literal["exit", "signal", "killed", "hang", "message", "load", "thread", "loop"]
+"""How an engine was lost; a label of the restart metric. killed: SIGKILL; signal: any other."""
 
 
 class EngineDeadError(RuntimeError):
@@ -244,9 +244,11 @@ class ProcessTransport(Transport):
         assert self._process is not None
         self._reap(CLOSE_TIMEOUT_S)
         code = self._process.wait(0.0)
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         details = "\n".join(self._last_lines)
-        return EngineDeadError(f"the engine process ended {how}", "signal" if code < 0 else "exit", details)
+        if code >= 0:
+            return EngineDeadError(f"the engine process ended with exit code {code}", "exit", details)
+        kind: DeathKind = "killed" if code == -signal.SIGKILL else "signal"
+        return EngineDeadError(f"the engine process ended by signal {signal.Signals(-code).name}", kind, details)
 
 
 def make_transport(nursery: Nursery, wake_fd: int) -> Transport:

@@ -89,7 +89,7 @@ def test_kills_change_no_token(tmp_path: Path, group: str) -> None:
         calls[0].first.wait(10)
         for number in range(1, 4):
             os.kill(min(engines(before)), signal.SIGKILL)
-            until(lambda number=number: host.metric("llmbackend:engine_restarts_total", cause="signal") == number)  # type: ignore[misc]
+            until(lambda number=number: host.metric("llmbackend:engine_restarts_total", cause="killed") == number)  # type: ignore[misc]
             until(lambda: len(engines(before)) == (2 if group else 1))
             time.sleep(0.3)
 

@@ -10,9 +10,10 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.adapter.task_map import Holder, TaskMap
-from llmbackend.adapter.task_queue import QueuePolicies
 from llmbackend.core.backend_api import cancelled
 from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
+from llmbackend.engine.transport import DeathKind
+from llmbackend.waiting.queue_policy import QueuePolicies
 
 
 @dataclass(eq=False)
@@ -22,7 +23,7 @@ class Task:
     infer_request: InferRequest
     is_delayed: bool = False
     is_suspect: bool = False
-    strikes: int = 0
+    trial_deaths: list[str] = field(default_factory=list)
     lost_ns: int = 0
     request_id: str = field(init=False)
 
@@ -41,7 +42,7 @@ def make_task(name: str, priority: int = 0) -> Any:
 
 def make_map(pbtxt: str = "", max_queue_size: int = 100) -> TaskMap:
     config = text_format.Parse(pbtxt, ModelConfig())
-    return TaskMap(QueuePolicies(config), max_queue_size)
+    return TaskMap(QueuePolicies.of(config.dynamic_batching), max_queue_size)
 
 
 def holder() -> Holder:
@@ -64,8 +65,8 @@ def tokens(tasks: TaskMap, engine: Holder, *names: str, count: int = 2) -> None:
         tasks.outputs_came(engine, [StepOutput(name, (1,)) for name in names])
 
 
-def die(tasks: TaskMap, engine: Holder, *names: str) -> tuple[list[str], str | None]:
-    loss = tasks.engine_died(engine, names, 7)
+def die(tasks: TaskMap, engine: Holder, *names: str, kind: DeathKind = "signal") -> tuple[list[str], str | None]:
+    loss = tasks.engine_died(engine, names, kind, 7)
     return [task.request_id for task in loss.go_on], loss.convicted and loss.convicted.request_id
 
 
@@ -160,6 +161,16 @@ def test_who_has_a_strike_is_tried_before_other_suspects() -> None:
     assert take(tasks, engine) == ["b"]
     tokens(tasks, engine, "b")
     assert take(tasks, engine) == ["a"]
+
+
+def test_an_engine_that_was_killed_from_outside_speaks_less_against_its_request() -> None:
+    tasks, engine = make_map(), holder()
+    queue(tasks, "a")
+    for _ in range(4):
+        take(tasks, engine)
+        assert die(tasks, engine, "a", kind="killed") == (["a"], None)
+    take(tasks, engine)
+    assert die(tasks, engine, "a", kind="killed") == ([], "a")
 
 
 def test_tokens_acquit_of_earlier_deaths() -> None:

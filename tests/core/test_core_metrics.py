@@ -34,7 +34,7 @@ def test_families_and_samples_have_the_names_of_triton(repository: Repository) -
         send(server, "m").responses()
         eventually(lambda: server.model_statistics("m")[0].execution_count == 1)
         lines = render(server.metrics_registry).decode().splitlines()
-        assert [tuple(line.split()[2:]) for line in lines if line.startswith("# TYPE nv_")] == MODEL_FAMILIES
+        assert [tuple(line.split()[2:]) for line in lines if line.startswith("# TYPE")] == MODEL_FAMILIES
         labels = '{model="m",version="1"}'
         for line in (
             "# HELP nv_inference_request_success Number of successful inference requests, all batch sizes",

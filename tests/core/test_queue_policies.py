@@ -20,10 +20,10 @@ from llmbackend.core.messages import InferenceRequest
 from llmbackend.core.reaper import Reaper
 from llmbackend.core.response_channel import ResponseChannel
 from llmbackend.core.scheduling.priority_queue import PriorityQueue
-from llmbackend.core.scheduling.queue_policy import QueuePolicies, QueuePolicy
 from llmbackend.core.statistics import Statistics
 from llmbackend.core.tensors import Tensor
-from llmbackend.core.timer import Timer
+from llmbackend.waiting.queue_policy import QueuePolicies, QueuePolicy
+from llmbackend.waiting.timer import Timer
 
 BUSY_BACKEND = """
 from core_host import STAGE

@@ -256,7 +256,7 @@ def test_what_was_live_is_given_back_in_order(owner: Owner) -> None:
     owner.wait_for(lambda: bool(owner.deaths))
     [(request_ids, error)] = owner.deaths
     assert request_ids == ("b", "a")
-    assert (str(error), error.kind) == ("the engine process ended by signal SIGKILL", "signal")
+    assert (str(error), error.kind) == ("the engine process ended by signal SIGKILL", "killed")
 
 
 @pytest.mark.parametrize("fault", ["exit", "segfault", "hang", "escape", "malformed"])

@@ -192,7 +192,7 @@ def test_a_nursery_that_cannot_start_is_a_dead_engine(
     broken_interpreter.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(broken_interpreter))
     transport = ProcessTransport(nursery, wakeup.fileno())
-    with pytest.raises(EngineDeadError, match="ended with exit code 3|could not be started"):
+    with pytest.raises(EngineDeadError, match=r"ended with exit code 3|could not be started"):
         start(transport)
     transport.close()
 

@@ -18,7 +18,7 @@ from llm_requests import MAX_MODEL_LEN, NUM_KINDS, answer, undisturbed
 from machine_settings import machine_settings
 
 from llmbackend.adapter.infer_task import InferTask
-from llmbackend.adapter.probation import STRIKES
+from llmbackend.adapter.probation import CONVICTION
 from llmbackend.core.backend_api import ErrorCode
 
 MAX_QUEUE_SIZE = 12
@@ -27,12 +27,14 @@ GROUP = "instance_group [ {{ kind: KIND_CPU, count: {} }} ]"
 QUEUE = f'parameters {{ key: "max_queue_size" value {{ string_value: "{MAX_QUEUE_SIZE}" }} }}'
 LEVELS = "dynamic_batching { priority_levels: 2 default_priority_level: 2 }"
 
+DEATHS_TO_CONVICT = int(CONVICTION)
+"""In a trial, by any signal but SIGKILL."""
 CANCELLED = "Request was cancelled"
 EXPIRED = "Request timeout expired"
 FULL = "takes no more requests: its queue holds"
 NO_ENGINE = f"failed {MAX_ENGINE_FAILURES} times in a row"
 DISOWNED = "has no engine that stays alive"
-CONVICTED = f"the engine died {STRIKES} times while it ran it"
+CONVICTED = f"the engine died {DEATHS_TO_CONVICT} times while it ran it"
 
 
 @dataclass(eq=False)
@@ -213,10 +215,10 @@ class TaskMapMachine(RuleBasedStateMachine):
     def _excuses(self, client: Client) -> set[str]:
         """Errors that may come without anybody's wish."""
         excuses = {FULL}
-        if client.is_poison or self.num_kills >= STRIKES:
+        if client.is_poison or self.num_kills >= DEATHS_TO_CONVICT:
             excuses.add(CONVICTED)
         num_poison = sum(one.is_poison for one in self.all)
-        if self.num_kills + self.num_load_failures + (STRIKES + 1) * num_poison >= MAX_ENGINE_FAILURES:
+        if self.num_kills + self.num_load_failures + (DEATHS_TO_CONVICT + 1) * num_poison >= MAX_ENGINE_FAILURES:
             excuses |= {NO_ENGINE, DISOWNED}
         return excuses
 

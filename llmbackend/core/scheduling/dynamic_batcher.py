@@ -16,9 +16,9 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.core.infer_request import InferRequest
 from llmbackend.core.statistics import Statistics
-from llmbackend.core.timer import LONGEST_SLEEP_S, Timer
+from llmbackend.waiting.queue_policy import QueuePolicies
+from llmbackend.waiting.timer import LONGEST_SLEEP_S, Timer
 
-from .queue_policy import QueuePolicies
 from .request_queue import RequestQueue
 
 

@@ -12,11 +12,10 @@ import bisect
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from llmbackend.core.deadlines import Deadlines
 from llmbackend.core.errors import request_tag, unavailable
 from llmbackend.core.infer_request import InferRequest
-
-from .queue_policy import QueuePolicies, QueuePolicy
+from llmbackend.waiting.deadlines import Deadlines
+from llmbackend.waiting.queue_policy import QueuePolicies, QueuePolicy
 
 Line = OrderedDict[InferRequest, None]
 """Requests in the order they came, with O(1) removal anywhere (a plain dict is slow to find its first entry once

@@ -16,10 +16,10 @@ from functools import partial
 from llmbackend.core.errors import TritonError, cancelled, request_tag, unavailable
 from llmbackend.core.infer_request import InferRequest
 from llmbackend.core.statistics import FailureReason, Statistics
-from llmbackend.core.timer import Timer
+from llmbackend.waiting.queue_policy import QueuePolicies
+from llmbackend.waiting.timer import Timer
 
 from .priority_queue import PriorityQueue
-from .queue_policy import QueuePolicies
 
 
 class RequestQueue:
