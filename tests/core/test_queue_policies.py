@@ -111,9 +111,10 @@ def test_an_expired_request_is_answered_while_every_instance_is_busy(busy: Repos
 
 def test_a_request_may_only_shorten_its_time(busy: Repository) -> None:
     policy = "default_timeout_microseconds: 20000 allow_timeout_override: true"
-    busy.model("m", "busy", batching(f"default_queue_policy {{ {policy} }}"))
+    never_late = "priority_queue_policy { key: 1 value {} }"
+    busy.model("m", "busy", batching(f"{THREE_LEVELS} {never_late} default_queue_policy {{ {policy} }}"))
     with serving(busy, "m") as server:
-        first = send(server, "m", row())
+        first = send(server, "m", row(), priority=1)
         eventually(lambda: STAGE.events)
         assert send(server, "m", row(), timeout_us=FOREVER).error().message == "Request timeout expired"
         STAGE.open("go")
