@@ -24,6 +24,7 @@ from .faults import (
     EXIT,
     HANG,
     KILL,
+    KILL_WITH_NURSERY,
     MALFORMED,
     NAN_LOGITS,
     OUT_OF_MEMORY,
@@ -79,6 +80,7 @@ def _mock_act() -> Act:
     rounds = [
         _hurt("mock", KILL, 40, seed=11),
         Round("SIGKILL twice mock", lambda stage: kill_while_starting(stage, "mock", seed=12)),
+        _hurt("mock", KILL_WITH_NURSERY, 4, seed=27),
         _hurt("mock", STOP, 3, seed=13),
         _hurt("mock", HANG, 3, seed=14),
         _hurt("mock", EXCEPTION, 5, seed=15),
@@ -103,7 +105,8 @@ def _demo_act() -> Act:
     models = [demo("demo", step_timeout_s=10.0), demo("fragile", max_engine_failures=2)]
     specs = [*make_specs(2, 40, "demo", DEMO_LENGTHS), *make_specs(3, 8, "fragile", DEMO_LENGTHS)]
     rounds = [
-        _hurt("demo", KILL, 6, seed=31, concurrency=36),
+        _hurt("demo", KILL, 8, seed=31, concurrency=36),
+        _hurt("demo", KILL_WITH_NURSERY, 1, seed=35, concurrency=36),
         _hurt("demo", EXCEPTION, 2, seed=32, concurrency=36),
         _hurt("demo", SEGFAULT, 1, seed=33, concurrency=36),
         _hurt("demo", NAN_LOGITS, 2, seed=34, concurrency=36, fails=True),

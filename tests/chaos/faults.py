@@ -8,6 +8,7 @@ Source of the file names: llmbackend/engine/fault_injection.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -58,6 +59,23 @@ class Signal:
 
 
 @dataclass(frozen=True)
+class KillWithNursery:
+    """SIGKILL to an engine and to the process from which the next one would be forked, in either order."""
+
+    name: str = "SIGKILL of engine and nursery"
+    ends_engine: bool = True
+
+    async def inject(self, server: ServerUnderTest, model: str, rng: random.Random) -> Injected:
+        await server.engine_pid(model)
+        engines = server.engine_pids(model)
+        both = [engines[-1], server.nursery_pids(model)[-1]]
+        for pid in rng.sample(both, 2):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return Injected(engines)
+
+
+@dataclass(frozen=True)
 class InStep:
     """A fault that the engine commits by itself at its next step with work."""
 
@@ -77,6 +95,7 @@ class InStep:
 
 
 KILL = Signal(signal.SIGKILL)
+KILL_WITH_NURSERY = KillWithNursery()
 STOP = Signal(signal.SIGSTOP)
 HANG = InStep("hang", ends_engine=True)
 EXCEPTION = InStep("exception", ends_engine=False)

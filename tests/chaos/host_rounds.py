@@ -74,7 +74,7 @@ async def sigterm(stage: Stage, model: str, seed: int, *, kill: bool) -> Row:
         await load.until_live(MIN_LIVE)
         await asyncio.sleep(rng.uniform(0.3, 0.8))
         load.begin_no_more()
-        stage.server.remember_engines()
+        stage.server.remember_processes()
         stage.server.terminate()
         if kill:
             await asyncio.sleep(0.1)
@@ -86,8 +86,8 @@ async def sigterm(stage: Stage, model: str, seed: int, *, kill: bool) -> Row:
     _check_refused(row, late)
     code = await stage.server.exit_code()
     row.check(code == 0, f"the server's exit code is {code}, expected 0")
-    left = await stage.server.engines_left()
-    row.check(not left, f"engine processes outlived the server: {left}")
+    left = await stage.server.processes_left()
+    row.check(not left, f"processes outlived the server: {left}")
     return row
 
 

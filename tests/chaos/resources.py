@@ -20,7 +20,7 @@ RSS_TOLERANCE_MIB = 20.0
 
 @dataclass(frozen=True)
 class Sample:
-    """At one moment. host: the server process; engines: its children, together, and the age of the youngest."""
+    """At one moment. host: the server process; engines: all processes below it, together (engines and nurseries)."""
 
     time_s: float
     host_rss_mib: float

@@ -53,7 +53,7 @@ class ServerUnderTest:
         self.directory = directory
         self.address = process
         self._process = process.process
-        self._engines_seen: set[psutil.Process] = set()
+        self._seen: set[psutil.Process] = set()
 
     @property
     def pid(self) -> int:
@@ -68,15 +68,23 @@ class ServerUnderTest:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     def engine_pids(self, model: str) -> list[int]:
-        """Of the engine processes of a model that run now, oldest first; not of the nursery that forked them."""
+        """Of the engine processes of a model that run now, oldest first. They are children of its nursery."""
+        return [process.pid for process, parent in self._processes_of(model) if parent != self.pid]
+
+    def nursery_pids(self, model: str) -> list[int]:
+        """Of the processes from which a model's engines are forked, oldest first."""
+        return [process.pid for process, parent in self._processes_of(model) if parent == self.pid]
+
+    def _processes_of(self, model: str) -> list[tuple[psutil.Process, int]]:
+        """With their parents' ids. Their command line holds the engine's arguments."""
         mark = str(self.fault_directory(model)) + '"'
         found = []
         for child in psutil.Process(self.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if child.ppid() != self.pid and mark in " ".join(child.cmdline()) and _is_alive(child):
-                    found.append(child)
-        self._engines_seen.update(found)
-        return [process.pid for process in sorted(found, key=lambda process: (process.create_time(), process.pid))]
+                if mark in " ".join(child.cmdline()) and _is_alive(child):
+                    found.append((child, child.ppid()))
+                    self._seen.add(child)
+        return sorted(found, key=lambda one: (one[0].create_time(), one[0].pid))
 
     async def engine_pid(self, model: str, timeout_s: float = 60.0) -> int:
         """The first engine process there is. Raises TimeoutError."""
@@ -104,19 +112,19 @@ class ServerUnderTest:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    async def engines_left(self, timeout_s: float = 5.0) -> list[int]:
-        """Engine processes ever seen that still live `timeout_s` after the server has ended."""
+    async def processes_left(self, timeout_s: float = 5.0) -> list[int]:
+        """Engines and nurseries ever seen that still live `timeout_s` after the server has ended."""
         deadline_s = time.monotonic() + timeout_s
-        while (left := [one.pid for one in self._engines_seen if _is_alive(one)]) and time.monotonic() < deadline_s:
+        while (left := [one.pid for one in self._seen if _is_alive(one)]) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.1)
         return left
 
-    def remember_engines(self) -> None:
+    def remember_processes(self) -> None:
         for child in psutil.Process(self.pid).children(recursive=True):
-            self._engines_seen.add(child)
+            self._seen.add(child)
 
     def kill(self) -> None:
-        for process in [self._process, *self._engines_seen]:
+        for process in [self._process, *self._seen]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.wait()

@@ -88,10 +88,10 @@ async def open_stage(
     ):
         yield Stage(server, clients, await undisturbed(clients, specs))
         if server.is_running:
-            server.remember_engines()
+            server.remember_processes()
             server.terminate()
             code = await server.exit_code()
             if code != 0:
                 raise RuntimeError(f"the server ended with exit code {code}, expected 0")
-        if left := await server.engines_left():
-            raise RuntimeError(f"engine processes outlived the server: {left}")
+        if left := await server.processes_left():
+            raise RuntimeError(f"processes outlived the server: {left}")
