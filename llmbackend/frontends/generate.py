@@ -15,6 +15,7 @@ the time per event.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable
+from functools import partial
 from typing import Final
 
 from fastapi import APIRouter, Request
@@ -26,7 +27,7 @@ from llmbackend.core.messages import InferenceResponse
 
 from .generate_codec import decode_request, encode_response
 from .http_errors import JSON, error_body
-from .inference import Inference, InferenceGate
+from .inference import Inference, InferenceGate, nobody
 from .kserve_http import MODEL_PATHS, model_of
 from .mailbox import Item
 from .request_body import read_body
@@ -100,7 +101,8 @@ class GenerateEndpoints:
         metadata = self._gate.server.model_metadata(name, version)
         self._gate.check_room()
         body = await read_body(request, self._max_body_bytes)
-        inference = self._gate.submit(lambda callback: decode_request(body, metadata, version, callback))
+        decode = partial(decode_request, body, metadata, version, nobody)
+        inference = self._gate.send(await self._gate.decoded(len(body), decode))
         inference.cancel_on_disconnect(request.receive)
         return inference
 

@@ -12,7 +12,6 @@ Source: Triton's stream_infer_handler, as recorded from Triton 2.51.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, NoReturn
 
@@ -23,6 +22,7 @@ from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import TritonError, cancelled, internal
 from llmbackend.core.messages import InferenceResponse
 
+from .bug_log import log_bug
 from .grpc_codec import decode_request, fill_response, model_version
 from .grpc_errors import INTERNAL_ERROR, grpc_status
 from .grpc_malformed import check
@@ -33,7 +33,6 @@ from .request_parameters import options_from_proto
 FINAL_PARAMETER: Final = "triton_final_response"
 _STRICT_ERRORS: Final = ("triton_grpc_error", "true")
 
-log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -82,8 +81,8 @@ class StreamSession:
         except TritonError as error:
             await self._write(_refusal(request, error))
             return
-        except Exception:
-            log.exception("a request to model '%s' can not be submitted", request.model_name)
+        except Exception as error:
+            log_bug(f"a request to model '{request.model_name}' can not be submitted", error)
             await self._write(_refusal(request, internal(INTERNAL_ERROR)))
             return
         before = None if config.model_transaction_policy.decoupled else self._last_ordered
@@ -178,8 +177,8 @@ def _safe_message(request: Any, item: Item, empty_final: bool) -> Any | None:
     """Like `_message`; a response that can not be coded becomes an error of its request and leaves the stream alone."""
     try:
         return _message(request, item, empty_final)
-    except Exception:
-        log.exception("a response of model '%s' can not be coded", request.model_name)
+    except Exception as error:
+        log_bug(f"a response of model '{request.model_name}' can not be coded", error)
         return _message(request, (_uncodable(request), item[1]), empty_final)
 
 

@@ -9,16 +9,17 @@ errors of the model, are text/plain; errors about the body are application/json.
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from llmbackend.core.errors import TritonError, invalid_argument, unsupported
-from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback
+from llmbackend.core.messages import InferenceResponse
 
 from .http_errors import JSON, TEXT, error_response, plain
 from .infer_codec import InferBody, OutputForm, decode_request, encode_response, single_response
-from .inference import InferenceGate
+from .inference import InferenceGate, nobody
 from .kserve_http import MODEL_PATHS, model_of
 from .request_body import ENCODINGS, compress, decompress, read_body, response_encoding
 
@@ -60,14 +61,9 @@ class InferEndpoint:
             raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
 
     async def _run(self, request: Request, body: InferBody, name: str, version: int) -> Response:
-        form = OutputForm()
-
-        def build(callback: ResponseCallback) -> InferenceRequest:
-            nonlocal form
-            message, form = decode_request(body, name, version, callback)
-            return message
-
-        inference = self._gate.submit(build)
+        size = 0 if body.json is None else len(body.json)
+        message, form = await self._gate.decoded(size, partial(decode_request, body, name, version, nobody))
+        inference = self._gate.send(message)
         inference.cancel_on_disconnect(request.receive)
         try:
             response = single_response(await inference.collect(at_most=2))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -23,6 +22,7 @@ from llmbackend.core.errors import TritonError, invalid_argument, unavailable, u
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import TensorMetadata
 
+from .bug_log import log_bug
 from .grpc_codec import decode_request, fill_response, model_version
 from .grpc_errors import INTERNAL_ERROR, grpc_status
 from .grpc_health import HealthServicer
@@ -33,7 +33,6 @@ from .inference import InferenceGate
 from .limits import GrpcLimits
 from .request_parameters import options_from_proto
 
-log = logging.getLogger(__name__)
 INT32_MAX: Final = (1 << 31) - 1
 _UNBUILT_RPCS: Final = (
     "SystemSharedMemoryStatus",
@@ -84,8 +83,8 @@ def _rpc(handler: Handler) -> Handler:
             return await handler(self, request, context)
         except TritonError as error:
             await context.abort(grpc_status(error), error.message)
-        except Exception:
-            log.exception("%s failed", handler.__name__)
+        except Exception as error:
+            log_bug(f"{handler.__name__} failed", error)
             await context.abort(grpc.StatusCode.INTERNAL, INTERNAL_ERROR)
 
     return guarded  # type: ignore[return-value]

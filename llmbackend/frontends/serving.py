@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from llmbackend.core.inference_server import InferenceServer
 
+from .bug_log import with_bugs_logged
 from .doors.doors import Doors
 from .doors.settings import NO_DOORS
 from .doors.tls import TlsFiles
@@ -41,7 +42,7 @@ class HttpEndpoint:
         self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            app,
+            with_bugs_logged(app),
             http=partial(GuardedProtocol, limits),  # type: ignore[arg-type]  # uvicorn only calls it
             ws="none",
             lifespan="off",

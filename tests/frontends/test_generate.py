@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -244,3 +245,18 @@ def test_a_client_that_leaves_infer_cancels(running: Running) -> None:
 def test_a_request_that_ends_is_not_cancelled(running: Running, client: httpx.Client) -> None:
     post(client, "llm", {"id": "whole", "text_input": "n=2"}, "generate_stream")
     assert not RECORD.cancelled["whole"].is_set()
+
+
+@pytest.mark.parametrize("size", [1000, 1 << 20])
+def test_a_large_body_is_parsed_off_the_event_loop_and_answered_alike(
+    running: Running, client: httpx.Client, size: int
+) -> None:
+    word = "x" * size
+    assert post(client, "textid", {"text_input": word}).json()["n"] == size
+    tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": [word]}
+    answer = client.post("/v2/models/textid/infer", json={"inputs": [tensor]}).json()
+    assert {output["name"]: output["data"] for output in answer["outputs"]} == {"n": [size], "text_output": [word]}
+    wrong = post(client, "textid", json.dumps({"text_input": word})[:-1])
+    assert wrong.status_code == 500 and "Missing a comma or" in wrong.json()["error"]
+    on_loop = running.call(running.gate.decoded(size, threading.current_thread)).name == "frontends"
+    assert on_loop == (size == 1000)

@@ -183,4 +183,5 @@ def test_a_bug_of_ours_is_a_500_without_detail_on_http_and_grpc(caplog: pytest.L
         await frontend.stop(1)
 
     asyncio.run(run())
-    assert "has no attribute 'server_metadata'" in caplog.text
+    assert caplog.text.count("AttributeError") == 2 and "in server_metadata" in caplog.text
+    assert "has no attribute" not in caplog.text  # the text of an error may quote a prompt

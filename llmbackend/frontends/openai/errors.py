@@ -7,7 +7,6 @@ event.
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
@@ -15,9 +14,8 @@ import orjson
 from starlette.responses import Response
 
 from llmbackend.core.errors import ErrorCode, TritonError, shown
+from llmbackend.frontends.bug_log import log_bug
 from llmbackend.frontends.limits import RETRY_AFTER_S, LimitReachedError
-
-_log = logging.getLogger(__name__)
 
 INVALID_REQUEST = "invalid_request_error"
 _STATUS_TYPE_CODE: dict[ErrorCode, tuple[int, str, str | None]] = {
@@ -66,7 +64,7 @@ class OpenAIError(Exception):
             status, kind, code = _STATUS_TYPE_CODE[error.code]
             blamed = _BLAMED.search(error.message) if status == 400 else None
             return cls(error.message, param=blamed and blamed[1], status=status, kind=kind, code=code)
-        _log.error("unexpected error in the OpenAI frontend", exc_info=error)
+        log_bug("unexpected error in the OpenAI frontend", error)
         return cls("internal server error", status=500, kind="server_error")
 
     def body(self) -> bytes:

@@ -28,9 +28,8 @@ from .errors import OpenAIError
 T = TypeVar("T")
 
 
-async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The request's body. Raises OpenAIError: 413 over `max_bytes`, 400 for anything but a JSON object, and for one
-    nested deeper than KServe's endpoints take it."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The request's body. Raises OpenAIError 413 over `max_bytes`."""
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
@@ -39,8 +38,14 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
         body += piece
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
+    return bytes(body)
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """The object that `body` is. Raises OpenAIError 400 for anything but a JSON object, and for one nested deeper than
+    KServe's endpoints take it."""
     try:
-        check_depth(bytes(body))
+        check_depth(body)
         value = orjson.loads(body)
     except (orjson.JSONDecodeError, TritonError) as error:
         raise OpenAIError(f"the request body is not valid JSON: {error}", code="invalid_json") from None

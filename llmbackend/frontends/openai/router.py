@@ -25,7 +25,7 @@ from .chunks import PING, ChunkWriter
 from .errors import OpenAIError
 from .fields import JsonObject
 from .generation import Arrival, Generation
-from .http import EventStream, read_json_object, unless_disconnected
+from .http import EventStream, json_object, read_body, unless_disconnected
 from .requests import GenerationRequest, parse_chat, parse_completion
 from .responses import Identity, whole_response
 
@@ -73,7 +73,8 @@ class _OpenAIService:
 
     async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:
         self._gate.check_room()
-        request = parse(await read_json_object(http, self._max_body_bytes))
+        body = await read_body(http, self._max_body_bytes)
+        request = await self._gate.decoded(len(body), lambda: parse(json_object(body)))
         for prompt_input in {prompt.name for prompt in request.prompts}:
             self._catalog.require(request.model, prompt_input)
         identity = Identity.of(request)

@@ -1,0 +1,42 @@
+"""How a bug of ours is logged: where and of what type, but not with its text, which may quote what a client sent.
+
+For: the places of this package that catch what nobody foresaw. Does not know: protocols. Invariant: no prompt reaches
+the log above debug level (`--log-verbose=1` adds the text).
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+log = logging.getLogger(__name__)
+
+
+def log_bug(what: str, error: BaseException) -> None:
+    """One error line with the frames of `error` and of what caused it."""
+    places = "".join(
+        f"{type(cause).__name__}:\n{''.join(traceback.format_tb(cause.__traceback__))}" for cause in _chain(error)
+    )
+    log.error("%s: %s", what, places.rstrip())
+    log.debug("%s: %s", what, error)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain[::-1]
+
+
+def with_bugs_logged(app: ASGIApp) -> ASGIApp:
+    """`app`, whose exceptions end here. Starlette raises them again after its 500, and uvicorn would log their text."""
+
+    async def logged(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except Exception as error:
+            log_bug(f"{scope['method']} {scope['path']} failed", error)
+
+    return logged
