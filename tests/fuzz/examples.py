@@ -40,6 +40,7 @@ CHAT: list[dict[str, Any]] = [
         "metadata": {"a": "b"},
         "chat_template_kwargs": {"enable_thinking": False},
     },
+    {"model": "mock", "messages": HELLO, "max_tokens": 1, "metadata": {"a": "b"}, "chat_template_kwargs": {"a": 1}},
     {"model": "mock", "messages": HELLO, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}},
 ]
 COMPLETION: list[dict[str, Any]] = [

@@ -19,6 +19,7 @@ Kind = Literal["5xx", "crash", "hang", "violation"]
 KINDS: tuple[Kind, ...] = ("5xx", "crash", "hang", "violation")
 _BATCH = 250
 _MOST_FINDINGS = 5
+_SHRINK_S = 15.0
 _SHOWN_CHARACTERS = 600
 Input = TypeVar("Input")
 
@@ -64,7 +65,7 @@ def drive(
 def _batch(
     tally: Tally, inputs: st.SearchStrategy[Input], run: Callable[[Input], None], batch_seed: int, end_s: float
 ) -> None:
-    failing: list[tuple[Input, Finding]] = []
+    failing: tuple[Input, Finding] | None = None
 
     @seed(batch_seed)
     @settings(
@@ -78,22 +79,22 @@ def _batch(
     )
     @given(inputs)
     def feed(one: Input) -> None:
-        if time.monotonic() > end_s and not failing:
+        nonlocal failing, end_s
+        if time.monotonic() > end_s:
             return
         tally.inputs += 1
         try:
             run(one)
-        except Finding as finding:
-            failing.append((one, finding))
-            raise
         except Exception as error:
-            failing.append((one, Finding("crash", f"{type(error).__name__}: {error}")))
+            if failing is None:
+                end_s = max(end_s, time.monotonic() + _SHRINK_S)
+            finding = error if isinstance(error, Finding) else Finding("crash", f"{type(error).__name__}: {error}")
+            failing = (one, finding)  # the last one is the smallest
             raise
 
     try:
         feed()
     except BaseException:
-        if not failing:
+        if failing is None:
             raise
-        smallest, finding = failing[-1]  # hypothesis ends with the smallest input that it found
-        tally.add(finding, smallest)
+        tally.add(failing[1], failing[0])
