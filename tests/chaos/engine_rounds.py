@@ -47,10 +47,9 @@ async def hurt_engine(stage: Stage, round_: EngineRound) -> Row:
             await asyncio.sleep(rng.uniform(*round_.pause_s))
             injected = await round_.fault.inject(stage.server, round_.model, rng)
             row.injected += 1
-            injected_s = time.monotonic()
             await stage.recovery_s(row, round_.model, round_.fault, injected, load.arrivals)
             if not round_.fault.ends_engine:
-                await _until_over(load, injected_s)
+                await _until_over(load, injected.at_s)
     stage.judge(row, load.runs, may_fail=round_.times if round_.fails else 0)
     if round_.fails:
         row.check(row.otherwise == row.injected, f"{row.otherwise} streams failed, expected {row.injected}")
@@ -80,7 +79,9 @@ async def kill_while_starting(stage: Stage, model: str, seed: int, times: int = 
             with contextlib.suppress(ProcessLookupError):
                 os.kill(starting[0], signal.SIGKILL)
             row.injected += 2
-            await stage.recovery_s(row, model, KILL, Injected([*injected.engines, *starting]), load.arrivals)
+            await stage.recovery_s(
+                row, model, KILL, Injected([*injected.engines, *starting], time.monotonic()), load.arrivals
+            )
     stage.judge(row, load.runs)
     await stage.check_idle(row, model)
     return row

@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import signal
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,9 +24,10 @@ COMMIT_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Injected:
-    """engines: the processes before the fault."""
+    """engines: the processes before the fault. at_s: when it happened, monotonic seconds."""
 
     engines: Sequence[int]
+    at_s: float
 
 
 class Fault(Protocol):
@@ -55,7 +57,7 @@ class Signal:
         await server.engine_pid(model)
         engines = server.engine_pids(model)
         os.kill(rng.choice(engines), self.number)
-        return Injected(engines)
+        return Injected(engines, time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class KillWithNursery:
         for pid in rng.sample(both, 2):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return Injected(engines)
+        return Injected(engines, time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class InStep:
         async with asyncio.timeout(COMMIT_TIMEOUT_S):
             while path.exists():
                 await asyncio.sleep(0.005)
-        return Injected(engines)
+        return Injected(engines, time.monotonic())
 
 
 KILL = Signal(signal.SIGKILL)

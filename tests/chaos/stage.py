@@ -56,11 +56,10 @@ class Stage:
             row.problems.append(reason)
 
     async def recovery_s(self, row: Row, model: str, fault: Fault, injected: Injected, arrivals: Arrivals) -> None:
-        """Notes the time from now (the fault) to the first token that comes after it: from the new engine where the
-        fault ends one, since tokens of the old one may still be under way."""
-        fault_s = time.monotonic()
+        """Notes the time from the fault to the first token that comes after it: from the new engine where the fault
+        ends one, since tokens of the old one may still be under way."""
         try:
-            since_s = fault_s
+            since_s = injected.at_s
             if fault.ends_engine:
                 await self.server.engine_pids_other_than(injected.engines, model, RECOVERY_TIMEOUT_S)
                 since_s = time.monotonic()
@@ -68,7 +67,7 @@ class Stage:
         except TimeoutError:
             row.problems.append(f"no token within {RECOVERY_TIMEOUT_S:g} s of fault {row.injected}")
             return
-        row.recoveries_s.append(first_s - fault_s)
+        row.recoveries_s.append(first_s - injected.at_s)
 
 
 async def _first_after(arrivals: Arrivals, when_s: float) -> float:
