@@ -18,7 +18,6 @@ from typing import Any, Final, NoReturn
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import TritonError, cancelled, internal
 from llmbackend.core.messages import InferenceResponse
 
@@ -27,7 +26,7 @@ from .grpc_codec import decode_request, fill_response, model_version
 from .grpc_errors import INTERNAL_ERROR, grpc_status
 from .grpc_malformed import check
 from .inference import Inference, InferenceGate
-from .mailbox import Item
+from .mailbox import Item, is_final
 from .request_parameters import options_from_proto
 
 FINAL_PARAMETER: Final = "triton_final_response"
@@ -189,7 +188,7 @@ def _uncodable(request: Any) -> InferenceResponse:
 def _message(request: Any, item: Item, empty_final: bool) -> Any | None:
     """The message for one response; None for a flags-only completion that the client did not ask to see."""
     response, flags = item
-    final = bool(flags & ResponseFlag.FINAL)
+    final = is_final(flags)
     if response is None and not (final and empty_final):
         return None
     message = pb.ModelStreamInferResponse()

@@ -38,13 +38,12 @@ class Inference:
         self._handle = handle
         self._on_close = on_close
         self._watcher: asyncio.Task[None] | None = None
-        self._final = False
         self._closed = False
         responses.on_overflow = handle.cancel
 
     def cancel(self) -> None:
         """Asks the host to end the request; its FINAL response still comes."""
-        if not self._final:
+        if not self._responses.is_over:
             self._handle.cancel()
 
     def cancel_on_disconnect(self, receive: Receive) -> None:
@@ -69,25 +68,16 @@ class Inference:
 
     def pop(self) -> Item:
         """A response that is here (`on_response` was called for it)."""
-        item = self._responses.pop()
-        self._final = bool(item[1] & ResponseFlag.FINAL)
-        return item
+        return self._responses.pop()
 
     async def next(self) -> Item | None:
         """Waits for one response. None after FINAL."""
-        item = await self._responses.next()
-        if item is not None:
-            self._final = bool(item[1] & ResponseFlag.FINAL)
-        return item
+        return await self._responses.next()
 
     async def next_batch(self) -> list[Item]:
         """Waits for one response, then takes all that are there. Empty after FINAL."""
         first = await self._responses.next()
-        if first is None:
-            return []
-        batch = [first, *self._responses.pop_all()]
-        self._final = bool(batch[-1][1] & ResponseFlag.FINAL)
-        return batch
+        return [] if first is None else [first, *self._responses.pop_all()]
 
     async def collect(self, at_most: int) -> list[InferenceResponse]:
         """The first `at_most` responses, once FINAL has come; the rest is dropped as it comes."""

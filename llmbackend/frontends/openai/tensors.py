@@ -17,6 +17,7 @@ from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import internal
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.tensors import Tensor
+from llmbackend.frontends.mailbox import is_final
 
 MESSAGES = "messages"
 TEXT_INPUT = "text_input"
@@ -80,23 +81,23 @@ def _flag(name: str, value: bool) -> Tensor:
 
 def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta:
     """Raises the response's own error, and TritonError INTERNAL for a response without `text_output`."""
-    is_final = bool(flags & ResponseFlag.FINAL)
+    final = is_final(flags)
     if response is None:
-        return Delta("", None, [], 0, 0, is_final)
+        return Delta("", None, [], 0, 0, final)
     if response.error is not None:
         raise response.error
     outputs = {tensor.name: tensor.data for tensor in response.outputs}
     if TEXT_OUTPUT not in outputs:
-        if outputs or not is_final:
+        if outputs or not final:
             raise internal(f"model '{response.model_name}' sent a response without '{TEXT_OUTPUT}'")
-        return Delta("", None, [], 0, 0, is_final)
+        return Delta("", None, [], 0, 0, final)
     return Delta(
         text=_text(outputs[TEXT_OUTPUT]),
         finish_reason=_finish_reason(outputs.get("finish_reason")),
         logprobs=_logprobs(outputs.get("logprobs")),
         num_input_tokens=_count(outputs.get("num_input_tokens")),
         num_output_tokens=_count(outputs.get("num_output_tokens")),
-        is_final=is_final,
+        is_final=final,
     )
 
 
