@@ -139,7 +139,8 @@ def _report(
     total = len(figures.answers) + len(figures.broken)
     print(f"requests: {total}, accepted {len(accepted)} ({len(accepted) / seconds:.0f}/s), refused {len(refused)}")
     print("refusals: " + ", ".join(f"{count} × {what}" for what, count in Counter(map(_kind, refused)).items()))
-    problems = [f"{answer.spec.protocol}: {answer.code} {answer.text[:200]}, expected a refusal" for answer in others]
+    unlike = Counter(f"{_kind(answer)} {answer.text.strip()[:200]!r}, expected 503 or 429" for answer in others)
+    problems = [f"{count} × {what}" for what, count in unlike.items()]
     problems += [
         f"{answer.spec.protocol} stream {answer.spec.index} differs from the undisturbed one" for answer in wrong
     ]

@@ -46,8 +46,9 @@ class Soak:
     samples: list[Sample] = field(default_factory=list)
     kills: int = 0
 
-    def sample(self) -> Sample:
-        return take_sample(self.server.pid, time.monotonic() - self.began_s)
+    async def sample(self) -> Sample:
+        kv_usage = sum([await self.server.metric("vllm:kv_cache_usage_perc", model) for model in MODELS])
+        return take_sample(self.server.pid, time.monotonic() - self.began_s, kv_usage)
 
 
 async def run_soak(seconds: float, seed: int) -> int:
@@ -120,7 +121,7 @@ async def _cancel_now_and_then(soak: Soak, loads: Sequence[Load], end_s: float) 
 
 async def _sample_now_and_then(soak: Soak, end_s: float) -> None:
     while time.monotonic() < end_s:
-        soak.samples.append(soak.sample())
+        soak.samples.append(await soak.sample())
         _print_sample("load", soak.samples[-1])
         await asyncio.sleep(SAMPLE_S)
 
@@ -139,7 +140,7 @@ async def _idle_sample(soak: Soak, name: str) -> Sample:
         if reason := await soak.server.still_busy(model):
             soak.row.problems.append(f"at the {name}: {reason}")
     await asyncio.sleep(SETTLE_S)
-    sample = soak.sample()
+    sample = await soak.sample()
     _print_sample(name, sample)
     return sample
 
@@ -152,7 +153,7 @@ def _print_sample(name: str, sample: Sample) -> None:
     print(
         f"{sample.time_s:6.0f} s {name:5s} host {sample.host_rss_mib:.1f} MiB, {sample.host_fds} fds, "
         f"{sample.host_threads} threads; {sample.engines} engines {sample.engines_rss_mib:.1f} MiB, "
-        f"{sample.engines_fds} fds, {sample.engines_threads} threads",
+        f"{sample.engines_fds} fds, {sample.engines_threads} threads, {100 * sample.kv_usage:.0f} % of KV",
         flush=True,
     )
 

@@ -43,7 +43,7 @@ def test_a_problem_without_a_lost_token_fails_too(capsys: pytest.CaptureFixture[
     assert last_line(capsys).endswith("0 lost, 1 problems")
 
 
-@pytest.mark.parametrize("name", ["host_fds", "host_threads", "engines", "engines_fds", "engines_threads"])
+@pytest.mark.parametrize("name", ["host_fds", "host_threads", "engines", "engines_fds", "engines_threads", "kv_usage"])
 def test_one_more_is_a_leak(name: str) -> None:
     assert differences(SAMPLE, SAMPLE) == []
     (text,) = differences(SAMPLE, replace(SAMPLE, **{name: getattr(SAMPLE, name) + 1}))
