@@ -20,8 +20,8 @@ RSS_TOLERANCE_MIB = 20.0
 
 @dataclass(frozen=True)
 class Sample:
-    """At one moment. host: the server process; engines: all processes below it, together (engines and nurseries). kv_usage: share of
-    KV blocks in use, summed over models; 0 when nobody asked for it."""
+    """At one moment. host: the server process; engines: all processes below it, together (engines and nurseries).
+    kv_usage: share of KV blocks in use, summed over models; 0 when nobody asked for it."""
 
     time_s: float
     host_rss_mib: float
@@ -56,9 +56,10 @@ def take_sample(pid: int, time_s: float, kv_usage: float = 0.0) -> Sample:
 def differences(begin: Sample, end: Sample) -> list[str]:
     """Where a server does not end where it began; both samples idle, with no client connected.
 
-    Descriptors, threads, processes and KV blocks must be equal. Memory may grow by 5 % or 20 MiB, whichever is more: allocators
-    keep arenas, and a leak of 100 bytes a token would be over 100 MiB in 20 minutes of load. The engines' is compared
-    at the same age, since each kill replaces the process: whoever takes the samples kills them as long before both.
+    Descriptors, threads, processes and KV blocks must be equal. Memory may grow by 5 % or 20 MiB, whichever is more:
+    allocators keep arenas, and a leak of 100 bytes a token would be over 100 MiB in 20 minutes of load. The engines' is
+    compared at the same age, since each kill replaces the process: whoever takes the samples kills them as long before
+    both.
     """
     found = []
     for name in ("host_fds", "host_threads", "engines", "engines_fds", "engines_threads", "kv_usage"):
