@@ -42,7 +42,7 @@ from .table import Row, print_report, print_row
 RoundFunction = Callable[[Stage], Awaitable[Row]]
 MOCK_LENGTHS = Lengths(prompt_words=(1, 24), output_tokens=(40, 220))
 DEMO_LENGTHS = Lengths(prompt_words=(1, 24), output_tokens=(30, 120))
-QUICK_LENGTHS = Lengths(prompt_words=(1, 12), output_tokens=(20, 90))
+QUICK_LENGTHS = Lengths(prompt_words=(1, 12), output_tokens=(15, 60))
 
 
 @dataclass(frozen=True)
