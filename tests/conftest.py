@@ -1,7 +1,9 @@
 """What holds for every test: nothing is left behind, hosts and engines kept their laws; and the hypothesis profiles.
 
-Profiles (`--hypothesis-profile=NAME`): `suite`, the default, tries the same examples every time; `search` tries 50
-times as many in the stateful tests (tests/properties/machine_settings.py), new ones each time.
+Profiles (`--hypothesis-profile=NAME`): `suite`, the default, tries the same examples every time and shows the first
+that fails as it is, so that a failure is known within the time that a test has; `shrink` tries the same and makes what
+fails as short as it can; `search` tries 50 times as many in the stateful tests (tests/properties/machine_settings.py),
+new ones each time. The last two want `--timeout=0`.
 """
 
 from __future__ import annotations
@@ -18,16 +20,9 @@ from leftovers import Conservation, Snapshot
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.engine_core import EngineCore
 
-# The first failure is shrunk, within the time that a test has; the search may take its time over every one.
-settings.register_profile(
-    "suite",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    max_examples=100,
-    phases=(Phase.explicit, Phase.generate, Phase.shrink),
-    report_multiple_bugs=False,
-)
+_SUITE = settings(derandomize=True, deadline=None, database=None, max_examples=100, report_multiple_bugs=False)
+settings.register_profile("suite", _SUITE, phases=(Phase.explicit, Phase.generate))
+settings.register_profile("shrink", _SUITE)
 settings.register_profile("search", derandomize=False, deadline=None, max_examples=5000, print_blob=True)
 settings.load_profile("suite")
 

@@ -252,5 +252,5 @@ class EngineMachine(RuleBasedStateMachine):
             assert (life.token_ids, reason) == (life.expected, life.finish_reason)
 
 
-EngineMachine.TestCase.settings = machine_settings(examples=70, steps=40)
+EngineMachine.TestCase.settings = machine_settings(examples=50, steps=40)
 TestEngineMachine = EngineMachine.TestCase
