@@ -47,7 +47,7 @@ _UNBUILT_RPCS: Final = (
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
-def create_grpc_server(
+async def create_grpc_server(
     server: InferenceServer,
     *,
     address: str,
@@ -60,8 +60,8 @@ def create_grpc_server(
     """A server for `server` on `address` ("host:port", port 0 = any), not yet started, and the port it is bound to.
 
     `options` are gRPC channel arguments, after those of `limits`; `gate` is the one that other frontends of `server`
-    use; `interceptors` see an RPC before anything else does; with `credentials` the port speaks TLS. Must be called on
-    the event loop that will run it. Raises RuntimeError when the address can not be bound.
+    use; `interceptors` see an RPC before anything else does; with `credentials` the port speaks TLS. To be awaited on
+    the event loop that will run the server. Raises RuntimeError when the address can not be bound.
     """
     limits = limits or GrpcLimits()
     arguments = [("grpc.max_send_message_length", INT32_MAX), ("grpc.so_reuseport", 0), *limits.channel_arguments()]
@@ -69,9 +69,14 @@ def create_grpc_server(
     servicer = InferenceServicer(server, gate or InferenceGate(server), limits.write_timeout_s)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, grpc_server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), grpc_server)
-    if credentials is not None:
-        return grpc_server, grpc_server.add_secure_port(address, credentials)
-    return grpc_server, grpc_server.add_insecure_port(address)
+    try:
+        if credentials is not None:
+            return grpc_server, grpc_server.add_secure_port(address, credentials)
+        return grpc_server, grpc_server.add_insecure_port(address)
+    except RuntimeError:
+        await grpc_server.start()  # gRPC gives back what a server holds (descriptors, threads) only if it was started
+        await grpc_server.stop(None)
+        raise
 
 
 def _rpc(handler: Handler) -> Handler:

@@ -109,7 +109,7 @@ class FrontendServer:
     async def start(self) -> None:
         """Binds all ports, then opens them. Raises OSError or RuntimeError when one is taken; then none stays open."""
         try:
-            self._bind()
+            await self._bind()
         except BaseException:
             for endpoint in self._endpoints:
                 endpoint.close()
@@ -119,7 +119,7 @@ class FrontendServer:
         if self._grpc is not None:
             await self._grpc.start()
 
-    def _bind(self) -> None:
+    async def _bind(self) -> None:
         registry = self._server.metrics_registry
         host, port = self._http_at
         if port is not None:
@@ -131,7 +131,7 @@ class FrontendServer:
         host, port = self._grpc_at
         if port is not None:
             address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            self._grpc, self.grpc_port = create_grpc_server(
+            self._grpc, self.grpc_port = await create_grpc_server(
                 self._server,
                 address=address,
                 gate=self._gate,
