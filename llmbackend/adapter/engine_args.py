@@ -273,7 +273,7 @@ def _typed(name: str, field: str, value: Any, source: str) -> Any:
         value = _VALUE_ALIASES.get(field, {}).get(value, value)
     try:
         return msgspec.convert(value, expected, strict=False)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeError) as error:  # JSON's texts may hold half of a surrogate pair
         raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}: {error}") from None
 
 

@@ -15,6 +15,7 @@ from .openai.sampling import LABELS, NEUTRAL
 from .openapi_parts import array, body, closed, open_object, operation, optional, ref, refusals
 
 _STRING: Final = {"type": "string"}
+_JSON_TEXT: Final = {"type": "string", "contentMediaType": "application/json"}
 _TEXT: Final = {"type": "string", "minLength": 1}
 _BOOLEAN: Final = {"type": "boolean"}
 _OBJECT: Final = {"type": "object"}
@@ -173,7 +174,7 @@ SCHEMAS: Final[dict[str, Any]] = {
             "id": _STRING,
             "type": {"enum": ["function", None]},
             "index": {},
-            "function": open_object({"name": _STRING, "arguments": _STRING}, ["name", "arguments"])
+            "function": open_object({"name": _STRING, "arguments": _JSON_TEXT}, ["name", "arguments"])
             | {"additionalProperties": _NULL},
         },
         ["id", "function"],

@@ -36,7 +36,21 @@ def _servable(body: Any) -> Any:
         body["stop_token_ids"] = [_small(token) for token in body["stop_token_ids"]]
     if isinstance(body.get("prompt"), list):
         body["prompt"] = [[_small(t) for t in p] if isinstance(p, list) else _small(p) for p in body["prompt"]]
+    for message in _items(body.get("messages")):
+        for call in _items(message.get("tool_calls") if isinstance(message, dict) else None):
+            _write_json_arguments(call)
     return body
+
+
+def _items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _write_json_arguments(call: Any) -> None:
+    """A text that is JSON is beyond JSON Schema."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+        function["arguments"] = "{}"
 
 
 def _integers(value: Any) -> Any:

@@ -42,6 +42,12 @@ def test_regressions(config: bytes, text: str, tmp_path: Path, caplog: pytest.Lo
     assert text in caplog.text
 
 
+def test_half_a_surrogate_pair_as_an_engine_argument(tmp_path: Path) -> None:
+    given = ConfigInput("model.json", b'{"model": "mock", "max_model_len": "\\ud800"}')
+    with pytest.raises(TritonError, match="'max_model_len'"):
+        ConfigReader(tmp_path).read(given)
+
+
 VALID: list[tuple[Kind, bytes]] = [
     *[("config.pbtxt", content) for content in examples.CONFIG_PBTXT],
     *[("config override", as_json(value)) for value in examples.CONFIG_JSON],
