@@ -22,7 +22,7 @@ import httpx
 import psutil
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from machine_settings import machine_settings
 
 from tests.chaos.judge import judge, judge_prefix
@@ -36,7 +36,11 @@ MAX_FAULTS = 3
 """Of one sequence: fewer deaths in a row than give an engine up."""
 CONVICTED = "times while it ran it"
 BROKEN_LOGITS = "not finite"
+MAX_ENDLESS = 3
+NUM_SPECS = 16
 WAIT_S = 10.0
+STOP_S = 30.0
+"""How long a stop may take: the engine may be on its way back."""
 NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 
 
@@ -48,8 +52,9 @@ class Stage:
     ) -> None:
         self.server = server
         self.clients = clients
+        self.arrivals = Arrivals()
         self.http = http
-        self.specs = make_specs(3, 20, MODEL, Lengths((1, 8), (5, 60)))
+        self.specs = make_specs(3, NUM_SPECS, MODEL, Lengths((1, 8), (20, 80)))
         self.run = runner.run
         self.undisturbed = self.run(self._undisturbed())
         self.num_descriptors = self.process.num_fds()
@@ -60,14 +65,12 @@ class Stage:
         return psutil.Process(self.server.pid)
 
     def begin(self, spec: StreamSpec) -> LiveStream:
-        return LiveStream(spec, self.clients.of(spec), Arrivals())
+        return LiveStream(spec, self.clients.of(spec), self.arrivals)
 
     async def _undisturbed(self) -> list[Outcome]:
-        """Runs all of them, and what a server makes on first use: a new engine, a reloaded model."""
-        outcomes = [(await self.begin(spec).ended()).outcome for spec in self.specs]
+        """Runs all of them on a model that was loaded twice, so that what a server makes on first use is made."""
         await self.reload(1)
-        await asyncio.gather(*(self.begin(spec).ended() for spec in self.specs))
-        return outcomes
+        return [run.outcome for run in await asyncio.gather(*(self.begin(spec).ended() for spec in self.specs))]
 
     async def reload(self, number: int) -> None:
         """A new version of the model's configuration; the old one ends when its last stream has ended."""
@@ -79,7 +82,7 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    model = mock(MODEL, block_size=8, num_kv_blocks=60, max_num_seqs=6, mock_step_ms=2, max_model_len=256)
+    model = mock(MODEL, block_size=8, num_kv_blocks=600, max_num_seqs=8, mock_step_ms=3, max_model_len=4096)
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
 
@@ -99,18 +102,18 @@ def stage() -> Iterator[Stage]:
 
 
 @dataclass
-class Named:
-    """A request with an id of its own, which somebody may stop."""
+class Endless:
+    """A request with an id of its own, too long to end by itself: somebody stops it, or its client goes away."""
 
     request_id: str
     answer: asyncio.Task[httpx.Response]
-    stopped: bool = False
+    abandoned: bool = False
 
 
 @dataclass
 class Sent:
     streams: list[tuple[int, LiveStream]] = field(default_factory=list)
-    named: list[Named] = field(default_factory=list)
+    endless: list[Endless] = field(default_factory=list)
     abandoned: set[LiveStream] = field(default_factory=set)
 
 
@@ -123,7 +126,11 @@ class ServerMachine(RuleBasedStateMachine):
 
     # --- what clients do ----------------------------------------------------------------------------------------------
 
-    @rule(indices=st.lists(st.integers(0, 19), min_size=2, max_size=8), pause_ms=st.sampled_from((0, 5, 50)))
+    @initialize(indices=st.lists(st.integers(0, NUM_SPECS - 1), min_size=8, max_size=12))
+    def begin(self, indices: list[int]) -> None:
+        self._do(self._send(indices, 20))
+
+    @rule(indices=st.lists(st.integers(0, NUM_SPECS - 1), min_size=2, max_size=8), pause_ms=st.sampled_from((0, 5, 50)))
     def send(self, indices: list[int], pause_ms: int) -> None:
         self._do(self._send(indices, pause_ms))
 
@@ -132,14 +139,15 @@ class ServerMachine(RuleBasedStateMachine):
             self.sent.streams.append((index, self.stage.begin(self.stage.specs[index])))
         await asyncio.sleep(pause_ms * 1e-3)
 
+    @precondition(lambda self: len(self.sent.endless) < MAX_ENDLESS)
     @rule()
-    def send_named(self) -> None:
-        self._do(self._send_named(f"named-{len(self.sent.named)}"))
+    def send_endless(self) -> None:
+        self._do(self._send_endless(f"endless-{len(self.sent.endless)}"))
 
-    async def _send_named(self, request_id: str) -> None:
-        body = {"id": request_id, "text_input": "x", "sampling_parameters": '{"max_tokens": 200, "ignore_eos": true}'}
+    async def _send_endless(self, request_id: str) -> None:
+        body = {"id": request_id, "text_input": "x", "sampling_parameters": '{"max_tokens": 4000, "ignore_eos": true}'}
         post = self.stage.http.post(f"/v2/models/{MODEL}/generate", json=body)
-        self.sent.named.append(Named(request_id, asyncio.create_task(post)))
+        self.sent.endless.append(Endless(request_id, asyncio.create_task(post)))
         await asyncio.sleep(0.02)
 
     @precondition(lambda self: self.sent.streams)
@@ -151,12 +159,21 @@ class ServerMachine(RuleBasedStateMachine):
         stream.abandon()
         self._do(asyncio.sleep(pause_ms * 1e-3))
 
-    @precondition(lambda self: self.sent.named)
-    @rule(which=st.integers(0, 100))
-    def stop(self, which: int) -> None:
-        named = self.sent.named[which % len(self.sent.named)]
-        named.stopped = True
-        self._do(self.stage.http.post(f"/v2/models/{MODEL}/stop", json={"id": named.request_id}))
+    @precondition(lambda self: self.sent.endless)
+    @rule(which=st.integers(0, MAX_ENDLESS), goes_away=st.booleans())
+    def end(self, which: int, goes_away: bool) -> None:
+        endless = self.sent.endless[which % len(self.sent.endless)]
+        if goes_away:
+            endless.abandoned = True
+            endless.answer.cancel()
+        self._do(self._stop(endless))
+
+    async def _stop(self, endless: Endless) -> None:
+        """Stops it by its id, until the server knows no such request; it may be on its way still."""
+        async with asyncio.timeout(STOP_S):
+            while not endless.answer.done():
+                await self.stage.http.post(f"/v2/models/{MODEL}/stop", json={"id": endless.request_id})
+                await asyncio.sleep(0.02)
 
     # --- what goes wrong ----------------------------------------------------------------------------------------------
 
@@ -165,10 +182,17 @@ class ServerMachine(RuleBasedStateMachine):
     def kill_engine(self, whole_nursery: bool) -> None:
         """The engine, which is the youngest process; or also the one that it was forked from."""
         self.faults.append("kill")
+        self._do(self._tokens_came())
         pids = self.stage.server.engine_pids(MODEL)
         for pid in pids if whole_nursery else pids[-1:]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    async def _tokens_came(self) -> None:
+        """Waits until streams are under way, if there are any."""
+        since_s, arrivals = time.monotonic(), self.stage.arrivals
+        while arrivals.count_after(since_s) < 3 and time.monotonic() < since_s + 0.5:
+            await asyncio.sleep(0.005)
 
     @precondition(lambda self: len(self.faults) < MAX_FAULTS)
     @rule(fault=st.sampled_from(("exception", "escape", "malformed", "out-of-memory", "nan-logits")))
@@ -189,11 +213,10 @@ class ServerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for fault in self.stage.server.fault_directory(MODEL).iterdir():
             fault.unlink(missing_ok=True)
+        self._do(asyncio.gather(*(self._stop(endless) for endless in self.sent.endless)))
         runs = self._do(asyncio.gather(*(stream.ended() for _, stream in self.sent.streams)))
-        answers = self._do(asyncio.gather(*(named.answer for named in self.sent.named)))
         failed = [self._judge(index, run) for (index, _), run in zip(self.sent.streams, runs, strict=True)]
-        for named, response in zip(self.sent.named, answers, strict=True):
-            failed.append(self._judge_named(named, response))
+        failed += [self._judge_endless(endless) for endless in self.sent.endless]
         assert not self._judge(0, self._do(self._next_request()))
         excuses = self.faults.count("nan-logits") + len(self.faults) // 2
         assert sum(failed) <= excuses, "more requests failed than faults can explain"
@@ -217,12 +240,13 @@ class ServerMachine(RuleBasedStateMachine):
         return False
 
     @staticmethod
-    def _judge_named(named: Named, response: httpx.Response) -> bool:
-        if response.status_code == 200:
+    def _judge_endless(endless: Endless) -> bool:
+        if endless.abandoned:
             return False
-        text = response.text
-        assert ("cancelled" in text and named.stopped) or _is_excused(text), f"{named}: {response.status_code} {text}"
-        return not named.stopped
+        response = endless.answer.result()
+        is_excused = _is_excused(response.text)
+        assert is_excused or "cancelled" in response.text, f"{endless}: {response.status_code} {response.text}"
+        return is_excused
 
     def _expect_nothing_left(self) -> None:
         server = self.stage.server
@@ -260,4 +284,4 @@ def _samples(server: ServerUnderTest, family: str) -> list[float]:
 
 
 def test_the_whole_server_loses_nothing(stage: Stage) -> None:
-    run_state_machine_as_test(lambda: ServerMachine(stage), settings=machine_settings(examples=4, steps=12))
+    run_state_machine_as_test(lambda: ServerMachine(stage), settings=machine_settings(examples=4, steps=10))
