@@ -30,8 +30,10 @@ MODELS = ("mock", "demo")
 CONCURRENCY = {"mock": 32, "demo": 12}
 KILL_EVERY_S = (10.0, 40.0)
 CANCEL_EVERY_S = (0.2, 2.0)
-LAST_KILL_S = 30.0
+LAST_KILL_S = 60.0
 """Before the end of a saturation every engine is killed once more: the idle samples see engines of one age."""
+KV_BYTES = 24 << 20
+"""Of the demo model: so little that each engine has touched all of it by its idle sample, however busy the machine."""
 
 
 @dataclass
@@ -53,7 +55,10 @@ class Soak:
 
 async def run_soak(seconds: float, seed: int) -> int:
     """Prints begin, end and slopes; 1 when something does not end where it began."""
-    models = [mock("mock", mock_step_ms=4, block_size=8, num_kv_blocks=700), demo("demo")]
+    models = [
+        mock("mock", mock_step_ms=4, block_size=8, num_kv_blocks=700),
+        demo("demo", kv_cache_memory_bytes=KV_BYTES),
+    ]
     async with running(*models) as server:
         nice(5)
         specs = [

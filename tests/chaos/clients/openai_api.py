@@ -45,7 +45,7 @@ class OpenAIClient:
             raise StreamFailed(error.message, str(error.status_code)) from error
         except (openai.OpenAIError, httpx2.HTTPError) as error:
             code = "connection" if isinstance(error, openai.APIConnectionError | httpx2.HTTPError) else ""
-            raise StreamFailed(f"{type(error).__name__}: {error}", code) from error
+            raise StreamFailed(f"{type(error).__name__}: {error} ({error.__cause__!r})", code) from error
 
     async def _create(self, spec: StreamSpec) -> Any:
         fields = {name: value for name, value in spec.sampling.items() if name in _OPENAI_FIELDS}
