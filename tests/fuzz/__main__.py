@@ -85,10 +85,12 @@ def _read_configuration(reader: ConfigReader, given: ConfigInput) -> None:
 
 def _run_all(targets: dict[str, Target], options: argparse.Namespace) -> Iterator[Tally]:
     chosen = {name: run for name, run in targets.items() if options.only.lower() in name.lower()}
+    began_s = time.monotonic()
     total = sum(_SHARES.get(name, 1.0) for name in chosen)
     for name, run in chosen.items():
         tally = run(options.seconds * _SHARES.get(name, 1.0) / total)
-        print(f"{tally.target}: {tally.inputs} inputs, {len(tally.findings)} findings", flush=True)
+        at_s = time.monotonic() - began_s
+        print(f"{at_s:5.0f} s  {tally.target}: {tally.inputs} inputs, {len(tally.findings)} findings", flush=True)
         yield tally
 
 

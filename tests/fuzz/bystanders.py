@@ -1,58 +1,84 @@
 """Streams of well-behaved clients beside the fuzzing: they must get what they get on a quiet server.
 
-For: `make fuzz`. Does not know: what is fuzzed. Invariant: each stream that began is compared, token by token, with the
-same request's answer before the fuzzing began.
+For: `make fuzz`. Does not know: what is fuzzed. Invariants: each stream that began is compared, token by token, with
+the same request's answer before the fuzzing began; the clients live in a process of their own, so that the fuzzer's
+work delays none of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
 from types import TracebackType
 
 from tests.chaos.judge import judge
-from tests.chaos.load import Clients, Load, undisturbed
-from tests.chaos.specs import Lengths, make_specs
+from tests.chaos.load import Clients, Load, Run, undisturbed
+from tests.chaos.outcome import Outcome
+from tests.chaos.specs import Lengths, StreamSpec, make_specs
 
 from .tally import Finding, Tally
 from .victim import BYSTANDER_MODEL, Victim
 
 CONCURRENCY = 4
 _SPECS = 48
+_END_S = 150.0
+"""What streams may take to end: STREAM_TIMEOUT_S of the load, and some."""
 
 
 class Bystanders:
-    """`with Bystanders(victim, seed) as tally:` keeps streams running on a thread; leaving it judges them."""
+    """`with Bystanders(victim, seed) as tally:` keeps streams running; when it is left, `tally` is their judgement."""
 
     def __init__(self, victim: Victim, seed: int) -> None:
         self.tally = Tally("streams beside")
-        self._victim = victim
-        self._specs = make_specs(seed, _SPECS, BYSTANDER_MODEL, Lengths(output_tokens=(20, 60)))
-        self._expected_known = threading.Event()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="bystanders")
+        context = multiprocessing.get_context("spawn")
+        self._ours, theirs = context.Pipe()
+        address = victim.address
+        self._process = context.Process(target=_main, args=(theirs, address.http, address.grpc, seed))
 
     def __enter__(self) -> Tally:
-        self._thread.start()
-        while not self._expected_known.wait(0.1) and self._thread.is_alive():
-            pass
+        self._process.start()
+        assert self._ours.poll(_END_S) and self._ours.recv() == "ready", "a quiet server did not answer the streams"
         return self.tally
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
-        self._thread.join()
+        self._ours.send("over")
+        if self._ours.poll(_END_S):
+            judged = self._ours.recv()
+            self.tally.inputs, self.tally.findings = judged.inputs, judged.findings
+        else:
+            self.tally.add(Finding("hang", f"streams did not end in {_END_S:g} s"), None)
+            self._process.kill()
+        self._process.join()
 
-    async def _run(self) -> None:
-        async with Clients(self._victim.address.http, self._victim.address.grpc) as clients:
-            expected = await undisturbed(clients, self._specs, concurrency=8)
-            self._expected_known.set()
-            async with Load(clients, self._specs, CONCURRENCY) as load:
-                while not self._over.is_set():
-                    await asyncio.sleep(0.1)
-            for run in load.runs:
-                self.tally.inputs += 1
-                verdict = judge(expected[run.spec], run.outcome)
-                if not verdict.is_clean:
-                    self.tally.add(Finding("violation", verdict.reason), run.spec)
+
+def _main(parent: Connection, http: str, grpc: str, seed: int) -> None:
+    parent.send(asyncio.run(_run(parent, http, grpc, seed)))
+
+
+async def _run(parent: Connection, http: str, grpc: str, seed: int) -> Tally:
+    specs = make_specs(seed, _SPECS, BYSTANDER_MODEL, Lengths(output_tokens=(20, 60)))
+    tally = Tally("streams beside")
+    async with Clients(http, grpc) as clients:
+        expected = await undisturbed(clients, specs, concurrency=8)
+        parent.send("ready")
+        began_s = time.monotonic()
+        async with Load(clients, specs, CONCURRENCY) as load:
+            while not parent.poll():
+                await asyncio.sleep(0.1)
+                _judge(tally, load.runs, expected, began_s)
+        _judge(tally, load.runs, expected, began_s)
+    return tally
+
+
+def _judge(tally: Tally, runs: list[Run], expected: dict[StreamSpec, Outcome], began_s: float) -> None:
+    """Those that ended since the last call."""
+    for run in runs[tally.inputs :]:
+        tally.inputs += 1
+        verdict = judge(expected[run.spec], run.outcome)
+        if not verdict.is_clean:
+            text = f"{time.monotonic() - began_s:.1f} s after the start: {verdict.reason}"
+            tally.add(Finding("violation", text), run.spec)

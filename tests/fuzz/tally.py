@@ -31,6 +31,10 @@ class Finding(Exception):  # noqa: N818  # what a target raises: hypothesis shri
         self.text = text
 
 
+class _OutOfTimeError(KeyboardInterrupt):
+    """What hypothesis lets pass at once, without looking for a smaller input."""
+
+
 @dataclass
 class Tally:
     """One row of the table. `findings`: (kind, what was found, the input)."""
@@ -81,7 +85,7 @@ def _batch(
     def feed(one: Input) -> None:
         nonlocal failing, end_s
         if time.monotonic() > end_s:
-            return
+            raise _OutOfTimeError
         tally.inputs += 1
         try:
             run(one)
@@ -94,7 +98,10 @@ def _batch(
 
     try:
         feed()
+    except _OutOfTimeError:
+        pass
     except BaseException:
         if failing is None:
             raise
+    if failing is not None:
         tally.add(failing[1], failing[0])

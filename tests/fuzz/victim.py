@@ -61,7 +61,7 @@ def running() -> Iterator[Victim]:
     """A server with the models that inputs name, and one for the streams beside."""
     with tempfile.TemporaryDirectory(prefix="llmbackend-fuzz-") as directory:
         repository = Path(directory) / "models"
-        write_models(repository, max_model_len=512)
+        write_models(repository, max_model_len=4096, num_kv_blocks=512)
         write_mock_model(repository, BYSTANDER_MODEL, mock_step_ms=5, num_kv_blocks=160, block_size=8)
         log_path = Path(directory) / "server.log"
         with log_path.open("w") as log:
