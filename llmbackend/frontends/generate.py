@@ -4,7 +4,8 @@ For: the HTTP app. Does not know: LLMs (any model can be served so). Invariants:
 response, which is awaited before any header is sent; responses that are ready together leave in one write; a client
 that goes away cancels.
 Source: Triton's generate extension, as recorded from Triton 2.51; so a /generate that gets no response, or more than
-one, from the model answers 200 with an error body, and an error as the first response is a 400 whatever its code.
+one, from the model answers 200 with an error body, and an error as the first response is a 400 whatever its code. By
+design different: UNAVAILABLE is a 503 with Retry-After, because a backend's full queue is a refusal like any other.
 
 Streams are sent by `StreamedBody` below, not by sse-starlette's EventSourceResponse: that one ends open streams as
 soon as the server is told to stop (they must drain), polls for that twice a second, watches for disconnects only from
@@ -22,13 +23,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llmbackend.core.errors import invalid_argument
+from llmbackend.core.errors import ErrorCode, invalid_argument
 from llmbackend.core.messages import InferenceResponse
 
 from .generate_codec import decode_request, encode_response
 from .http_errors import JSON, error_body
 from .inference import Inference, InferenceGate, nobody
 from .kserve_http import MODEL_PATHS, model_of
+from .limits import RETRY_AFTER_S
 from .mailbox import Item
 from .request_body import read_body
 
@@ -50,10 +52,11 @@ class StreamedBody(Response):
         self, chunks: AsyncGenerator[bytes, None], status_code: int, content_type: str, on_close: Callable[[], None]
     ) -> None:
         self.status_code = status_code
+        retry = {"retry-after": RETRY_AFTER_S} if status_code == 503 else {}
         self.background = None
         self._chunks = chunks
         self._on_close = on_close
-        self.init_headers({"content-type": content_type})
+        self.init_headers({"content-type": content_type, **retry})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -108,7 +111,10 @@ class GenerateEndpoints:
 
 
 def _status(responses: list[InferenceResponse]) -> int:
-    return 400 if responses and responses[0].error is not None else 200
+    error = responses[0].error if responses else None
+    if error is None:
+        return 200
+    return 503 if error.code is ErrorCode.UNAVAILABLE else 400
 
 
 def _responses(batch: Iterable[Item]) -> list[InferenceResponse]:

@@ -69,7 +69,7 @@ def test_generate(client: httpx.Client, model: str, body: Any, answer: str) -> N
     assert response.headers["content-type"] == JSON and response.headers["transfer-encoding"] == "chunked"
 
 
-CODES = ["UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNAVAILABLE", "UNSUPPORTED", "ALREADY_EXISTS", "CANCELLED"]
+CODES = ["UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNSUPPORTED", "ALREADY_EXISTS", "CANCELLED"]
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -79,6 +79,13 @@ def test_an_error_first_is_a_400_whatever_its_code(client: httpx.Client, code: s
         *(400, '{"error":"boom at 0"}'),
         JSON,
     )
+
+
+@pytest.mark.parametrize("how", ["generate", "generate_stream"])
+def test_a_refusal_first_is_a_503_that_says_when_to_try_again(client: httpx.Client, how: str) -> None:
+    response = post(client, "llm", {"text_input": "n=1 err=0 code=UNAVAILABLE"}, how)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert '{"error":"boom at 0"}' in response.text
 
 
 @pytest.mark.parametrize("how", ["generate", "generate_stream"])
