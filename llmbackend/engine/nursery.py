@@ -20,6 +20,8 @@ import msgspec
 from .config import EngineConfig
 
 CLOSE_TIMEOUT_S = 5.0
+_FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Neither BLAS threads nor an initialised CUDA driver would survive a fork: the import must make neither."""
 
 
 class Nursery:
@@ -61,7 +63,7 @@ class Nursery:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # its threads would not survive the fork
+                env=os.environ | _FORKS_WELL,
             )
 
 
