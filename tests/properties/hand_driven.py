@@ -117,6 +117,8 @@ class SteppedTransport:
 class HandTurnedManager(LlmManager):
     """A manager whose loop goes round when it is told to."""
 
+    num_deaths = 0
+
     def start(self) -> ModelInfo:
         while not self._first_load.done():
             self.turn()
@@ -127,6 +129,7 @@ class HandTurnedManager(LlmManager):
         try:
             self._turn()
         except EngineDeadError as error:
+            self.num_deaths += 1
             self._lose_engine(error)
 
     def shutdown(self) -> None:
@@ -153,12 +156,11 @@ class World:
     """One host with one model, whose engines stand still until the test moves them."""
 
     def __init__(self, pbtxt: str, **engine: Any) -> None:
-        self.managers: list[HandTurnedManager] = []
         self.load_failures_left = 0
         self._submitted: list[InferTask] = []
         self._arrived = threading.Event()
         self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(model_state, "LlmManager", self._make_manager)
+        self._patch.setattr(model_state, "LlmManager", HandTurnedManager)
         self._patch.setattr(model_state, "Timer", ManualTimer)
         self._patch.setattr(supervisor, "make_transport", lambda nursery, _: SteppedTransport(self, nursery.config))
         self._patch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
@@ -172,6 +174,8 @@ class World:
         state = self.server._lifecycle.get(MODEL, -1).state
         assert isinstance(state, ModelState)
         self.state = state
+        # Instances load side by side: what the state has first is the first one, whoever was.
+        self.managers = [engine.manager for engine in state._engines if isinstance(engine.manager, HandTurnedManager)]
 
     def take_load_failure(self) -> bool:
         self.load_failures_left -= 1
@@ -189,11 +193,6 @@ class World:
         assert self.server.stop(20)
         self._patch.undo()
         self._directory.cleanup()
-
-    def _make_manager(self, *args: Any, **callbacks: Any) -> HandTurnedManager:
-        manager = HandTurnedManager(*args, **callbacks)
-        self.managers.append(manager)
-        return manager
 
     def _submit_of(self, submit: Any) -> Any:
         def noting(state: ModelState, task: InferTask) -> None:

@@ -46,8 +46,8 @@ class Client:
     task: InferTask | None
     is_poison: bool
     may_fail: set[str] = field(default_factory=set)
-    given_up_at: int | None = None
-    """The number of rounds before its cancel or its deadline."""
+    must_end_at: int | None = None
+    """After its cancel or its deadline: the round by which it has ended, while no engine dies."""
 
 
 class TaskMapMachine(RuleBasedStateMachine):
@@ -151,7 +151,7 @@ class TaskMapMachine(RuleBasedStateMachine):
         assert set(tasks._holder_of) <= {one for manager in self.world.managers for one in manager._live}
         for client in self.all:
             assert client.call.num_finals <= 1
-            if client.given_up_at is not None and self.num_rounds - client.given_up_at >= 2:
+            if client.must_end_at is not None and self._moment() >= client.must_end_at:
                 assert client.call.num_finals, "a request that was given up goes on"
 
     def teardown(self) -> None:
@@ -195,8 +195,12 @@ class TaskMapMachine(RuleBasedStateMachine):
         return self.world.managers[index % len(self.world.managers)]
 
     def _give_up(self, client: Client) -> None:
-        if client.given_up_at is None:
-            client.given_up_at = self.num_rounds
+        if client.must_end_at is None:
+            client.must_end_at = self._moment() + 2
+
+    def _moment(self) -> int:
+        """In rounds, less two for each death: the request may have changed hands, and the news follow it."""
+        return self.num_rounds - 2 * sum(manager.num_deaths for manager in self.world.managers)
 
     def _round(self) -> None:
         """Every loop turns and every engine steps: what was asked for before has come about after two of these."""
