@@ -45,7 +45,7 @@ def main() -> int:
         tallies = list(_run_all(_targets(victim, reports, options.seed), options))
         victim_log = reports / "server.log"
         victim_log.write_bytes(victim.log_path.read_bytes())
-    return _report([*tallies, beside], reports)
+    return _report(tallies, beside, reports)
 
 
 def _options() -> argparse.Namespace:
@@ -94,12 +94,13 @@ def _run_all(targets: dict[str, Target], options: argparse.Namespace) -> Iterato
         yield tally
 
 
-def _report(tallies: list[Tally], reports: Path) -> int:
+def _report(tallies: list[Tally], beside: Tally, reports: Path) -> int:
     table = Table("target", "inputs", *KINDS)
-    for tally in tallies:
+    rows = [*tallies, beside]
+    for tally in rows:
         table.add_row(tally.target, str(tally.inputs), *(str(tally.count(kind)) for kind in KINDS))
     Console().print(table)
-    failures = [(tally.target, *finding) for tally in tallies for finding in tally.findings]
+    failures = [(tally.target, *finding) for tally in rows for finding in tally.findings]
     for target, kind, text, given in failures:
         print(f"\n{target}: {kind}: {text}\n  input: {given}")
     if failures:
