@@ -6,6 +6,7 @@ vllm_backend is understood). Does not know: where the values came from. Invarian
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -52,6 +53,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._at_least("max_engine_failures", self.max_engine_failures, 1)
         for name in ("step_timeout_s", "load_timeout_s"):
             self._above_zero(name, getattr(self, name))
+        if not 0 <= self.mock_step_ms < math.inf:
+            raise ValueError(
+                f"engine argument 'mock_step_ms' is {self.mock_step_ms:g}, expected a number of at least 0"
+            )
         for name in ("max_model_len", "num_kv_blocks"):
             value = getattr(self, name)
             if value is not None:
@@ -64,5 +69,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @staticmethod
     def _above_zero(name: str, value: float) -> None:
-        if not value > 0:
-            raise ValueError(f"engine argument '{name}' is {value:g}, expected more than 0")
+        if not 0 < value < math.inf:
+            raise ValueError(f"engine argument '{name}' is {value:g}, expected a number above 0")

@@ -56,7 +56,7 @@ def row_edits(request: InferRequest, vocab_size: int, eos_token_ids: Sequence[in
         bias_values=np.array(list(sampling.logit_bias.values()), np.float32),
         stop_ids=np.array(sorted(token_id for token_id in stops if 0 <= token_id < vocab_size), np.int64),
         min_tokens=sampling.min_tokens,
-        repetition_penalty=sampling.repetition_penalty,
+        repetition_penalty=min(max(sampling.repetition_penalty, 1e-6), 1e6),  # so that logits stay finite
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         prompt_ids=np.unique(np.array(request.prompt_token_ids if repetition else (), np.int64)),

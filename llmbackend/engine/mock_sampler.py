@@ -49,7 +49,8 @@ def sample(
 def _penalise(logits: FloatArray, token_ids: Int32Array, num_prompt_tokens: int, sampling: SamplingParams) -> None:
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(token_ids)
-        factor = np.where(logits[seen] > 0, 1.0 / sampling.repetition_penalty, sampling.repetition_penalty)
+        penalty = min(max(sampling.repetition_penalty, 1e-6), 1e6)  # so that logits stay finite
+        factor = np.where(logits[seen] > 0, 1.0 / penalty, penalty)
         logits[seen] *= factor
     if sampling.frequency_penalty or sampling.presence_penalty:
         counts = np.bincount(token_ids[num_prompt_tokens:], minlength=len(logits))
