@@ -126,6 +126,15 @@ GREEDY_EDITS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-4, 1.0])
+@pytest.mark.parametrize("penalty", [1e-300, 1e308])
+def test_an_extreme_penalty_overflows_nothing(penalty: float, temperature: float) -> None:
+    each = request([1, 2, 3], repetition_penalty=penalty, temperature=temperature, seed=5)
+    logits = make_logits(1)
+    for chosen in (int(Rows([each], [[4]]).sample(logits).token_ids[0]), plain(each, [4], logits[0])[0]):
+        assert (chosen in (1, 2, 3, 4)) == (penalty < 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_edited_greedy_rows_equal_the_plain_sampler(dtype: torch.dtype) -> None:
     logits = make_logits(len(GREEDY_EDITS), seed=4).to(dtype)
