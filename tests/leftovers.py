@@ -27,6 +27,9 @@ POLL_S = 0.002
 OURS = ("llm-", "unload-", "load-", "model-load", "reaper", "timer", "startup")
 """How the names of threads begin that an engine, a model or a host owns."""
 
+PROGRESS_BARS = "tqdm_monitor"
+"""tqdm's, one for the process, since somebody's progress bar lasted long enough."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -103,7 +106,8 @@ def _new(before: Snapshot, shares_host: bool) -> list[str]:
     now = Snapshot.take()
     found = [f"process {pid}: {name}" for pid in now.children - before.children if (name := _excused_or_name(pid))]
     for thread in now.threads - before.threads:
-        if thread.is_alive() and (not shares_host or thread.name.startswith(OURS)):
+        is_asked = thread.name.startswith(OURS) or not (shares_host or thread.name == PROGRESS_BARS)
+        if thread.is_alive() and is_asked:
             found.append(f"thread {thread.name}")
     if not shares_host:
         found += [f"file descriptor {number}: {what}" for number, what in now.descriptors - before.descriptors]

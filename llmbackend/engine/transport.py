@@ -170,8 +170,9 @@ class InlineTransport(Transport):
                 self._error = error
 
     def _reap(self, timeout_s: float) -> bool:
+        """It cannot be forced: an engine that has failed gets the time to return."""
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(max(timeout_s, CLOSE_TIMEOUT_BEFORE_LOADED_S))
         return self._thread is None or not self._thread.is_alive()
 
     def _cause_of_death(self) -> EngineDeadError:

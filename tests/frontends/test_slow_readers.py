@@ -28,6 +28,8 @@ from llmbackend.frontends.mailbox import Backlog, ResponseStream
 BUFFER_BYTES = 256 << 10
 FLOOD = "n=100000 kib=8"
 """More than sockets and windows hold; the sender does not wait."""
+STEADY = "n=20000 kib=64 sleep=1"
+"""The same at a pace that leaves an unbounded buffer small until its client's time is over."""
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +176,7 @@ def wait_until_cut(connection: socket.socket) -> None:
 
 
 def test_a_client_that_takes_nothing_for_too_long_is_cut_off(impatient: Running) -> None:
-    connection = ask(impatient.http, "/v2/models/llm/generate_stream", {"id": "stalled", "text_input": FLOOD})
+    connection = ask(impatient.http, "/v2/models/llm/generate_stream", {"id": "stalled", "text_input": STEADY})
     wait_until_cut(connection)
     assert RECORD.cancelled["stalled"].wait(10)
 
@@ -189,7 +191,7 @@ def test_an_answer_that_is_not_taken_does_not_hold_its_connection(impatient: Run
 def test_a_grpc_stream_whose_client_takes_nothing_ends_with_cancelled(impatient: Running) -> None:
     with grpc.insecure_channel(impatient.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        call = stub.ModelStreamInfer(iter([grpc_request("grpc-stalled", FLOOD)]), timeout=60)
+        call = stub.ModelStreamInfer(iter([grpc_request("grpc-stalled", STEADY)]), timeout=60)
         assert RECORD.cancelled["grpc-stalled"].wait(20)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
