@@ -1,6 +1,6 @@
 """The requests of one model that no engine has taken yet, in the order in which engines take them.
 
-For: ModelState, under whose lock every call is made. Does not know: engines, responses, time. Invariants: a lower
+For: TaskMap, under whose lock every call is made. Does not know: engines, responses, time. Invariants: a lower
 priority level goes first, as in Triton; within a level it is first come, first served, but what a dead engine gave back
 goes before what never ran, and what waited longer than its level's timeout (action DELAY) goes last.
 """

@@ -15,12 +15,11 @@ import time
 from dataclasses import dataclass
 
 from .faults import KILL, Fault, Injected
-from .load import Load, Run
+from .load import MIN_LIVE, Load, Run
 from .specs import POISON, poisoned
 from .stage import Stage
 from .table import Row
 
-MIN_LIVE = 32
 OVER_TIMEOUT_S = 60.0
 
 

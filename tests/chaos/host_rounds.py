@@ -11,11 +11,9 @@ import os
 import random
 
 from .faults import KILL
-from .load import Run
+from .load import MIN_LIVE, Run
 from .stage import Stage
 from .table import Row
-
-MIN_LIVE = 32
 
 
 async def disconnects(stage: Stage, model: str, seed: int, times: int = 30) -> Row:

@@ -23,6 +23,8 @@ from .clients.openai_api import OpenAIClient
 from .outcome import Collector, Outcome, StreamFailed
 from .specs import Protocol, StreamSpec
 
+MIN_LIVE = 32
+"""Streams that must live when a fault is injected."""
 STREAM_TIMEOUT_S = 300.0
 """A stream that has not ended by then is lost: on a machine with nothing else to do none takes a tenth of that."""
 

@@ -31,15 +31,9 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The whole of a stream. error None = it ended as it should; code: as StreamFailed's."""
+class Outcome(Piece):
+    """The whole of a stream, as one piece. error None = it ended as it should; code: as StreamFailed's."""
 
-    text: str = ""
-    token_ids: tuple[int, ...] | None = None
-    logprobs: tuple[Any, ...] = ()
-    finish_reason: str | None = None
-    usage: tuple[int, int] | None = None
-    cumulative_logprob: float | None = None
     error: str | None = None
     code: str = ""
 
