@@ -1,0 +1,143 @@
+"""The native kernels: which library this CPU gets, and a Python handle on it.
+
+For: the model runner and the loader. Does not know: models; operations are handed over as structures (abi.py).
+Invariants: a library is loaded only when the CPU can execute it and its structures have the sizes of ours; calls
+release the GIL; memory and teams are freed with their Python owners.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import logging
+import weakref
+from collections.abc import Sequence
+from ctypes import c_int32, c_int64, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .abi import STRUCTURES, Step, Type
+
+logger = logging.getLogger(__name__)
+
+# Best first; the bit that the generic library reports for a CPU that can execute it (native/cpu.h).
+_VARIANTS: Final = {"amx": 8, "avx512_vnni": 4, "avx512": 2, "avx2": 1, "generic": 0}
+PANEL: Final = 32
+"""Output columns of a packed weight come in panels of this many."""
+_K_MULTIPLE: Final = {Type.FLOAT32: 1, Type.BFLOAT16: 32, Type.INT8: 64}
+_ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.INT8: 1}
+
+
+def packed_bytes(n: int, k: int, packed_type: Type) -> int:
+    """Size of a packed weight of n output and k input features."""
+    multiple = _K_MULTIPLE[packed_type]
+    return -(-n // PANEL) * PANEL * -(-k // multiple) * multiple * _ITEM_BYTES[packed_type]
+
+
+class Library:
+    """One loaded library. `variant`: the instruction set it was compiled for."""
+
+    def __init__(self, variant: str, path: Path) -> None:
+        """Raises OSError when it cannot be loaded, or was built from other sources than these."""
+        self.variant = variant
+        self.functions: Any = ctypes.CDLL(str(path))
+        _declare(self.functions)
+        sizes = (c_int32 * len(STRUCTURES))()
+        self.functions.llmb_sizes(sizes)
+        if list(sizes) != [ctypes.sizeof(structure) for structure in STRUCTURES]:
+            raise OSError(f"{path.name} was built from other sources than this package's: install it again")
+
+    def memory(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Zeros on huge pages where there are any, which cost nothing before they are written. Raises MemoryError."""
+        address = self.functions.llmb_memory_new(max(size_bytes, 1))
+        if not address:
+            raise MemoryError(f"{size_bytes} bytes could not be had")
+        buffer = (ctypes.c_uint8 * size_bytes).from_address(address)
+        weakref.finalize(buffer, self.functions.llmb_memory_delete, address, max(size_bytes, 1))
+        return np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
+
+
+class NativeEngine:
+    """A team of threads that runs operations. One thread at a time calls it."""
+
+    def __init__(self, library: Library, num_threads: int) -> None:
+        self.library = library
+        self.num_threads = num_threads
+        self.pointer = library.functions.llmb_engine_new(num_threads)
+        self._finalizer = weakref.finalize(self, library.functions.llmb_engine_delete, self.pointer)
+
+    def run(self, ops: Any, num_ops: int, step: Step) -> None:
+        """Runs `ops`, an array of pointers to operations as `op_pointers` makes it. Raises MemoryError."""
+        if self.library.functions.llmb_run(self.pointer, ops, num_ops, ctypes.byref(step)):
+            raise MemoryError("scratch memory for a step could not be had")
+
+    def pack(
+        self, weight: int, weight_type: Type, shape: tuple[int, int], stride: int, packed: int, packed_type: Type,
+        scale: int = 0, sums: int = 0,
+    ) -> None:  # fmt: skip
+        """Packs the matrix [n, k] at address `weight` to address `packed`; see llmb_pack in native/library.cpp."""
+        n, k = shape
+        self.library.functions.llmb_pack(
+            self.pointer, weight, weight_type, n, k, stride, packed, packed_type, scale or None, sums or None
+        )
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._finalizer()
+
+
+def op_pointers(ops: Sequence[ctypes.Structure]) -> Any:
+    """The array that `NativeEngine.run` takes. The caller keeps the operations alive."""
+    return (c_void_p * len(ops))(*(ctypes.addressof(op) for op in ops))
+
+
+def available() -> tuple[str, ...]:
+    """Variants that are built and that this CPU can execute, best first."""
+    generic = _path("generic")
+    if generic is None:
+        return ()
+    features = ctypes.CDLL(str(generic)).llmb_cpu_features()
+    return tuple(name for name, bit in _VARIANTS.items() if features & bit == bit and _path(name) is not None)
+
+
+@functools.cache
+def load(variant: str | None = None) -> Library | None:
+    """The best library for this CPU, or the named variant; None, with one warning, when there is none to be had."""
+    for name in available() if variant is None else (variant,):
+        path = _path(name)
+        try:
+            if path is not None:
+                return Library(name, path)
+        except OSError as error:
+            logger.warning("the native kernels cannot be loaded: %s", error)
+    logger.warning(
+        "no native kernels (a C++ compiler builds them when the package is installed): torch computes, much more slowly"
+    )
+    return None
+
+
+def _path(variant: str) -> Path | None:
+    directory = Path(__file__).parent
+    paths = (directory / f"_{variant}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((path for path in paths if path.exists()), None)
+
+
+def _declare(functions: Any) -> None:
+    """Types of the entry points (native/library.cpp); pointers are passed as integers."""
+    declare = {
+        "llmb_sizes": (None, [c_void_p]),
+        "llmb_engine_new": (c_void_p, [c_int32]),
+        "llmb_engine_delete": (None, [c_void_p]),
+        "llmb_run": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p]),
+        "llmb_pack": (None, [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int64, c_void_p, c_int32, c_void_p,
+                             c_void_p]),
+        "llmb_memory_new": (c_void_p, [c_size_t]),
+        "llmb_memory_delete": (None, [c_void_p, c_size_t]),
+    }  # fmt: skip
+    for name, (result, arguments) in declare.items():
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, arguments

@@ -1,0 +1,88 @@
+// The library's entry points, called through ctypes (see ../library.py); one translation unit per instruction set.
+//
+// For: Python. Does not know: models. Invariant: a program's operations run one after the other, with a barrier after
+// each, on all threads of the team; what they compute does not depend on the number of threads.
+#include <cstddef>
+#include <iterator>
+
+#include "attention.h"
+#include "cpu.h"
+#include "linear.h"
+#include "memory.h"
+#include "rows.h"
+#include "step.h"
+#include "team.h"
+
+#define LLMB_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace llmb {
+
+// A team and the scratch memory its operations use.
+struct Engine {
+    explicit Engine(int num_threads) : team(num_threads) {}
+    Team team;
+    Scratch scratch;
+};
+
+inline size_t scratch_bytes(const void* op, const Step& step, int num_threads) {
+    switch (*static_cast<const Kind*>(op)) {
+        case Kind::kLinear: return linear_scratch_bytes(*static_cast<const LinearOp*>(op), step, num_threads);
+        case Kind::kAttention: return attention_scratch_bytes(*static_cast<const AttentionOp*>(op), step, num_threads);
+        default: return 0;
+    }
+}
+
+inline void run_op(Worker& worker, const void* op, const Step& step, char* scratch) {
+    switch (*static_cast<const Kind*>(op)) {
+        case Kind::kEmbed: return embed(worker, *static_cast<const EmbedOp*>(op), step);
+        case Kind::kNorm: return norm(worker, *static_cast<const NormOp*>(op), step);
+        case Kind::kLinear: return linear(worker, *static_cast<const LinearOp*>(op), step, scratch);
+        case Kind::kRotary: return rotary(worker, *static_cast<const RotaryOp*>(op), step);
+        case Kind::kAttention: return attention(worker, *static_cast<const AttentionOp*>(op), step, scratch);
+    }
+}
+
+}  // namespace llmb
+
+LLMB_EXPORT void* llmb_engine_new(int num_threads) { return new llmb::Engine(num_threads); }
+
+LLMB_EXPORT void llmb_engine_delete(void* engine) { delete static_cast<llmb::Engine*>(engine); }
+
+// Runs ops[0..num_ops-1] on the step. 0, or -1 when scratch memory could not be had.
+LLMB_EXPORT int llmb_run(void* engine_pointer, const void* const* ops, int num_ops, const llmb::Step* step) {
+    auto& engine = *static_cast<llmb::Engine*>(engine_pointer);
+    size_t bytes = 0;
+    for (int i = 0; i < num_ops; i++) bytes = std::max(bytes, llmb::scratch_bytes(ops[i], *step, engine.team.size()));
+    char* scratch = engine.scratch.at_least(bytes);
+    if (bytes > 0 && scratch == nullptr) return -1;
+    engine.team.run([&](llmb::Worker& worker) {
+        for (int i = 0; i < num_ops; i++) {
+            llmb::run_op(worker, ops[i], *step, scratch);
+            worker.barrier();
+        }
+    });
+    return 0;
+}
+
+// The sizes of the structures that Python mirrors, in the order of `Kind` after Step.
+LLMB_EXPORT void llmb_sizes(int32_t* sizes) {
+    const size_t all[] = {sizeof(llmb::Step),   sizeof(llmb::EmbedOp),  sizeof(llmb::NormOp),
+                          sizeof(llmb::LinearOp), sizeof(llmb::RotaryOp), sizeof(llmb::AttentionOp)};
+    for (size_t i = 0; i < std::size(all); i++) sizes[i] = static_cast<int32_t>(all[i]);
+}
+
+// Packs float32 or bfloat16 weights [n, k] (row-major, `stride` elements from row to row) into panels of `packed_type`.
+// scale float32 [n] and sums int32 [n] are written for int8 alone.
+LLMB_EXPORT void llmb_pack(void* engine, const void* weight, llmb::Type type, int n, int k, int64_t stride, void* packed,
+                           llmb::Type packed_type, float* scale, int32_t* sums) {
+    static_cast<llmb::Engine*>(engine)->team.run([&](llmb::Worker& worker) {
+        llmb::pack(worker, weight, type, n, k, stride, packed, packed_type, scale, sums);
+    });
+}
+
+LLMB_EXPORT void* llmb_memory_new(size_t bytes) { return llmb::acquire_memory(bytes); }
+
+LLMB_EXPORT void llmb_memory_delete(void* memory, size_t bytes) { llmb::release_memory(memory, bytes); }
+
+// Bits of Feature. Every library answers; the generic one can be asked on any CPU.
+LLMB_EXPORT int32_t llmb_cpu_features() { return llmb::cpu_features(); }

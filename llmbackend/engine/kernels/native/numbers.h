@@ -1,0 +1,152 @@
+// Vectors of float32 and the storage types around them, for whatever instruction set this file is compiled for.
+//
+// For: all kernels. Does not know: tensors. Invariant: an operation rounds the same way in every function that uses it:
+// the library is compiled with -ffp-contract=off, and fma() is a fused operation exactly where the CPU has one.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace llmb {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+using Floats = float __attribute__((vector_size(kLanes * 4)));
+using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
+
+// The upper half of a float32.
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+
+// Rounds to nearest, ties to even; a NaN stays one.
+inline bf16 to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
+    return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+inline Floats splat(float x) { return Floats{} + x; }
+
+inline Floats load(const float* p) {
+    Floats v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof v); }
+
+inline Floats load(const bf16* p) {
+#if defined(__AVX512F__)
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+#elif defined(__AVX2__)
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16);
+#else
+    Floats v;
+    for (int i = 0; i < kLanes; i++) v[i] = to_float(p[i]);
+    return v;
+#endif
+}
+
+inline void store(bf16* p, Floats v) {
+#if defined(__AVX512F__)
+    const __m512i bits = (__m512i)v;
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+    const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    const __m512i chosen = _mm512_mask_blend_epi32(nan, rounded, quiet);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(chosen, 16)));
+#else
+    for (int i = 0; i < kLanes; i++) p[i] = to_bf16(v[i]);
+#endif
+}
+
+// a * b + c
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// The scalar twin of fma().
+inline float fma(float a, float b, float c) {
+#if defined(__FMA__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+// Halves the vector again and again: one fixed order of additions.
+inline float sum(Floats v) {
+    alignas(64) float lanes[kLanes];
+    store(lanes, v);
+    for (int half = kLanes / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+inline float max(Floats v) {
+    float best = v[0];
+    for (int i = 1; i < kLanes; i++) best = v[i] > best ? v[i] : best;
+    return best;
+}
+
+// In a vector of pairs of bf16 (one pair per 32-bit lane): the even and the odd element of each pair, widened.
+inline Floats even(Ints pairs) { return (Floats)(pairs << 16); }
+inline Floats odd(Ints pairs) { return (Floats)(pairs & static_cast<int32_t>(0xffff0000)); }
+
+inline Ints load_pairs(const bf16* p) {
+    Ints v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+// e^x, relative error below 3e-7; 0 for x below about -87 (and for minus infinity), for x up to 88.
+inline Floats exp(Floats x) {
+    const Floats low = splat(-87.33f);
+    const Floats t = max(x, low) * 1.44269504f;
+    const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
+    const Floats shifted = t + magic;
+    const Floats whole = shifted - magic;
+    const Floats f = t - whole;
+    Floats p = splat(1.5403530e-4f);
+    p = fma(p, f, splat(1.3333558e-3f));
+    p = fma(p, f, splat(9.6181291e-3f));
+    p = fma(p, f, splat(5.5504109e-2f));
+    p = fma(p, f, splat(2.4022651e-1f));
+    p = fma(p, f, splat(6.9314718e-1f));
+    p = fma(p, f, splat(1.0f));
+    const Ints scale = ((Ints)shifted - (Ints)magic + 127) << 23;
+    const Floats result = p * (Floats)scale;
+    return x > low ? result : Floats{};
+}
+
+}  // namespace llmb

@@ -1,0 +1,88 @@
+// Operations on single rows: embedding lookup and norms.
+//
+// For: the program's small operations. Does not know: layers. Invariant: a row's result depends on that row alone.
+#pragma once
+
+#include "numbers.h"
+#include "step.h"
+#include "team.h"
+
+namespace llmb {
+
+inline int num_rows(Rows rows, const Step& step) { return rows == Rows::kSampled ? step.num_sampled : step.num_tokens; }
+
+// Few rows are not worth a share each.
+constexpr int kRowGrain = 4;
+
+template <class Weight>
+inline void embed_row(const Weight* weight, float scale, int width, float* out) {
+    for (int i = 0; i < width; i++) out[i] = to_float(weight[i]) * scale;
+}
+
+inline void embed(Worker& worker, const EmbedOp& op, const Step& step) {
+    worker.share(step.num_tokens, kRowGrain, [&](int begin, int end) {
+        for (int t = begin; t < end; t++) {
+            float* out = op.out + static_cast<int64_t>(t) * op.out_stride;
+            const int64_t offset = static_cast<int64_t>(step.token_ids[t]) * op.width;
+            if (op.weight_type == Type::kBfloat16)
+                embed_row(static_cast<const bf16*>(op.weight) + offset, op.scale, op.width, out);
+            else
+                embed_row(static_cast<const float*>(op.weight) + offset, op.scale, op.width, out);
+        }
+    });
+}
+
+// The sum of f(i) for the vectors at i = 0, kLanes, … plus that of the single elements at the end.
+template <class Square>
+inline float row_sum(const float* x, int width, Square&& term) {
+    Floats total{};
+    int i = 0;
+    for (; i + kLanes <= width; i += kLanes) total = term(load(x + i), total);
+    float rest = 0.0f;
+    for (; i < width; i++) rest += term(splat(x[i]), Floats{})[0];
+    return sum(total) + rest;
+}
+
+// out[i] (+)= (x[i] - mean) * factor * weight[i] + bias[i]
+template <class Out>
+inline void scale_row(const NormOp& op, const float* x, float mean, float factor, Out* out) {
+    const auto scaled = [&](Floats v, Floats weight, Floats bias) {
+        return (v - splat(mean)) * splat(factor) * weight + bias;
+    };
+    int i = 0;
+    for (; i + kLanes <= op.width; i += kLanes) {
+        Floats v = scaled(load(x + i), load(op.weight + i), op.bias ? load(op.bias + i) : Floats{});
+        if (op.accumulate) v += load(out + i);
+        store(out + i, v);
+    }
+    for (; i < op.width; i++) {
+        float v = (x[i] - mean) * factor * op.weight[i] + (op.bias ? op.bias[i] : 0.0f);
+        if (op.accumulate) v += to_float(out[i]);
+        if constexpr (std::is_same_v<Out, bf16>)
+            out[i] = to_bf16(v);
+        else
+            out[i] = v;
+    }
+}
+
+inline void norm_row(const NormOp& op, const float* x, int64_t out_row) {
+    const auto add = [](Floats v, Floats total) { return total + v; };
+    const float mean = op.subtract_mean ? row_sum(x, op.width, add) / static_cast<float>(op.width) : 0.0f;
+    const auto square = [&](Floats v, Floats total) { return fma(v - splat(mean), v - splat(mean), total); };
+    const float factor = 1.0f / std::sqrt(row_sum(x, op.width, square) / static_cast<float>(op.width) + op.eps);
+    if (op.out_type == Type::kBfloat16)
+        scale_row(op, x, mean, factor, static_cast<bf16*>(op.out) + out_row * op.out_stride);
+    else
+        scale_row(op, x, mean, factor, static_cast<float*>(op.out) + out_row * op.out_stride);
+}
+
+inline void norm(Worker& worker, const NormOp& op, const Step& step) {
+    worker.share(num_rows(op.rows, step), kRowGrain, [&](int begin, int end) {
+        for (int row = begin; row < end; row++) {
+            const int token = op.rows == Rows::kSampled ? step.sampled_tokens[row] : row;
+            norm_row(op, op.x + static_cast<int64_t>(token) * op.x_stride, row);
+        }
+    });
+}
+
+}  // namespace llmb

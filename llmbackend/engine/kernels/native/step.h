@@ -1,0 +1,151 @@
+// What Python hands over: one step's ragged batch, and the flat program of operations that computes it.
+//
+// For: the boundary; abi.py mirrors every structure here field by field (sizes are compared when the library is
+// loaded). Does not know: how operations are computed. Invariant: the library owns no memory that outlives a call, except
+// its team's threads and scratch; all pointers belong to Python and stay valid while a program may run.
+#pragma once
+
+#include <cstdint>
+
+namespace llmb {
+
+enum class Type : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+
+// Which rows an operation computes: all tokens of the batch, or those that are sampled.
+enum class Rows : int32_t { kTokens = 0, kSampled = 1 };
+
+// The flattened batch. Row r owns the tokens query_start[r] .. query_start[r+1]-1, the last of its seq_lens[r]
+// positions. Position p of row r has the slot block_table[r * block_table_stride + p / block_size] * block_size
+// + p % block_size; slots[t] is that of token t.
+struct Step {
+    int32_t num_tokens;
+    int32_t num_rows;
+    int32_t num_sampled;
+    int32_t block_table_stride;
+    const int32_t* token_ids;       // [num_tokens]
+    const int32_t* positions;       // [num_tokens]
+    const int32_t* slots;           // [num_tokens]
+    const int32_t* query_start;     // [num_rows + 1]
+    const int32_t* seq_lens;        // [num_rows]
+    const int32_t* block_table;     // [num_rows, block_table_stride]
+    const int32_t* sampled_tokens;  // [num_sampled]: which token's logits are wanted
+};
+
+enum class Kind : int32_t { kEmbed = 0, kNorm = 1, kLinear = 2, kRotary = 3, kAttention = 4 };
+
+// out[t] = weight[token_ids[t]] * scale
+struct EmbedOp {
+    Kind kind;
+    Type weight_type;     // float32 or bfloat16
+    const void* weight;   // [vocab, width], row-major
+    float* out;           // [tokens, out_stride]
+    int32_t width;
+    int32_t out_stride;
+    float scale;
+    int32_t padding;
+};
+
+// out = x / rms(x) * weight (or layer norm), rounded to out_type; with `accumulate`, float32 out += that.
+// With rows = kSampled, out row i is the norm of x row sampled_tokens[i].
+struct NormOp {
+    Kind kind;
+    Rows rows;
+    const float* x;       // [tokens, x_stride]
+    const float* weight;  // [width]
+    const float* bias;    // [width] or null
+    void* out;            // [rows, out_stride]
+    int32_t x_stride;
+    int32_t out_stride;
+    int32_t width;
+    Type out_type;
+    float eps;
+    int32_t subtract_mean;  // 1: layer norm
+    int32_t accumulate;
+    int32_t padding;
+};
+
+enum class Epilogue : int32_t {
+    kStore = 0,     // y = x·Wᵀ + bias
+    kAdd = 1,       // float32 y += (x·Wᵀ + bias) * factor
+    kSiluMul = 2,   // y = silu(x·Wᵀ + bias) * (x·W2ᵀ + bias2)
+    kGeluMul = 3,   // the same with gelu (tanh form)
+};
+
+// Weights are packed in panels of 32 output columns (the last one padded with zeros), K padded with zeros:
+//   float32   [n/32][k][32]          k as it is
+//   bfloat16  [n/32][k/2][32][2]     k padded to a multiple of 32
+//   int8      [n/32][k/4][32][4]     k padded to a multiple of 64; scale [n]: W = scale * q; sums [n]: sum of q over k
+struct LinearOp {
+    Kind kind;
+    Rows rows;            // how many rows x has: tokens or sampled
+    const void* weight;
+    const void* weight2;  // the second factor of kSiluMul and kGeluMul, packed alike
+    const float* bias;    // [n] or null
+    const float* bias2;
+    const float* scale;   // int8: [n]
+    const float* scale2;
+    const int32_t* sums;  // int8: [n]
+    const int32_t* sums2;
+    const void* x;        // [rows, x_stride], x_type
+    void* y;              // [rows, y_stride], y_type
+    int32_t n;
+    int32_t k;            // not padded
+    int32_t x_stride;
+    int32_t y_stride;
+    Type weight_type;
+    Type x_type;          // float32 or bfloat16
+    Type y_type;          // float32 or bfloat16
+    Epilogue epilogue;
+    float factor;
+    int32_t padding;
+};
+
+// Per token: normalises (where weights are given) and rotates the heads of q and k in place, and writes k and v to
+// their slot. KV memory of one layer, bfloat16: keys [block][kv_head][dim/2][block_size][2],
+// values [block][kv_head][block_size/2][dim][2]; float32: keys [block][kv_head][dim][block_size],
+// values [block][kv_head][block_size][dim]. What is written is finite (a NaN becomes 0, an infinity the largest number).
+struct RotaryOp {
+    Kind kind;
+    Type kv_type;
+    float* q;               // [tokens, stride]: num_heads * head_dim; in place
+    float* k;               // [tokens, stride]: num_kv_heads * head_dim
+    const float* v;         // [tokens, stride]
+    void* keys;
+    void* values;
+    const float* cos_sin;   // [positions, rotary_dim]: cos of the first half, then sin; null: no rotation
+    const float* q_norm;    // [head_dim] (or [num_heads * head_dim] with norm_whole), or null
+    const float* k_norm;
+    int32_t stride;         // of q, k and v, in elements
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t rotary_dim;     // the first rotary_dim of each head are rotated
+    int32_t interleaved;    // 1: pairs are neighbours (2i, 2i+1) and not halves (i, i + rotary_dim/2)
+    int32_t block_size;
+    int32_t norm_whole;     // 1: q_norm and k_norm cover all heads of a token together
+    float eps;
+    int32_t padding;
+};
+
+// Causal attention of each row's queries to that row's keys, all KV written before.
+struct AttentionOp {
+    Kind kind;
+    Type kv_type;
+    const float* q;         // [tokens, q_stride]: num_heads * head_dim
+    const void* keys;       // as RotaryOp writes them
+    const void* values;
+    const float* sinks;     // [num_heads] or null: one extra score without a value
+    void* out;              // [tokens, out_stride]: num_heads * head_dim
+    int32_t q_stride;
+    int32_t out_stride;
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;       // a multiple of 32
+    int32_t block_size;     // a multiple of 32
+    int32_t window;         // a query sees this many positions, itself included; 0: all
+    Type out_type;
+    float scaling;
+    float softcap;          // 0: off
+};
+
+}  // namespace llmb

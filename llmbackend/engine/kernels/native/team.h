@@ -1,0 +1,134 @@
+// A small team of threads that runs one function together, with barriers inside it.
+//
+// For: a whole engine step as one parallel region. Does not know: what is computed. Invariants: a team's threads exist
+// as long as it does; who waits spins for some tens of microseconds and then sleeps, so a team never burns a core that
+// another process could use; how work is shared never changes what is computed, only who computes it.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace llmb {
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+// Returns when `word` no longer holds `old`.
+inline void wait_while(const std::atomic<uint32_t>& word, uint32_t old) {
+    constexpr int kSpins = 1000;  // about 50 microseconds
+    for (int i = 0; i < kSpins; i++) {
+        if (word.load(std::memory_order_acquire) != old) return;
+        pause_briefly();
+    }
+    word.wait(old, std::memory_order_acquire);
+}
+
+class Team;
+
+// One thread's view of the team while a function runs. All workers must reach the same barriers.
+struct Worker {
+    Team& team;
+    int rank;
+    int size;
+
+    void barrier();
+
+    // Calls f(begin, end) for pieces of at most `grain` items until all of 0..n-1 are done by somebody. At most one
+    // share between two barriers; the results of others may be read after the next barrier only.
+    template <class F>
+    void share(int n, int grain, F&& f);
+};
+
+class Team {
+  public:
+    explicit Team(int size) : size_(size) {
+        for (int rank = 1; rank < size; rank++) threads_.emplace_back([this, rank] { serve(rank); });
+    }
+
+    ~Team() {
+        job_ = nullptr;
+        start_.fetch_add(1, std::memory_order_release);
+        start_.notify_all();
+        for (auto& thread : threads_) thread.join();
+    }
+
+    Team(const Team&) = delete;
+    Team& operator=(const Team&) = delete;
+
+    int size() const { return size_; }
+
+    // Runs f(worker) on every thread, the caller's included; returns when all are done. One caller at a time.
+    template <class F>
+    void run(F&& f) {
+        context_ = &f;
+        job_ = [](void* context, Worker& worker) { (*static_cast<std::remove_reference_t<F>*>(context))(worker); };
+        next_.store(0, std::memory_order_relaxed);
+        start_.fetch_add(1, std::memory_order_release);
+        if (size_ > 1) start_.notify_all();
+        Worker worker{*this, 0, size_};
+        job_(context_, worker);
+        worker.barrier();
+    }
+
+  private:
+    friend struct Worker;
+
+    void serve(int rank) {
+        uint32_t seen = 0;
+        while (true) {
+            wait_while(start_, seen);
+            seen++;
+            if (job_ == nullptr) return;
+            Worker worker{*this, rank, size_};
+            job_(context_, worker);
+            worker.barrier();
+        }
+    }
+
+    const int size_;
+    std::vector<std::thread> threads_;
+    void (*job_)(void*, Worker&) = nullptr;
+    void* context_ = nullptr;
+    std::atomic<uint32_t> start_{0};
+    alignas(64) std::atomic<uint32_t> phase_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<int> next_{0};
+};
+
+inline void Worker::barrier() {
+    if (size == 1) {
+        team.next_.store(0, std::memory_order_relaxed);
+        return;
+    }
+    const uint32_t phase = team.phase_.load(std::memory_order_relaxed);
+    if (team.arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+        team.arrived_.store(0, std::memory_order_relaxed);
+        team.next_.store(0, std::memory_order_relaxed);
+        team.phase_.store(phase + 1, std::memory_order_release);
+        team.phase_.notify_all();
+    } else {
+        wait_while(team.phase_, phase);
+    }
+}
+
+template <class F>
+void Worker::share(int n, int grain, F&& f) {
+    while (true) {
+        const int begin = team.next_.fetch_add(grain, std::memory_order_relaxed);
+        if (begin >= n) return;
+        f(begin, std::min(begin + grain, n));
+    }
+}
+
+}  // namespace llmb
