@@ -83,7 +83,7 @@ class FaultyRunner:
         sampled = self._runner.execute(plan, table)
         rows = plan.rows[plan.sample_rows].tolist()
         if self._faults.take("escape"):
-            return replace(sampled, token_ids=np.zeros(len(rows) + 1, np.int32))
+            return replace(sampled, token_ids=np.zeros(plan.num_samples + 1, np.int32))
         if rows and self._faults.take("nan-logits"):
             return self._without_logits(sampled, rows[0])
         return sampled

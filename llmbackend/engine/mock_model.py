@@ -69,17 +69,17 @@ class MockRunner:
             time.sleep(self._step_s)
         self._write_kv(plan, table)
         token_ids: list[int] = []
-        logprobs: dict[int, TokenLogprobs] = {}
-        for row in plan.rows[plan.sample_rows].tolist():
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for row, position in zip(*(array.tolist() for array in plan.samples(table)), strict=True):
             request = self._requests[row]
-            context = self._read_kv(row, int(table.num_tokens[row]), table)
+            context = self._read_kv(row, position, table)
             logits = mock_logits(context, self.info.vocab_size)
             token_id, row_logprobs = sample(
                 logits, context, len(request.prompt_token_ids), request.sampling, self.info.eos_token_ids
             )
             token_ids.append(token_id)
             if row_logprobs is not None:
-                logprobs[row] = row_logprobs
+                logprobs.setdefault(row, []).append(row_logprobs)
         return SampledTokens(np.array(token_ids, np.int32), logprobs)
 
     def close(self) -> None:

@@ -80,7 +80,7 @@ class ModelRunner:
             logits = self._forward(step)
         if logits is None:
             return SampledTokens(np.empty(0, np.int32))
-        return self._sampler.sample(plan.rows[plan.sample_rows], logits, table)
+        return self._sampler.sample(*plan.samples(table), logits, table)
 
     def close(self) -> None:
         self._caches.clear()
@@ -112,7 +112,7 @@ class _FlatStep:
     """A plan's rows, reordered for attention, and their tokens one after the other.
 
     rows, query_lens, seq_lens int64 [n]; token_ids, positions, slots int64 [tokens]; sampled_tokens: where in the
-    flattened batch each sampled row's last token is, in the plan's order.
+    flattened batch the tokens are that samples follow, in the order of `plan.samples`.
     """
 
     rows: Int64Array
@@ -142,8 +142,18 @@ def _flatten(plan: StepPlan, table: RowTable) -> _FlatStep:
         token_ids=table.token_ids[token_rows, positions].astype(np.int64),
         positions=positions,
         slots=blocks * table.block_size + positions % table.block_size,
-        sampled_tokens=last_tokens[plan.sample_rows],
+        sampled_tokens=_with_drafts(plan, last_tokens[plan.sample_rows]),
     )
+
+
+def _with_drafts(plan: StepPlan, last_tokens: Int64Array) -> Int64Array:
+    """From where each sampled row's chunk ends to where its known tokens end and to all of its drafts."""
+    if plan.num_draft_tokens is None:
+        return last_tokens
+    counts = plan.num_draft_tokens[plan.sample_rows].astype(np.int64) + 1
+    ends = np.cumsum(counts)
+    tokens: Int64Array = np.arange(ends[-1]) + np.repeat(last_tokens + 1 - ends, counts)
+    return tokens
 
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:

@@ -16,7 +16,7 @@ from .drawing import Limits, draw, draw_limited, likeliest, most_likely
 from .infer_request import InferRequest, TokenLogprobs
 from .logit_edits import RowEdits, apply_edits, row_edits
 from .random_numbers import uniform
-from .step import BROKEN_LOGITS, Int32Array, RowTable, SampledTokens
+from .step import BROKEN_LOGITS, NO_TOKEN, Int32Array, RowTable, SampledTokens
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -59,9 +59,9 @@ class Sampler:
         self._edits.pop(row, None)
         self._num_logprobs.pop(row, None)
 
-    def sample(self, rows: Int32Array, logits: torch.Tensor, table: RowTable) -> SampledTokens:
-        """One token for each of `rows` from logits [len(rows), vocab_size or more], in any float type, left
-        unchanged."""
+    def sample(self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable) -> SampledTokens:
+        """The token at each (row, position) from logits [len(rows), vocab_size or more], in any float type, left
+        unchanged. A row with drafts is there several times in a row, with rising positions."""
         logits = logits[:, : self._vocab_size]
         peaks, peak_ids = likeliest(logits)
         token_ids = peak_ids.cpu().numpy().astype(np.int32)
@@ -72,31 +72,35 @@ class Sampler:
         index = np.flatnonzero((random | edited) & sound)
         if len(index):
             work = logits[torch.from_numpy(index).to(logits.device)].float()
-            token_ids[index] = self._choose(rows[index], work, table)
-        errors = {int(row): BROKEN_LOGITS for row in rows[~sound]}
+            token_ids[index] = self._choose(rows[index], positions[index], work, table)
+        token_ids[~sound] = NO_TOKEN
+        errors = {int(row): BROKEN_LOGITS for row in rows[~sound & (positions == table.num_tokens[rows])]}
         return SampledTokens(token_ids, self._logprobs(rows, token_ids, logits, errors), errors)
 
-    def _choose(self, rows: Int32Array, logits: torch.Tensor, table: RowTable) -> Int64Array:
+    def _choose(self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable) -> Int64Array:
         """Tokens for rows that are not plainly greedy; `logits` is a float32 copy."""
-        self._edit(rows, logits, table)
+        self._edit(rows, positions, logits, table)
         chosen: Int64Array = likeliest(logits)[1].cpu().numpy()
         index = np.flatnonzero(self._temperature[rows] >= _GREEDY_TEMPERATURE)
         if not len(index):
             return chosen
-        rows = rows[index]
+        rows, positions = rows[index], positions[index]
         device = logits.device
         scaled = logits[torch.from_numpy(index).to(device)]
         scaled.div_(torch.from_numpy(self._temperature[rows]).to(device, torch.float32)[:, None])
-        uniforms = torch.from_numpy(uniform(self._seed[rows], table.num_tokens[rows].astype(np.uint64))).to(device)
+        uniforms = torch.from_numpy(uniform(self._seed[rows], positions.astype(np.uint64))).to(device)
         chosen[index] = self._draw(rows, scaled, uniforms).cpu().numpy()
         return chosen
 
-    def _edit(self, rows: Int32Array, logits: torch.Tensor, table: RowTable) -> None:
+    def _edit(self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable) -> None:
         index = [i for i, row in enumerate(rows.tolist()) if row in self._edits]
         if not index:
             return
         edits = [self._edits[int(rows[i])] for i in index]
-        outputs = [table.token_ids[r, table.num_prompt_tokens[r] : table.num_tokens[r]] for r in rows[index].tolist()]
+        outputs = [
+            table.token_ids[row, table.num_prompt_tokens[row] : position]
+            for row, position in zip(rows[index].tolist(), positions[index].tolist(), strict=True)
+        ]
         if len(index) == len(rows):
             apply_edits(logits, edits, outputs)
             return
@@ -120,22 +124,24 @@ class Sampler:
 
     def _logprobs(
         self, rows: Int32Array, token_ids: Int32Array, logits: torch.Tensor, errors: dict[int, str]
-    ) -> dict[int, TokenLogprobs]:
+    ) -> dict[int, list[TokenLogprobs]]:
         """Of the model's own distribution, for the rows that ask."""
         index = [i for i, row in enumerate(rows.tolist()) if row in self._num_logprobs and row not in errors]
         if not index:
             return {}
         raw = logits[torch.tensor(index, device=logits.device)].float()
         asked = [self._num_logprobs[int(rows[i])] for i in index]
-        chosen = torch.from_numpy(token_ids[index].astype(np.int64)).to(logits.device)[:, None]
+        # What stands at a position without a token is never looked at.
+        chosen = torch.from_numpy(np.maximum(token_ids[index], 0).astype(np.int64)).to(logits.device)[:, None]
         own = raw.gather(-1, chosen)
         norm = torch.logsumexp(raw, dim=-1, keepdim=True)
         ranks = ((raw > own).sum(-1) + 1).tolist()
         values, ids = most_likely(raw, max(asked)) if max(asked) else (raw[:, :0], chosen[:, :0])
         listed = zip(ids.tolist(), (values - norm).tolist(), strict=True)
-        return {
-            int(rows[i]): TokenLogprobs(int(token_ids[i]), logprob, rank, tuple(zip(top_ids[:n], top[:n], strict=True)))
-            for i, n, logprob, rank, (top_ids, top) in zip(
-                index, asked, (own - norm)[:, 0].tolist(), ranks, listed, strict=True
-            )
-        }
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for i, n, logprob, rank, (top_ids, top) in zip(
+            index, asked, (own - norm)[:, 0].tolist(), ranks, listed, strict=True
+        ):
+            entry = TokenLogprobs(int(token_ids[i]), logprob, rank, tuple(zip(top_ids[:n], top[:n], strict=True)))
+            logprobs.setdefault(int(rows[i]), []).append(entry)
+        return logprobs

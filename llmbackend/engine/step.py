@@ -8,7 +8,7 @@ only for rows that changed. Only the engine core's thread touches a table; a run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -20,6 +20,9 @@ from .infer_request import InferRequest, ModelInfo, TokenLogprobs
 BROKEN_LOGITS: Final = "the model computed logits that are not finite for this request"
 """The error of a row whose logits hold a NaN or an infinity."""
 
+NO_TOKEN: Final = -1
+"""What is sampled after a draft whose logits hold a NaN or an infinity."""
+
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -27,7 +30,8 @@ BoolArray = npt.NDArray[np.bool_]
 class RowTable:
     """The state of every live request, as arrays over permanent rows 0..max_num_seqs-1.
 
-    token_ids            int32 [max_num_seqs, max_model_len]      prompt, then output; valid up to num_tokens[row]
+    token_ids            int32 [max_num_seqs, max_model_len]      prompt, then output; valid up to num_tokens[row],
+                                                                  and during `execute` on through the row's drafts
     num_tokens           int32 [max_num_seqs]                     prompt + output tokens known so far
     num_prompt_tokens    int32 [max_num_seqs]                     the first output token is at this position
     num_computed_tokens  int32 [max_num_seqs]                     tokens whose KV is in the cache
@@ -55,30 +59,63 @@ class StepPlan:
     """What one step computes: for `rows[i]`, the `num_scheduled_tokens[i]` (≥ 1) tokens from num_computed_tokens on.
 
     rows int32 [n], each row at most once; num_scheduled_tokens int32 [n]; sample_rows bool [n]: rows whose chunk
-    reaches num_tokens, which therefore sample exactly one token. The new token's position is num_tokens[row].
+    reaches num_tokens, which therefore sample. The new token's position is num_tokens[row].
+
+    num_draft_tokens int32 [n], or None when no row has drafts, the common case. Drafts are guesses of what row i will
+    sample: they stand in table.token_ids[row, num_tokens : num_tokens + d], d = num_draft_tokens[i], and are the last d
+    of its num_scheduled_tokens[i]. Only rows with sample_rows[i] have any. Such a row samples 1 + d tokens, from the
+    logits of its last 1 + d scheduled tokens, each as if the drafts before it were output tokens: the j-th has position
+    num_tokens[row] + j. Which of them hold, the control side decides: a runner never looks at a draft's truth.
     """
 
     rows: Int32Array
     num_scheduled_tokens: Int32Array
     sample_rows: BoolArray
+    num_draft_tokens: Int32Array | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole step."""
+        """Tokens of the whole step, drafts included."""
         return int(self.num_scheduled_tokens.sum())
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the whole step samples."""
+        num_rows = int(np.count_nonzero(self.sample_rows))
+        return num_rows if self.num_draft_tokens is None else num_rows + int(self.num_draft_tokens.sum())
+
+    def samples(self, table: RowTable) -> tuple[Int32Array, Int32Array]:
+        """Row and position of each token to sample, int32 [num_samples] both, in the order of SampledTokens."""
+        rows = self.rows[self.sample_rows]
+        positions: Int32Array = table.num_tokens[rows]
+        if self.num_draft_tokens is None:
+            return rows, positions
+        counts = self.num_draft_tokens[self.sample_rows] + 1
+        starts = np.cumsum(counts, dtype=np.int32) - counts
+        offsets = np.arange(counts.sum(), dtype=np.int32) - np.repeat(starts, counts)
+        return np.repeat(rows, counts), np.repeat(positions, counts) + offsets
+
+    def only(self, index: int) -> StepPlan:
+        """The part of the plan that concerns rows[index]."""
+        part = slice(index, index + 1)
+        drafts = None if self.num_draft_tokens is None else self.num_draft_tokens[part]
+        return StepPlan(self.rows[part], self.num_scheduled_tokens[part], self.sample_rows[part], drafts)
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     """What a step sampled.
 
-    token_ids: int32 [n_sampled], in the order of plan.rows[plan.sample_rows]. logprobs: by row, exactly for the sampled
-    rows whose request asks for them. errors: by row, the text for its client; such a row ends with it (its entry in
-    token_ids is ignored) and the step goes on for the rest.
+    token_ids: int32 [plan.num_samples], in the order of plan.rows[plan.sample_rows], and of positions inside a row
+    (without drafts: one per sampled row). logprobs: by row, exactly for the sampled rows whose request asks for them,
+    one for each of the row's tokens in token_ids. errors: by row, the text for its client; such a row ends with it (its
+    entries in token_ids are ignored) and the step goes on for the rest.
+    Logits that are not finite: a row's first position gets the error BROKEN_LOGITS; a later one gets NO_TOKEN (its
+    logprobs entry is ignored), since the drafts before it may be wrong. If they hold, the next step meets it as first.
     """
 
     token_ids: Int32Array
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -86,7 +123,7 @@ class Runner(Protocol):
     """A loaded model with its KV memory (info.num_blocks blocks of info.block_size slots). One thread calls it.
 
     Law 1 binds it: a row's tokens depend on that row's tokens and sampling parameters alone, never on the plan's other
-    rows or on how the tokens were split into chunks.
+    rows, on how the tokens were split into chunks, or on its drafts being there.
     """
 
     @property
@@ -106,7 +143,10 @@ class Runner(Protocol):
         """Computes the plan's tokens, writes their KV, samples. The only call that sees the table.
 
         Must be repeatable: after it raised, the same rows may be run again, together or one by one, so anything counted
-        per token (penalties) is read from `table.token_ids`, where num_prompt_tokens parts prompt from output.
+        per token (penalties) is read from `table.token_ids`, where num_prompt_tokens parts prompt from output: for the
+        token at position p, output is token_ids[row, num_prompt_tokens[row] : p], drafts before p included.
+        The KV of a draft is written to its position's slot like any other; if the draft is wrong, a later step writes
+        that slot again before anybody reads it. Slots at and beyond num_computed_tokens hold nothing that may be used.
         Tokens in stop_token_ids, and end-of-sequence tokens unless ignore_eos, are never sampled among the first
         min_tokens output tokens. Any exception counts as the failure of the rows it was given.
         """

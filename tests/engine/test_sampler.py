@@ -43,7 +43,7 @@ class Rows:
 
     def sample(self, logits: torch.Tensor, rows: list[int] | None = None) -> SampledTokens:
         chosen = np.arange(len(logits)) if rows is None else np.array(rows)
-        return self.sampler.sample(chosen.astype(np.int32), logits, self.table)
+        return self.sampler.sample(chosen.astype(np.int32), self.table.num_tokens[chosen], logits, self.table)
 
 
 def plain(each: InferRequest, output: list[int], logits: torch.Tensor) -> Any:
@@ -186,14 +186,14 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
     assert set(sampled.logprobs) == {0, 1}
     assert sampled.token_ids[0] == 5
     for row in (0, 1):
-        found, shares = sampled.logprobs[row], torch.log_softmax(logits[row].double(), -1)
+        (found,), shares = sampled.logprobs[row], torch.log_softmax(logits[row].double(), -1)
         assert found.token_id == sampled.token_ids[row]
         assert found.logprob == pytest.approx(shares[found.token_id].item(), abs=1e-4)
         assert found.rank == int((shares > shares[found.token_id]).sum()) + 1
     expected = torch.log_softmax(logits[0].double(), -1).topk(3)
-    assert [token_id for token_id, _ in sampled.logprobs[0].top] == expected.indices.tolist()
-    assert [logprob for _, logprob in sampled.logprobs[0].top] == pytest.approx(expected.values.tolist(), abs=1e-4)
-    assert sampled.logprobs[1].top == ()
+    assert [token_id for token_id, _ in sampled.logprobs[0][0].top] == expected.indices.tolist()
+    assert [logprob for _, logprob in sampled.logprobs[0][0].top] == pytest.approx(expected.values.tolist(), abs=1e-4)
+    assert sampled.logprobs[1][0].top == ()
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
