@@ -43,6 +43,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One sequence to generate. `request_id` is unique in its engine.
 
     `output_token_ids` are tokens already generated (and sent) by an engine that died: generation goes on after them.
+    `cache_salt`: only requests with the same one share what the prefix cache holds.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     priority: int = 0
+    cache_salt: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -66,8 +68,9 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
 
     token_ids: the new tokens, the end-of-sequence or stop token included when there is one. logprobs: one per new
     token, or empty. stop_token_id: the token that ended the request, when finish_reason is "stop". A request whose
-    finish_reason is set is over: its KV blocks are free and no more outputs follow. error: a message for its client,
-    with finish_reason "error".
+    finish_reason is set is over: its KV blocks are free and no more outputs follow. num_cached_tokens: how many of the
+    prompt's tokens were not computed, because the prefix cache had them. error: a message for its client, with
+    finish_reason "error".
     """
 
     request_id: str
@@ -80,7 +83,13 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot after a step; counters count since the engine started."""
+    """A snapshot after a step; counters count since the engine started.
+
+    num_free_blocks: those that the prefix cache keeps for nobody in particular are among them. prefix_cache_queries and
+    prefix_cache_hits: tokens of the requests that were admitted, and how many of them needed no computing.
+    num_drafts: speculations of one row in one step; num_draft_tokens: their tokens; num_accepted_tokens: those that
+    held.
+    """
 
     num_requests_running: int = 0
     num_requests_waiting: int = 0
@@ -89,9 +98,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_steps: int = 0
     last_step_s: float = 0.0
     num_invariant_breaches: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

@@ -1,31 +1,56 @@
-"""The pool of KV blocks and which row holds which of them.
+"""The pool of KV blocks: which row holds which of them, and which ones hold a text that may come again.
 
-For: the scheduler, which reserves blocks for the tokens of a step and releases a row's blocks at its end. Does not
-know: the KV memory itself (the runner's), requests, or why a block is needed. Invariant: every block is either on the
-free stack or in exactly one row's block table; `check()` verifies it. Allocating and freeing cost O(1) per block.
+For: the scheduler, which looks up what of a text is computed already, reserves blocks for the tokens of a step, and
+releases a row's blocks at its end. Does not know: the KV memory itself (the runner's), requests, or why a block is
+needed. Invariant: every block is exactly one of free (on the stack), cached (registered in the prefix cache and held by
+no row: found again until it is reused, the longest unused first) and used (held by as many rows as it counts);
+`check()` verifies it. Only full blocks of computed tokens are registered, and nobody writes to them after that.
+Allocating, freeing and finding cost O(1) per block; a step costs Python time only for rows that need a new block or
+have filled one.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import numpy as np
 
+from .prefix_cache import Key, Parent, Prefix, PrefixCache
 from .step import Int32Array, RowTable
+
+NEVER = np.iinfo(np.int32).max
+"""A number of registered blocks that a row never falls short of."""
 
 
 class KVCacheManager:
-    """Owner of the free stack, and the one writer of `table.block_table`."""
+    """Owner of the free stack, the cached blocks and the counts of holders, and the one writer of
+    `table.block_table`."""
 
-    def __init__(self, num_blocks: int, table: RowTable) -> None:
+    def __init__(self, num_blocks: int, table: RowTable, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = table.block_size
+        self._table = table
         self._block_table = table.block_table
         self._held: Int32Array = np.zeros(table.max_num_seqs, np.int32)
+        self._holders: Int32Array = np.zeros(num_blocks, np.int32)
         self._free: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = num_blocks
+        self._is_on = enable_prefix_caching
+        self._prefixes = PrefixCache(num_blocks)
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        # Of each row: how many of its blocks the prefix cache knows (they, or others of the same text), and the
+        # identity of the last of them.
+        self._num_known: Int32Array = np.full(table.max_num_seqs, 0 if self._is_on else NEVER, np.int32)
+        self._parent: list[Parent] = [""] * table.max_num_seqs
 
     @property
     def num_free_blocks(self) -> int:
-        return self._num_free
+        """Blocks that can be had: the cached ones are reused when no others are left."""
+        return self._num_free + len(self._cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold that many tokens."""
@@ -39,29 +64,130 @@ class KVCacheManager:
     def reserve(self, rows: Int32Array, num_tokens: Int32Array) -> bool:
         """Gives each row the blocks to hold `num_tokens[i]` tokens: all of them and True, or none and False."""
         missing = self.missing_blocks(rows, num_tokens)
-        if missing.sum() > self._num_free:
+        if missing.sum() > self.num_free_blocks:
             return False
         for i in missing.nonzero()[0].tolist():
             self._take(int(rows[i]), int(missing[i]))
         return True
 
     def release(self, row: int) -> None:
-        """Returns all blocks of a row. Its block table goes stale."""
+        """Gives back all blocks of a row, the last one first: the end of a text is reused before its beginning, which
+        others may share. Its block table goes stale."""
         held = int(self._held[row])
-        top = self._num_free
-        self._free[top : top + held] = self._block_table[row, :held][::-1]
-        self._num_free = top + held
+        blocks = self._block_table[row, :held][::-1]
+        self._holders[blocks] -= 1
         self._held[row] = 0
+        self._num_known[row], self._parent[row] = (0 if self._is_on else NEVER), ""
+        unused = blocks[self._holders[blocks] == 0]
+        if len(self._prefixes):
+            unused = self._keep_cached(unused)
+        self._free[self._num_free : self._num_free + len(unused)] = unused
+        self._num_free += len(unused)
+
+    # --- texts that come again ----------------------------------------------------------------------------------------
+
+    def find(self, token_ids: Int32Array, salt: str) -> Prefix:
+        """The computed beginning of a text that a row without blocks may take; never its last token, whose logits are
+        wanted."""
+        num_full = (len(token_ids) - 1) // self.block_size if self._is_on else 0
+        data = token_ids[: num_full * self.block_size].tobytes()
+        return self._prefixes.find(salt, data, self._bytes_per_block)
+
+    def num_in_use(self, prefix: Prefix) -> int:
+        """How many of its blocks some row holds, so that taking them makes no free block fewer."""
+        return int(np.count_nonzero(self._holders[prefix.blocks])) if prefix.blocks else 0
+
+    def take(self, row: int, prefix: Prefix) -> int:
+        """Gives a row without blocks the beginning that was found, and returns how many tokens that is."""
+        count = len(prefix.blocks)
+        if self._is_on:
+            self._num_known[row], self._parent[row] = count, prefix.parent
+        for block in prefix.blocks:
+            self._cached.pop(block, None)
+        self._block_table[row, :count] = prefix.blocks
+        self._holders[prefix.blocks] += 1
+        self._held[row] = count
+        return count * self.block_size
+
+    def register(self, rows: Int32Array) -> None:
+        """The rows' computed tokens are sound: their full blocks may be found from now on."""
+        num_full = self._table.num_computed_tokens[rows] // self.block_size
+        for i in (num_full > self._num_known[rows]).nonzero()[0].tolist():
+            self._register(int(rows[i]), int(num_full[i]))
+
+    def next_keys(self, rows: Int32Array) -> set[Key]:
+        """What these rows are about to compute: of each, the key of the first full block of its known tokens that is
+        not registered yet."""
+        at = self._num_known[rows]
+        unfinished = (self._table.num_tokens[rows] // self.block_size > at).nonzero()[0].tolist()
+        return {
+            (self._parent[row], self._tokens(row, first, first + 1))
+            for row, first in ((int(rows[i]), int(at[i])) for i in unfinished)
+        }
+
+    def distrust(self, row: int) -> None:
+        """The row failed, so no block it holds is found any more: neither its own, which may be bad, nor those it
+        found, which may be why it failed. Rows that hold them too go on."""
+        for block in self._block_table[row, : self._held[row]].tolist():
+            self._prefixes.forget(block)
 
     def check(self) -> None:
-        """Raises AssertionError unless free and held blocks together are each block exactly once."""
+        """Raises AssertionError unless free, cached and used blocks are together each block exactly once."""
         tables = [self._block_table[row, :held] for row, held in enumerate(self._held.tolist())]
-        blocks = np.concatenate([self._free[: self._num_free], *tables])
-        if len(blocks) != self.num_blocks or not (np.bincount(blocks, minlength=self.num_blocks) == 1).all():
-            raise AssertionError(f"KV blocks are lost or held twice: {len(blocks)} known of {self.num_blocks}")
+        holders = np.bincount(np.concatenate(tables), minlength=self.num_blocks)
+        unused = np.concatenate([self._free[: self._num_free], np.array(list(self._cached), np.int32)])
+        known = np.concatenate([unused, holders.nonzero()[0]])
+        if len(known) != self.num_blocks or not (np.bincount(known, minlength=self.num_blocks) == 1).all():
+            raise AssertionError(f"KV blocks are lost or held twice: {len(known)} known of {self.num_blocks}")
+        if len(holders) != self.num_blocks or (holders != self._holders).any():
+            raise AssertionError("KV blocks are lost or held twice: the counts of their holders are wrong")
+        is_registered = [block in self._prefixes for block in unused.tolist()]
+        if is_registered != [False] * self._num_free + [True] * len(self._cached):
+            raise AssertionError("a free block is found as a text, or a cached one is not")
+        self._prefixes.check()
+        self._check_texts()
+
+    @property
+    def _bytes_per_block(self) -> int:
+        return self.block_size * self._table.token_ids.itemsize
+
+    def _check_texts(self) -> None:
+        """Raises AssertionError unless each registered block that a row holds has the row's tokens."""
+        for row, held in enumerate(self._held.tolist()):
+            for index, block in enumerate(self._block_table[row, :held].tolist()):
+                if self._prefixes.tokens_of(block) not in (None, self._tokens(row, index, index + 1)):
+                    raise AssertionError(f"row {row} holds block {block} of another text")
+
+    def _tokens(self, row: int, first_block: int, end_block: int) -> bytes:
+        return self._table.token_ids[row, first_block * self.block_size : end_block * self.block_size].tobytes()
+
+    def _register(self, row: int, num_full: int) -> None:
+        first, size = int(self._num_known[row]), self._bytes_per_block
+        data, parent = self._tokens(row, first, num_full), self._parent[row]
+        for index, block in enumerate(self._block_table[row, first:num_full].tolist()):
+            parent = self._prefixes.register(parent, data[index * size : (index + 1) * size], block)
+        self._num_known[row], self._parent[row] = num_full, parent
 
     def _take(self, row: int, count: int) -> None:
-        held, top = int(self._held[row]), self._num_free
-        self._block_table[row, held : held + count] = self._free[top - count : top][::-1]
-        self._num_free = top - count
+        held = int(self._held[row])
+        from_stack = min(count, self._num_free)
+        top = self._num_free - from_stack
+        blocks = self._free[top : self._num_free][::-1]
+        if from_stack < count:
+            blocks = np.concatenate([blocks, np.array([self._reuse() for _ in range(count - from_stack)], np.int32)])
+        self._block_table[row, held : held + count] = blocks
+        self._holders[blocks] = 1
+        self._num_free = top
         self._held[row] = held + count
+
+    def _reuse(self) -> int:
+        """Takes the cached block that nobody has used for the longest time."""
+        block, _ = self._cached.popitem(last=False)
+        self._prefixes.forget(block)
+        return block
+
+    def _keep_cached(self, unused: Int32Array) -> Int32Array:
+        """Keeps the unused blocks that hold a registered text, to be found; returns the others."""
+        is_registered = np.array([block in self._prefixes for block in unused.tolist()], np.bool_)
+        self._cached.update(dict.fromkeys(unused[is_registered].tolist()))
+        return unused[~is_registered]

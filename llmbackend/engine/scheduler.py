@@ -2,7 +2,8 @@
 
 For: the engine core. One idea: a request has num_tokens and chases it with num_computed_tokens. Prefill, chunked
 prefill, decode and recompute after a preemption are that one chase, under one token budget per step: running requests
-first, then waiting ones, both in the order of (priority, arrival). Does not know: logits, finish rules, processes.
+first, then waiting ones, both in the order of (priority, arrival). What the prefix cache has of a waiting request
+counts as computed when it is admitted. Does not know: logits, finish rules, processes.
 
 Invariants: a step's tokens have their blocks reserved before it runs, and no others; only running sequences hold
 blocks; a step that had to preempt admits nobody, and the first running sequence is never preempted, so some request
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .kv_cache import KVCacheManager
+from .prefix_cache import Key, Prefix
 from .sequence import Rows, Sequence
 from .step import Int32Array, StepPlan
 
@@ -40,6 +42,9 @@ class Scheduler:
         self._running_rows: Int32Array | None = None
         self._refused: list[tuple[Sequence, str]] = []
         self.num_preemptions = 0
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        """Tokens of requests when they were first admitted, and how many of them the prefix cache had."""
 
     @property
     def num_waiting(self) -> int:
@@ -60,12 +65,21 @@ class Scheduler:
             self._kv_cache.release(sequence.row)
             self._rows.release(sequence)
 
+    def computed(self, rows: Int32Array) -> None:
+        """A step of these rows is committed, and sound: what they computed may serve others."""
+        self._kv_cache.register(rows)
+
+    def distrust(self, sequence: Sequence) -> None:
+        """The sequence failed: nothing that it computed or found in the prefix cache serves anybody after it."""
+        if sequence.row >= 0:
+            self._kv_cache.distrust(sequence.row)
+
     def schedule(self) -> Schedule:
         """Plans one step and reserves its blocks."""
         self._refused = []
         rows, chunks, preempted = self._continue_running()
         if self._waiting and not preempted:
-            new_rows, new_chunks = self._admit_waiting(self._budget - int(chunks.sum()))
+            new_rows, new_chunks = self._admit_waiting(rows, self._budget - int(chunks.sum()))
             rows = np.concatenate([rows, new_rows])
             chunks = np.concatenate([chunks, new_chunks])
         return Schedule(self._plan(rows, chunks) if len(rows) else None, self._refused)
@@ -99,7 +113,7 @@ class Scheduler:
         reached = chunks > 0
         return rows[reached], chunks[reached]
 
-    def _admit_waiting(self, budget: int) -> tuple[Int32Array, Int32Array]:
+    def _admit_waiting(self, running_rows: Int32Array, budget: int) -> tuple[Int32Array, Int32Array]:
         """Admits from the head of the queue while budget, rows and blocks last. The head waits until it fits.
 
         A request is admitted when all its known tokens would fit, though only the blocks of its first chunk are
@@ -108,21 +122,44 @@ class Scheduler:
         """
         rows: list[int] = []
         chunks: list[int] = []
+        under_way: set[Key] | None = None
         while self._waiting and budget > 0:
             head = self._waiting[0]
             num_tokens = self._num_tokens(head)
-            needed = self._kv_cache.blocks_for(num_tokens)
-            if needed > self._kv_cache.num_blocks:
+            if self._kv_cache.blocks_for(num_tokens) > self._kv_cache.num_blocks:
                 self._refuse(head, num_tokens)
-            elif needed > self._kv_cache.num_free_blocks or not self._has_row(head):
+                continue
+            prefix = self._kv_cache.find(self._rows.token_ids(head), head.request.cache_salt)
+            if not self._has_room(head, num_tokens, prefix):
                 break
-            elif self._take_row(head):
-                chunk = min(budget, num_tokens)
-                self._kv_cache.reserve(np.array([head.row], np.int32), np.array([chunk], np.int32))
+            if under_way is None:
+                under_way = self._kv_cache.next_keys(running_rows)
+            if prefix.missing in under_way:
+                break  # a row computes its next block in this step: it waits for it, and nobody overtakes it
+            if self._take_row(head):
+                chunk = min(budget, num_tokens - self._take_prefix(head, num_tokens, prefix))
+                row, reach = np.array([head.row], np.int32), self._table.num_computed_tokens[head.row] + chunk
+                self._kv_cache.reserve(row, np.array([reach], np.int32))
+                under_way |= self._kv_cache.next_keys(row)
                 budget -= chunk
                 rows.append(head.row)
                 chunks.append(chunk)
         return np.array(rows, np.int32), np.array(chunks, np.int32)
+
+    def _has_room(self, head: Sequence, num_tokens: int, prefix: Prefix) -> bool:
+        """Whether there is a row, and a block for each that no running sequence holds already."""
+        num_missing = self._kv_cache.blocks_for(num_tokens) - self._kv_cache.num_in_use(prefix)
+        return num_missing <= self._kv_cache.num_free_blocks and self._has_row(head)
+
+    def _take_prefix(self, head: Sequence, num_tokens: int, prefix: Prefix) -> int:
+        """Starts the sequence behind what the prefix cache has of it; returns how many tokens that is."""
+        num_hit = self._kv_cache.take(head.row, prefix)
+        self._table.num_computed_tokens[head.row] = num_hit
+        if head.num_cached_tokens < 0:
+            head.num_cached_tokens = min(num_hit, len(head.request.prompt_token_ids))
+            self.num_queried_tokens += num_tokens
+            self.num_hit_tokens += num_hit
+        return num_hit
 
     def _has_row(self, sequence: Sequence) -> bool:
         return sequence.row >= 0 or self._rows.num_free > 0

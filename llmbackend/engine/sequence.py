@@ -6,22 +6,37 @@ sequence, and the runner knows exactly the rows that are held.
 
 from __future__ import annotations
 
+import numpy as np
+
 from .infer_request import FinishReason, InferRequest, ModelInfo
-from .step import RowTable, Runner
+from .step import Int32Array, RowTable, Runner
 
 
 class Sequence:
-    """One live request. `row` is -1 until it is admitted, and then its row until it ends.
+    """One live request. `row` is -1 until it is admitted, and then its row until it ends. num_cached_tokens: what the
+    prefix cache had of it when it was first admitted, -1 before that.
 
     Sequences are ordered by (priority, arrival): the smaller goes first in everything, and is preempted last.
     """
 
-    __slots__ = ("key", "max_total_tokens", "min_total_tokens", "request", "row", "stop_token_ids")
+    __slots__ = (
+        "key",
+        "max_total_tokens",
+        "min_total_tokens",
+        "num_cached_tokens",
+        "request",
+        "row",
+        "stop_token_ids",
+        "token_ids",
+    )
 
     def __init__(self, request: InferRequest, arrival: int, info: ModelInfo) -> None:
         sampling, prompt_len = request.sampling, len(request.prompt_token_ids)
         self.request = request
         self.row = -1
+        self.token_ids: Int32Array | None = None
+        """The request's tokens as an array, from its first turn at the head of the queue until it has a row."""
+        self.num_cached_tokens = -1
         self.key = (request.priority, arrival)
         self.min_total_tokens = prompt_len + sampling.min_tokens
         self.max_total_tokens = min(prompt_len + sampling.max_tokens, info.max_model_len)
@@ -81,6 +96,15 @@ class Rows:
     def num_free(self) -> int:
         return len(self._free)
 
+    def token_ids(self, sequence: Sequence) -> Int32Array:
+        """All tokens of the sequence known so far, whether it has a row or not."""
+        if sequence.row >= 0:
+            return self.table.token_ids[sequence.row, : self.table.num_tokens[sequence.row]]
+        if sequence.token_ids is None:
+            request = sequence.request
+            sequence.token_ids = np.array(request.prompt_token_ids + request.output_token_ids, np.int32)
+        return sequence.token_ids
+
     def fill(self, sequence: Sequence) -> str:
         """Gives the sequence a free row and writes its tokens there. Returns "", or why the runner refuses it."""
         row, request, table = self._free[-1], sequence.request, self.table
@@ -88,7 +112,7 @@ class Rows:
             self._runner.add_row(row, request)
         except ValueError as error:
             return str(error)
-        tokens = request.prompt_token_ids + request.output_token_ids
+        tokens, sequence.token_ids = self.token_ids(sequence), None
         table.token_ids[row, : len(tokens)] = tokens
         table.num_tokens[row] = len(tokens)
         table.num_prompt_tokens[row] = len(request.prompt_token_ids)

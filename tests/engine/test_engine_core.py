@@ -204,8 +204,8 @@ def test_a_row_with_an_error_of_its_own_ends_and_the_step_goes_on() -> None:
 def test_abort_in_every_state() -> None:
     core = make_core(block_size=4, num_kv_blocks=7, max_num_seqs=3, max_num_batched_tokens=32)
     outcomes = Outcomes()
-    for name, length in (("first", 8), ("second", 8), ("third", 7), ("queued", 4)):
-        core.add(make_request(name, range(length), max_tokens=50, ignore_eos=True))
+    for i, (name, length) in enumerate((("first", 8), ("second", 8), ("third", 7), ("queued", 4))):
+        core.add(make_request(name, (100 + i, *range(1, length)), max_tokens=50, ignore_eos=True))
     core.abort("queued")
     for _ in range(3):
         stats = outcomes.add(core.step()).stats

@@ -27,7 +27,9 @@ class Harness:
         self.sequences: dict[str, Sequence] = {}
 
     def add(self, request_id: str, prompt_len: int, priority: int = 0) -> None:
-        self.add_request(make_request(request_id, range(1, prompt_len + 1), priority, max_tokens=200))
+        """A request whose prompt begins as no other's."""
+        prompt = (100 + len(self.sequences), *range(1, prompt_len))
+        self.add_request(make_request(request_id, prompt, priority, max_tokens=200))
 
     def add_request(self, request: InferRequest) -> None:
         sequence = Sequence(request, len(self.sequences), self.runner.info)

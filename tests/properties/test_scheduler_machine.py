@@ -1,13 +1,17 @@
 """Scheduler and KV cache as a state machine, without a model: what a plan may and may not do, for each step.
 
 The engine's own machine sees whether tokens come out right; this one sees the order in which requests are served, the
-budget, and which blocks are held when. How to search with many more sequences: machine_settings.py.
+budget, which blocks are held when, and that what a request finds computed is the beginning of its own text, under its
+own salt: each KV slot knows the text and the salt for which it was computed.
+How to search with many more sequences: machine_settings.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
+import msgspec
 import numpy as np
 from engine_requests import priorities
 from hypothesis import strategies as st
@@ -34,6 +38,11 @@ from llmbackend.engine.step import RowTable
 MAX_MODEL_LEN = 32
 
 prompt_lens = st.sampled_from((1, 2, 3, 5, 8, 12))
+prompts = st.tuples(prompt_lens, st.sampled_from((0, 0, 1)), st.sampled_from((0, 0, 2, 5)))
+"""Length, the text it is from, and where it leaves that text for one of its own (0 = nowhere)."""
+salts = st.sampled_from(("", "", "", "a"))
+Text = tuple[str, tuple[int, ...]]
+"""Salt and tokens up to a position."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +64,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_blocks=st.integers(-1, 3),
         num_rows=st.sampled_from((4, 2, 1)),
         budget=st.sampled_from((16, 5, 1)),
+        caching=st.sampled_from((True, True, False)),
     )
-    def make(self, block_size: int, spare_blocks: int, num_rows: int, budget: int) -> None:
+    def make(self, block_size: int, spare_blocks: int, num_rows: int, budget: int, caching: bool) -> None:
         num_blocks = 12 // block_size + spare_blocks
         config = EngineConfig(model="mock", block_size=block_size, num_kv_blocks=num_blocks, max_num_seqs=num_rows)
         self.runner = MockRunner(config)
         self.table = RowTable(num_rows, MAX_MODEL_LEN, block_size)
-        self.kv_cache = KVCacheManager(num_blocks, self.table)
+        self.kv_cache = KVCacheManager(num_blocks, self.table, caching)
+        self.caching = caching
+        self.slots: list[Text | None] = [None] * (num_blocks * block_size)
+        """The text that the KV of each slot belongs to."""
         self.rows = Rows(self.table, self.runner)
         self.scheduler = Scheduler(self.rows, self.kv_cache, budget)
         self.budget = budget
@@ -70,25 +83,44 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.running: list[Sequence] = []
 
     @rule(
-        target=sequences, prompt_len=prompt_lens, priority=priorities, logit_bias=st.sampled_from(({}, {}, {9999: 1.0}))
+        target=sequences,
+        prompt=prompts,
+        priority=priorities,
+        salt=salts,
+        logit_bias=st.sampled_from(({}, {}, {9999: 1.0})),
     )
-    def add(self, prompt_len: int, priority: int, logit_bias: dict[int, float]) -> Sequence:
+    def add(self, prompt: tuple[int, int, int], priority: int, salt: str, logit_bias: dict[int, float]) -> Sequence:
         """One request; the runner refuses a logit_bias beyond the vocabulary."""
-        request = make_request(f"r{self.arrivals}", range(prompt_len), priority, logit_bias=logit_bias)
-        sequence = Sequence(request, self.arrivals, self.runner.info)
+        length, text, leaves_at = prompt
+        own = 100 + self.arrivals
+        tokens = [own if leaves_at and at >= leaves_at else 20 * text + at for at in range(length)]
+        request = make_request(f"r{self.arrivals}", tokens, priority, logit_bias=logit_bias)
+        sequence = Sequence(msgspec.structs.replace(request, cache_salt=salt), self.arrivals, self.runner.info)
         self.arrivals += 1
         self.waiting.append(sequence)
         self.scheduler.add(sequence)
         return sequence
 
-    @rule(target=sequences, prompt_lens=st.lists(prompt_lens, min_size=2, max_size=4))
-    def add_crowd(self, prompt_lens: list[int]) -> MultipleResults[Sequence]:
-        return multiple(*(self.add(prompt_len, 0, {}) for prompt_len in prompt_lens))
+    @rule(target=sequences, prompts=st.lists(prompts, min_size=2, max_size=4))
+    def add_crowd(self, prompts: list[tuple[int, int, int]]) -> MultipleResults[Sequence]:
+        return multiple(*(self.add(prompt, 0, "", {}) for prompt in prompts))
 
     @rule(sequence=consumes(sequences))
     def remove(self, sequence: Sequence) -> None:
         if sequence in self.running or sequence in self.waiting:
             self._remove(sequence)
+
+    @rule(sequence=consumes(sequences))
+    def fail(self, sequence: Sequence) -> None:
+        """Whatever it computed is nonsense from here on, and none of it may be found."""
+        if sequence in self.running:
+            held = self.table.block_table[sequence.row, : self._held(sequence)].tolist()
+            self.scheduler.distrust(sequence)
+            self._remove(sequence)
+            holders = {block for one in self.running for block in self._blocks(one)}
+            for block in set(held) - holders:
+                size = self.kv_cache.block_size
+                self.slots[block * size : (block + 1) * size] = [None] * size
 
     @rule(count=st.sampled_from((1, 1, 5, 20)))
     def step(self, count: int) -> None:
@@ -102,7 +134,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.kv_cache.check()
         self.rows.check()
         assert (self.scheduler.num_waiting, self.scheduler.num_running) == (len(self.waiting), len(self.running))
-        assert self.kv_cache.num_free_blocks == self.kv_cache.num_blocks - sum(map(self._held, self.running))
+        used = {block for sequence in self.running for block in self._blocks(sequence)}
+        assert self.kv_cache.num_free_blocks == self.kv_cache.num_blocks - len(used)
+        assert self.kv_cache.num_cached_blocks == 0 or self.caching
         assert all(self._held(sequence) == 0 for sequence in self.waiting)
 
     def teardown(self) -> None:
@@ -128,6 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._expect_running_first(before, still_running, chunks)
         self._expect_admission_in_order(before, admitted, chunks, bool(preempted))
         self._move(admitted)
+        self._expect_own_texts(self.running)
         self._expect_blocks_of_the_step_alone(chunks)
         self._expect_progress(before, schedule, chunks)
         self._commit(schedule)
@@ -189,14 +224,37 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not (preempted and admitted)
         budget = self.budget - sum(n for one, n in chunks.items() if one not in admitted)
         for one in admitted:
-            assert chunks[one] == min(before.num_missing[one], budget)
+            num_found = self._num_computed(one)
+            assert num_found % self.kv_cache.block_size == 0 and num_found < before.num_tokens[one]
+            assert chunks[one] == min(before.num_missing[one] - num_found, budget)
             budget -= chunks[one]
         if len(queue) > len(admitted) and budget > 0 and not preempted:
-            head = queue[len(admitted)]
-            no_row = head.row < 0 and self.rows.num_free == 0
-            needed = self.kv_cache.blocks_for(before.num_missing[head])
-            # The blocks of the last one admitted were counted free when the head was looked at, or are reserved now.
-            assert no_row or needed > self.kv_cache.num_free_blocks, "the head of the queue waits for nothing"
+            self._expect_reason_to_wait(queue[len(admitted)], before, chunks)
+
+    def _expect_reason_to_wait(self, head: Sequence, before: Before, chunks: dict[Sequence, int]) -> None:
+        no_row = head.row < 0 and self.rows.num_free == 0
+        # The blocks of the last one admitted were counted free when the head was looked at, or are reserved now.
+        no_blocks = self.kv_cache.blocks_for(before.num_missing[head]) > self.kv_cache.num_free_blocks
+        waits_for_a_block = self.caching and any(self._computes_block_of(one, head, before) for one in chunks)
+        assert no_row or no_blocks or waits_for_a_block, "the head of the queue waits for nothing"
+
+    def _computes_block_of(self, one: Sequence, head: Sequence, before: Before) -> bool:
+        """Whether the block that the one computes now is wanted by the head of the queue."""
+        block_end = (self._num_computed(one) // self.kv_cache.block_size + 1) * self.kv_cache.block_size
+        return block_end <= min(self._num_shared(head, one), before.num_tokens[head] - 1)
+
+    def _num_shared(self, one: Sequence, other: Sequence) -> int:
+        """Tokens that both begin with, if what the one computes may serve the other."""
+        if one.request.cache_salt != other.request.cache_salt:
+            return 0
+        pairs = zip(self.rows.token_ids(one).tolist(), self.rows.token_ids(other).tolist(), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _expect_own_texts(self, sequences: list[Sequence]) -> None:
+        """What counts as computed of a sequence was computed for a text and a salt like its own."""
+        for one in sequences:
+            for position in range(self._num_computed(one)):
+                assert self.slots[self._slot(one, position)] == self._text(one, position)
 
     def _move(self, admitted: list[Sequence]) -> None:
         for one in admitted:
@@ -215,8 +273,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _commit(self, schedule: Schedule) -> None:
         if schedule.plan is not None:
             plan = schedule.plan
+            for row, chunk in zip(plan.rows.tolist(), plan.num_scheduled_tokens.tolist(), strict=True):
+                one = self.rows[row]
+                for position in range(self._num_computed(one), self._num_computed(one) + chunk):
+                    self.slots[self._slot(one, position)] = self._text(one, position)
             self.table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
-            self.table.num_tokens[plan.rows[plan.sample_rows]] += 1
+            sampled = plan.rows[plan.sample_rows]
+            self.table.token_ids[sampled, self.table.num_tokens[sampled]] = 90
+            self.table.num_tokens[sampled] += 1
+            self.scheduler.computed(plan.rows)
             for one in [one for one in self.running if self._num_tokens(one) >= MAX_MODEL_LEN]:
                 self._remove(one)
 
@@ -238,6 +303,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             return 0
         everything = np.array([self.kv_cache.block_size * 1000], np.int32)
         return 1000 - int(self.kv_cache.missing_blocks(np.array([sequence.row], np.int32), everything)[0])
+
+    def _blocks(self, sequence: Sequence) -> list[int]:
+        blocks: list[int] = self.table.block_table[sequence.row, : self._held(sequence)].tolist()
+        return blocks
+
+    def _slot(self, sequence: Sequence, position: int) -> int:
+        block, offset = divmod(position, self.kv_cache.block_size)
+        return int(self.table.block_table[sequence.row, block]) * self.kv_cache.block_size + offset
+
+    def _text(self, sequence: Sequence, position: int) -> Text:
+        tokens = self.table.token_ids[sequence.row, : position + 1].tolist()
+        return sequence.request.cache_salt, tuple(tokens)
 
 
 SchedulerMachine.TestCase.settings = machine_settings(examples=150, steps=40)

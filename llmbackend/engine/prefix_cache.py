@@ -1,0 +1,100 @@
+"""Which KV block holds the keys and values of which full block of tokens, and of all tokens before it.
+
+For: the block pool, which asks for the blocks of a text's beginning. Does not know: rows, requests, who holds a block
+or when it is reused. One idea: a registered block has an identity, a number that is never given twice, and is found
+under the key (identity of the block before it, its tokens); the first block of a text has the request's salt in place
+of an identity. Invariant: what is found is exact. A dict finds a key by a fast hash (SipHash, keyed at random in each
+process) and then compares all of it, so that a collision costs a comparison and never a wrong block; and an identity
+stands for one salt and one text alone, so that equal keys mean equal texts from their first token on.
+
+A block that is forgotten takes its identity with it: blocks registered after it are not found any more, and no more
+are registered after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Parent = int | str
+"""What stands before a block: the identity of a block, or the salt at the beginning of a text."""
+Key = tuple[Parent, bytes]
+NOT_REGISTERED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A beginning of a text: the blocks that hold it, the identity of the last of them (or the salt), and the key of
+    the full block that is missing next, None when there is no further one to look for."""
+
+    blocks: list[int]
+    parent: Parent
+    missing: Key | None
+
+
+class PrefixCache:
+    def __init__(self, num_blocks: int) -> None:
+        self._block_of: dict[Key, int] = {}
+        self._identity_of = [NOT_REGISTERED] * num_blocks
+        self._key_of: list[Key | None] = [None] * num_blocks
+        self._living: set[int] = set()
+        self._last_identity = NOT_REGISTERED
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def __contains__(self, block: int) -> bool:
+        return self._identity_of[block] != NOT_REGISTERED
+
+    def tokens_of(self, block: int) -> bytes | None:
+        """The tokens that a registered block is found by."""
+        key = self._key_of[block]
+        return None if key is None else key[1]
+
+    def find(self, salt: str, token_bytes: bytes, bytes_per_block: int) -> Prefix:
+        """The longest known beginning of a text of full blocks."""
+        blocks: list[int] = []
+        parent: Parent = salt
+        for start in range(0, len(token_bytes), bytes_per_block):
+            key = (parent, token_bytes[start : start + bytes_per_block])
+            block = self._block_of.get(key)
+            if block is None:
+                return Prefix(blocks, parent, key)
+            blocks.append(block)
+            parent = self._identity_of[block]
+        return Prefix(blocks, parent, None)
+
+    def register(self, parent: Parent, tokens: bytes, block: int) -> int:
+        """The identity of the block that holds these tokens after `parent`: of the one known, else of this one.
+
+        After a parent that is forgotten nothing is registered, and the parent stays what it is.
+        """
+        key = (parent, tokens)
+        known = self._block_of.get(key)
+        if known is not None:
+            return self._identity_of[known]
+        if isinstance(parent, int) and parent not in self._living:
+            return parent
+        assert block not in self, f"block {block} is registered for another text"
+        self._last_identity += 1
+        self._block_of[key] = block
+        self._key_of[block] = key
+        self._identity_of[block] = self._last_identity
+        self._living.add(self._last_identity)
+        return self._last_identity
+
+    def forget(self, block: int) -> None:
+        """The block is not found any more. Does nothing for one that is not registered."""
+        key = self._key_of[block]
+        if key is not None:
+            del self._block_of[key]
+            self._key_of[block] = None
+            self._living.remove(self._identity_of[block])
+            self._identity_of[block] = NOT_REGISTERED
+
+    def check(self) -> None:
+        """Raises AssertionError unless each known key leads to a block that says the same of itself."""
+        known = {block: key for key, block in self._block_of.items()}
+        said = {block: key for block, key in enumerate(self._key_of) if key is not None}
+        identities = [identity for identity in self._identity_of if identity != NOT_REGISTERED]
+        if known != said or sorted(self._living) != sorted(identities) or len(identities) != len(known):
+            raise AssertionError(f"the prefix cache contradicts itself: {len(known)} keys, {len(said)} blocks")
