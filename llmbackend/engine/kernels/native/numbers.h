@@ -45,7 +45,7 @@ inline bf16 to_bf16(float x) {
     return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 
-inline Floats splat(float x) { return Floats{} + x; }
+inline Floats splat(float x) { return x - Floats{}; }  // minus zero changes nothing, not even -0, so it costs nothing
 
 inline Floats load(const float* p) {
     Floats v;
@@ -103,6 +103,7 @@ inline float fma(float a, float b, float c) {
 }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
 
 // Halves the vector again and again: one fixed order of additions.
 inline float sum(Floats v) {
