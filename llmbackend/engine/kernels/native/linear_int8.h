@@ -1,0 +1,298 @@
+// y = x·Wᵀ with int8 weights and activations that are quantised row by row as they come.
+//
+// For: linear.h. Does not know: where weights come from, or what other operations there are. Invariants: sums over K are
+// integers and therefore exact, so no way of cutting rows, columns or K into blocks, and no instruction set, changes an
+// output; the float arithmetic around them is one fixed chain per output element. A row of x with a NaN or an infinity
+// becomes a row of NaN and touches no other row.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "epilogue.h"
+#include "numbers.h"
+#include "quantise_int8.h"
+#include "step.h"
+#include "team.h"
+
+namespace llmb {
+namespace int8 {
+
+constexpr int kKBlock = 6144;                     // elements of K at a time: a panel's part stays in the L2 cache
+constexpr int kChunkBytes = 384 << 10;            // quantised rows at a time: they stay in the L2 cache beside it
+constexpr int kTaskBytes = 128 << 10;             // weights that a thread takes at a time, at least
+constexpr int kOwnCopyRows = 2;                   // up to so many rows, every thread quantises all: no barrier
+
+inline int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Quantising the rows of x.
+
+// How q is stored for the kernel: with VNNI as q + 128 (its first factor is unsigned), else as int16 quads in the order
+// 0 2 1 3, which the even and odd bytes of the weights meet in pairs.
+#if defined(__AVX512VNNI__)
+using Stored = uint8_t;
+constexpr int kOffset = 128;
+inline void store_quantised(Stored* p, Ints q) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)(q + kOffset)));
+}
+#else
+using Stored = int16_t;
+constexpr int kOffset = 0;
+inline void store_quantised(Stored* p, Ints q) {
+    constexpr int kOrder[4] = {0, 2, 1, 3};
+    for (int i = 0; i < kLanes; i++) p[(i & ~3) + kOrder[i & 3]] = static_cast<Stored>(q[i]);
+}
+#endif
+
+// The quantised rows. Their stride is an odd number of cache lines, so that a block of rows spreads over all cache sets.
+struct QuantisedRows {
+    Stored* data;
+    float* scale;
+    size_t stride;
+
+    static size_t stride_of(int k) { return (padded_k(k) * sizeof(Stored) / 64 | 1) * 64 / sizeof(Stored); }
+    static size_t bytes(int rows, int k) { return rows * stride_of(k) * sizeof(Stored) + (rows * 4 + 63) / 64 * 64; }
+
+    QuantisedRows(char* memory, int rows, int k)
+        : data(reinterpret_cast<Stored*>(memory)),
+          scale(reinterpret_cast<float*>(memory + rows * stride_of(k) * sizeof(Stored))),
+          stride(stride_of(k)) {}
+
+    template <class X>
+    void fill(int row, const X* x, int k) {
+        const Scale chosen(largest_magnitude(x, k));
+        scale[row] = chosen.scale;
+        Stored* out = data + row * stride;
+        quantise_row(x, k, chosen.factor, [&](int i, Ints q) { store_quantised(out + i, q); });
+    }
+
+    void fill(const LinearOp& op, int row) {
+        const size_t at = static_cast<size_t>(row) * op.x_stride;
+        if (op.x_type == Type::kFloat32) fill(row, static_cast<const float*>(op.x) + at, op.k);
+        else fill(row, static_cast<const bf16*>(op.x) + at, op.k);
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Multiplying: sums[row][column] += Σ stored x * weight, over some quads of K and one panel.
+
+#if defined(__AVX512VNNI__)
+
+constexpr int kMaxBlock = 12;  // rows whose sums fit the registers
+
+template <int kRows>
+inline void multiply_block(const Stored* x, size_t stride, const int8_t* panel, int quads, int32_t* sums) {
+    __m512i acc[kRows][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+        acc[r][0] = _mm512_loadu_si512(sums + r * kPanel);
+        acc[r][1] = _mm512_loadu_si512(sums + r * kPanel + 16);
+    }
+    for (int quad = 0; quad < quads; quad++) {
+        const __m512i w0 = _mm512_loadu_si512(panel + quad * 128);
+        const __m512i w1 = _mm512_loadu_si512(panel + quad * 128 + 64);
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; r++) {
+            int32_t four;
+            std::memcpy(&four, x + r * stride + quad * 4, 4);
+            const __m512i both = _mm512_set1_epi32(four);
+            acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], both, w0);
+            acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], both, w1);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+        _mm512_storeu_si512(sums + r * kPanel, acc[r][0]);
+        _mm512_storeu_si512(sums + r * kPanel + 16, acc[r][1]);
+    }
+}
+
+#else
+
+constexpr int kMaxBlock = 4;
+
+template <int kRows>
+inline void multiply_block(const Stored* x, size_t stride, const int8_t* panel, int quads, int32_t* sums) {
+    constexpr int kOrder[4] = {0, 2, 1, 3};
+    for (int quad = 0; quad < quads; quad++)
+        for (int r = 0; r < kRows; r++)
+            for (int column = 0; column < kPanel; column++)
+                for (int i = 0; i < 4; i++)
+                    sums[r * kPanel + column] +=
+                        x[r * stride + quad * 4 + kOrder[i]] * panel[quad * 128 + column * 4 + i];
+}
+
+#endif
+
+using MultiplyBlock = void (*)(const Stored*, size_t, const int8_t*, int, int32_t*);
+
+template <int... kRows>
+inline MultiplyBlock block_of(int rows, std::integer_sequence<int, kRows...>) {
+    static constexpr MultiplyBlock kBlocks[] = {multiply_block<kRows + 1>...};
+    return kBlocks[rows - 1];
+}
+
+inline void multiply(const Stored* x, size_t stride, int rows, const int8_t* panel, int quads, int32_t* sums) {
+    block_of(rows, std::make_integer_sequence<int, kMaxBlock>())(x, stride, panel, quads, sums);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Finishing: from integer sums to y.
+
+// One panel's columns of one weight, those beyond n zero.
+struct Columns {
+    alignas(64) float scale[kPanel] = {};
+    alignas(64) float bias[kPanel] = {};
+    alignas(64) int32_t correction[kPanel] = {};  // the part of the sums that comes from the offset of the stored x
+
+    Columns(const float* all_scale, const float* all_bias, const int32_t* all_sums, int first, int count) {
+        std::memcpy(scale, all_scale + first, count * 4);
+        if (all_bias) std::memcpy(bias, all_bias + first, count * 4);
+        if constexpr (kOffset != 0)
+            for (int i = 0; i < count; i++) correction[i] = kOffset * all_sums[first + i];
+    }
+
+    // x·Wᵀ + bias
+    PanelRow result(const int32_t* sums, float x_scale) const {
+        PanelRow row;
+        for (int v = 0; v < kPanelVectors; v++) {
+            Ints whole, offset;
+            std::memcpy(&whole, sums + v * kLanes, sizeof whole);
+            std::memcpy(&offset, correction + v * kLanes, sizeof offset);
+            const Floats exact = __builtin_convertvector(whole - offset, Floats);
+            row.v[v] = fma(exact, load(scale + v * kLanes) * x_scale, load(bias + v * kLanes));
+        }
+        return row;
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The whole operation: chunks of rows times panels of columns, in tasks that threads share.
+
+struct Product {
+    const LinearOp& op;
+    const QuantisedRows& x;
+    int32_t* sums;    // [factors][rows of a chunk or of a block][kPanel], this thread's
+    int sums_rows;
+    int num_factors;  // weights that are multiplied: 1, or 2 with a gate
+
+    const int8_t* panel_of(int factor, int panel) const {
+        const void* weight = factor == 0 ? op.weight : op.weight2;
+        return static_cast<const int8_t*>(weight) + static_cast<size_t>(panel) * kPanel * padded_k(op.k);
+    }
+
+    // Rows first..last-1 times one panel.
+    void run(int first, int last, int panel) const {
+        const int column = panel * kPanel;
+        const int count = std::min(kPanel, op.n - column);
+        const Columns one(op.scale, op.bias, op.sums, column, count);
+        const Columns two = num_factors == 1 ? one : Columns(op.scale2, op.bias2, op.sums2, column, count);
+        const int k = padded_k(op.k);
+        for (int begin = 0; begin < k; begin += kKBlock) {
+            const int end = std::min(begin + kKBlock, k);
+            for_blocks(first, last, [&](int row, int rows) {
+                int32_t* block = sums + (k > kKBlock ? (row - first) * kPanel : 0);
+                if (begin == 0) clear(block, rows);
+                for (int factor = 0; factor < num_factors; factor++)
+                    multiply(x.data + row * x.stride + begin, x.stride, rows, panel_of(factor, panel) + begin * kPanel,
+                             (end - begin) / 4, block + factor * sums_rows * kPanel);
+                if (end == k)
+                    for (int r = 0; r < rows; r++) finish(row + r, column, count, one, two, block + r * kPanel);
+            });
+        }
+    }
+
+    // Blocks of equal height, near enough: one of 12 rows and one of 1 would be slower than 7 and 6.
+    template <class F>
+    static void for_blocks(int first, int last, F&& f) {
+        const int blocks = divide_up(last - first, kMaxBlock);
+        for (int i = 0; i < blocks; i++) {
+            const int begin = first + (last - first) * i / blocks;
+            f(begin, first + (last - first) * (i + 1) / blocks - begin);
+        }
+    }
+
+    void clear(int32_t* block, int rows) const {
+        for (int factor = 0; factor < num_factors; factor++)
+            std::memset(block + factor * sums_rows * kPanel, 0, rows * kPanel * 4);
+    }
+
+    void finish(int row, int column, int count, const Columns& one, const Columns& two, const int32_t* block) const {
+        PanelRow result = one.result(block, x.scale[row]);
+        if (num_factors == 2)
+            result = combine(op.epilogue, result, two.result(block + sums_rows * kPanel, x.scale[row]));
+        const size_t at = static_cast<size_t>(row) * op.y_stride + column;
+        if (op.epilogue == Epilogue::kAdd) add_row(static_cast<float*>(op.y) + at, count, op.factor, result);
+        else if (op.y_type == Type::kFloat32) store_row(static_cast<float*>(op.y) + at, count, result);
+        else store_row(static_cast<bf16*>(op.y) + at, count, result);
+    }
+};
+
+// How an operation is cut, and where things lie in its scratch memory. Nothing of it changes a result.
+struct Plan {
+    int rows;
+    int chunks;           // of rows
+    int chunk_rows;       // at most
+    int num_factors;
+    int sums_rows;        // of a thread's sums
+    size_t copy_bytes;    // of one copy of the quantised rows
+    size_t sums_bytes;    // of a thread's sums
+    bool own_copies;      // each thread has its own
+
+    Plan(const LinearOp& op, const Step& step, int num_threads) {
+        rows = op.rows == Rows::kTokens ? step.num_tokens : step.num_sampled;
+        const size_t k_bytes = std::min<size_t>(padded_k(op.k), kKBlock) * sizeof(Stored);
+        chunks = divide_up(rows, std::max<int>(kChunkBytes / k_bytes / 12 * 12, 12));
+        chunk_rows = chunks == 0 ? 0 : divide_up(rows, chunks) + 1;
+        num_factors = op.epilogue == Epilogue::kSiluMul || op.epilogue == Epilogue::kGeluMul ? 2 : 1;
+        sums_rows = padded_k(op.k) > kKBlock ? chunk_rows : kMaxBlock;
+        copy_bytes = QuantisedRows::bytes(rows, op.k);
+        sums_bytes = static_cast<size_t>(num_factors) * sums_rows * kPanel * 4;
+        own_copies = num_threads > 1 && rows <= kOwnCopyRows;
+    }
+
+    size_t bytes(int num_threads) const { return sums_bytes * num_threads + copy_bytes * (own_copies ? num_threads : 1); }
+    char* sums(char* scratch, int rank) const { return scratch + sums_bytes * rank; }
+    char* copy(char* scratch, const Worker& worker) const {
+        return scratch + sums_bytes * worker.size + (own_copies ? copy_bytes * worker.rank : 0);
+    }
+};
+
+inline void quantise(Worker& worker, const LinearOp& op, const Plan& plan, QuantisedRows& x) {
+    if (plan.own_copies) {
+        for (int row = 0; row < plan.rows; row++) x.fill(op, row);
+        return;
+    }
+    worker.share(plan.rows, std::max(1, plan.rows / (4 * worker.size)), [&](int begin, int end) {
+        for (int row = begin; row < end; row++) x.fill(op, row);
+    });
+    worker.barrier();
+}
+
+}  // namespace int8
+
+inline size_t linear_int8_scratch_bytes(const LinearOp& op, const Step& step, int num_threads) {
+    return int8::Plan(op, step, num_threads).bytes(num_threads);
+}
+
+inline void linear_int8(Worker& worker, const LinearOp& op, const Step& step, char* scratch) {
+    const int8::Plan plan(op, step, worker.size);
+    int8::QuantisedRows x(plan.copy(scratch, worker), plan.rows, op.k);
+    int8::quantise(worker, op, plan, x);
+    const int8::Product product{op, x, reinterpret_cast<int32_t*>(plan.sums(scratch, worker.rank)), plan.sums_rows,
+                                plan.num_factors};
+    const int panels = num_panels(op.n);
+    const int task = std::max(1, int8::kTaskBytes / (int8::padded_k(op.k) * kPanel * plan.num_factors));
+    worker.share(panels * plan.chunks, task, [&](int begin, int end) {
+        for (int i = begin; i < end; i++) {
+            const int64_t chunk = i / panels;
+            const int first = static_cast<int>(plan.rows * chunk / plan.chunks);
+            product.run(first, static_cast<int>(plan.rows * (chunk + 1) / plan.chunks), i % panels);
+        }
+    });
+}
+
+}  // namespace llmb

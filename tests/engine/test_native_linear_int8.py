@@ -1,0 +1,248 @@
+"""The native int8 linear layer against the same scheme in numpy, and its laws: integers are exact, rows independent."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from llmbackend.engine.kernels import library
+from llmbackend.engine.kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
+from llmbackend.engine.kernels.library import NativeEngine, op_pointers, packed_bytes
+
+VARIANTS = list(library.available())
+Array = npt.NDArray[Any]
+
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
+
+
+@functools.cache
+def engine(variant: str, num_threads: int = 1) -> NativeEngine:
+    loaded = library.load(variant)
+    assert loaded is not None
+    return NativeEngine(loaded, num_threads)
+
+
+def to_bf16(x: Array) -> Array:
+    """Bits of the nearest bfloat16, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def stored(x: Array, kind: Type) -> Array:
+    return np.ascontiguousarray(x, np.float32) if kind is Type.FLOAT32 else to_bf16(x)
+
+
+def numbers(x: Array, kind: Type) -> Array:
+    return x if kind is Type.FLOAT32 else (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def quantised(x: Array) -> tuple[Array, Array]:
+    """Integers and the scale of each row, in float32 arithmetic as the kernel does it."""
+    largest = np.abs(x).max(axis=1, keepdims=True).astype(np.float32)
+    factor = np.where(largest > 0, np.float32(127) / np.maximum(largest, np.float32(1e-35)), 0).astype(np.float32)
+    return np.rint(x * factor).astype(np.int64), largest / np.float32(127)
+
+
+@dataclass
+class Packed:
+    """One weight in the kernel's layout, and the integers it stands for."""
+
+    engine: NativeEngine
+    weight: Array
+    weight_type: Type = Type.FLOAT32
+
+    def __post_init__(self) -> None:
+        n, k = self.weight.shape
+        raw = np.full((n, k + 5), 0xFFFF if self.weight_type is Type.BFLOAT16 else np.nan)
+        raw = raw.astype(np.uint16 if self.weight_type is Type.BFLOAT16 else np.float32)
+        raw[:, :k] = stored(self.weight, self.weight_type)
+        self.panels = self.engine.library.memory(packed_bytes(n, k, Type.INT8))
+        self.panels[:] = 0x55  # padding must be written too
+        self.scale, self.sums = np.full(n + 1, -7.0, np.float32), np.full(n + 1, -7, np.int32)
+        self.engine.pack(
+            raw.ctypes.data, self.weight_type, (n, k), k + 5, self.panels.ctypes.data, Type.INT8,
+            self.scale.ctypes.data, self.sums.ctypes.data,
+        )  # fmt: skip
+        self.integers, self.expected_scale = quantised(numbers(raw[:, :k], self.weight_type))
+
+
+class Layer:
+    """A linear layer with random weights, run on random rows and compared with the same scheme in float64."""
+
+    def __init__(
+        self, engine: NativeEngine, n: int, k: int, epilogue: Epilogue = Epilogue.STORE, *,
+        x_type: Type = Type.FLOAT32, y_type: Type = Type.FLOAT32, with_bias: bool = True, factor: float = 1.0,
+    ) -> None:  # fmt: skip
+        random = np.random.default_rng(n * 1000 + k)
+        self.engine, self.n, self.k, self.epilogue, self.factor = engine, n, k, epilogue, factor
+        self.x_type, self.y_type, self.with_bias = x_type, y_type, with_bias
+        self.two = epilogue in (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
+        self.packed = [
+            Packed(engine, (random.standard_normal((n, k)) / k**0.5).astype(np.float32)) for _ in range(1 + self.two)
+        ]
+        self.biases = random.standard_normal((2, n)).astype(np.float32) * with_bias
+
+    def x(self, rows: int, seed: int = 0) -> Array:
+        """[rows, k], surrounded by NaN."""
+        x = stored(np.full((rows, self.k + 21), np.nan), self.x_type)
+        x[:, : self.k] = stored(np.random.default_rng(seed).standard_normal((rows, self.k)), self.x_type)
+        return x
+
+    def old_y(self, rows: int) -> Array:
+        """What y holds before: NaN, or what is added to."""
+        y = stored(np.full((rows + 1, self.n + 19), np.nan), self.y_type)
+        if self.epilogue is Epilogue.ADD:
+            y[:rows, : self.n] = np.random.default_rng(1).standard_normal((rows, self.n))
+        return y
+
+    def op(self, x: Array, y: Array, rows: Rows) -> LinearOp:
+        first, second = self.packed[0], self.packed[-1]
+        return LinearOp(
+            kind=Kind.LINEAR, rows=rows, n=self.n, k=self.k, x_stride=x.shape[1], y_stride=y.shape[1],
+            weight_type=Type.INT8, x_type=self.x_type, y_type=self.y_type, epilogue=self.epilogue, factor=self.factor,
+            weight=first.panels.ctypes.data, scale=first.scale.ctypes.data, sums=first.sums.ctypes.data,
+            weight2=second.panels.ctypes.data if self.two else None,
+            scale2=second.scale.ctypes.data if self.two else None,
+            sums2=second.sums.ctypes.data if self.two else None,
+            bias=self.biases[0].ctypes.data if self.with_bias else None,
+            bias2=self.biases[1].ctypes.data if self.with_bias and self.two else None,
+            x=x.ctypes.data, y=y.ctypes.data,
+        )  # fmt: skip
+
+    def run(self, x: Array, rows: Rows = Rows.TOKENS, threads: int = 1) -> Array:
+        y = self.old_y(len(x))
+        before = y.copy()
+        tokens, sampled = (len(x), 0) if rows is Rows.TOKENS else (0, len(x))
+        runner = self.engine if threads == 1 else engine(self.engine.library.variant, threads)
+        op = self.op(x, y, rows)
+        runner.run(op_pointers([op]), 1, Step(num_tokens=tokens, num_sampled=sampled))
+        bits = np.uint32 if self.y_type is Type.FLOAT32 else np.uint16
+        assert np.array_equal(y[:, self.n :].view(bits), before[:, self.n :].view(bits)), "wrote past the columns"
+        assert np.array_equal(y[len(x) :].view(bits), before[len(x) :].view(bits)), "wrote past the rows"
+        return y[: len(x), : self.n]
+
+    def expected(self, x: Array) -> Array:
+        integers, scale = quantised(numbers(x[:, : self.k], self.x_type))
+        first, second = (
+            (integers @ packed.integers.T) * scale.astype(np.float64) * packed.expected_scale[:, 0] + bias
+            for packed, bias in zip((self.packed[0], self.packed[-1]), self.biases, strict=True)
+        )
+        if self.epilogue is Epilogue.ADD:
+            old: Array = self.old_y(len(x))[: len(x), : self.n]
+            return old + first * self.factor
+        if self.epilogue is Epilogue.SILU_MUL:
+            return first / (1 + np.exp(-first)) * second
+        if self.epilogue is Epilogue.GELU_MUL:
+            return 0.5 * first * (1 + np.tanh((2 / np.pi) ** 0.5 * (first + 0.044715 * first**3))) * second
+        return np.asarray(first)
+
+    def check(self, rows: int, threads: int = 1) -> None:
+        x = self.x(rows)
+        relative = 2e-6 if self.y_type is Type.FLOAT32 else 2.0**-8
+        got = numbers(self.run(x, threads=threads), self.y_type)
+        np.testing.assert_allclose(got, self.expected(x), rtol=relative, atol=2e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("weight_type", [Type.FLOAT32, Type.BFLOAT16])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 7), (64, 64), (40, 200)])
+def test_weights_are_rounded_per_channel_and_packed_in_panels(variant: str, weight_type: Type, n: int, k: int) -> None:
+    weight = np.random.default_rng(n).standard_normal((n, k)).astype(np.float32)
+    weight[n // 2] = 0
+    packed = Packed(engine(variant, 2), weight, weight_type)
+    padded = np.zeros((-(-n // 32) * 32, -(-k // 64) * 64), np.int8)
+    padded[:n, :k] = packed.integers
+    panels = padded.reshape(len(padded) // 32, 32, -1, 4).transpose(0, 2, 1, 3)
+    assert np.array_equal(packed.panels, panels.reshape(-1).view(np.uint8))
+    assert np.array_equal(packed.scale[:n], packed.expected_scale[:, 0])
+    assert np.array_equal(packed.sums[:n], packed.integers.sum(axis=1))
+    assert (packed.scale[n], packed.sums[n]) == (-7, -7), "wrote past the channels"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("n", "k"), [(32, 64), (1, 1), (33, 7), (100, 515), (64, 6272)])
+@pytest.mark.parametrize("rows", [1, 5, 13, 30])
+def test_it_multiplies(variant: str, n: int, k: int, rows: int) -> None:
+    Layer(engine(variant), n, k).check(rows)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("y_type", [Type.FLOAT32, Type.BFLOAT16])
+def test_it_finishes(variant: str, epilogue: Epilogue, with_bias: bool, y_type: Type) -> None:
+    if epilogue is Epilogue.ADD:
+        y_type = Type.FLOAT32
+    for n, k in ((72, 130), (40, 6200)):
+        layer = Layer(
+            engine(variant), n, k, epilogue, x_type=Type.BFLOAT16, y_type=y_type, with_bias=with_bias, factor=0.5
+        )
+        layer.check(17)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("n", "k", "epilogue"), [(70, 129, Epilogue.SILU_MUL), (33, 6400, Epilogue.ADD)])
+def test_a_row_is_the_same_in_every_batch(variant: str, threads: int, n: int, k: int, epilogue: Epilogue) -> None:
+    layer = Layer(engine(variant), n, k, epilogue)
+    x = layer.x(140)
+    whole = layer.run(x, threads=threads)
+    for rows in (*range(1, 14), 23, 24, 25, 31, 33, 47, 48, 64, 70, 97, 128):
+        assert np.array_equal(layer.run(x[:rows], threads=threads), whole[:rows]), f"{rows} rows"
+    if epilogue is not Epilogue.ADD:  # what is added to differs from row to row
+        alone = np.concatenate([layer.run(x[row : row + 1]) for row in range(140)])
+        assert np.array_equal(alone, whole)
+
+
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+def test_variants_with_fused_operations_agree_bit_by_bit(epilogue: Epilogue) -> None:
+    fused = [variant for variant in VARIANTS if variant != "generic"]
+    results = []
+    for variant in fused:
+        layer = Layer(engine(variant), 45, 333, epilogue)
+        results.append(layer.run(layer.x(29)))
+    for variant, result in zip(fused, results, strict=True):
+        assert np.array_equal(result, results[0]), variant
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_largest_numbers_do_not_saturate(variant: str) -> None:
+    layer = Layer(engine(variant), 32, 4096)
+    for sign in (1, -1):
+        layer.packed = [Packed(layer.engine, np.full((32, 4096), sign * 0.25, np.float32))]
+        x = np.full((3, 4096), [[1e30], [-1e30], [1e-30]], np.float32)
+        np.testing.assert_allclose(layer.run(x), layer.expected(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_row_is_nan_and_no_other(variant: str, bad: float) -> None:
+    layer = Layer(engine(variant), 40, 70)
+    x = layer.x(15)
+    good = layer.run(x)
+    x[4, 69] = bad
+    result = layer.run(x, threads=2)
+    assert np.isnan(result[4]).all()
+    others = np.arange(15) != 4
+    assert np.array_equal(result[others], good[others])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_row_of_zeros_gives_the_bias(variant: str) -> None:
+    layer = Layer(engine(variant), 40, 70)
+    x = np.zeros((2, 70), np.float32)
+    x[1] = 1e-40  # next to nothing: no division by it
+    assert np.array_equal(layer.run(x), layer.biases[:1].repeat(2, axis=0))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_sampled_rows_and_no_rows(variant: str) -> None:
+    layer = Layer(engine(variant, 2), 40, 70)
+    x = layer.x(3)
+    assert np.array_equal(layer.run(x, rows=Rows.SAMPLED), layer.run(x))
+    assert layer.run(x[:0]).shape == (0, 40)
