@@ -8,14 +8,15 @@ error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from .attention.interface import PAGED_ATTENTION, active_context
+from .attention.interface import PAGED_ATTENTION, AttentionOptions, active_context
 from .attention.kv_cache import LayerShape
 from .attention.recorder import RecordingAttention
 
@@ -56,11 +57,29 @@ def _causal_lm_class(config: Any) -> Any | None:
     return AutoModelForCausalLM._model_mapping.get(type(config), None)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """What the check saw. shapes and options: by attention module, in the order of the layers. sequences: the token ids
+    of the probes; logits: of all their tokens [tokens, vocab], computed one sequence at a time."""
+
+    shapes: Mapping[nn.Module, LayerShape]
+    options: Mapping[nn.Module, AttentionOptions]
+    sequences: tuple[torch.Tensor, ...]
+    logits: torch.Tensor
+
+    def difference(self, logits: torch.Tensor) -> str:
+        """How the same tokens' logits from elsewhere differ by more than rounding, or ""."""
+        scale = self.logits.abs().max().item()
+        tolerance = scale * (1e-3 if self.logits.dtype == torch.float32 else 8e-2)
+        difference = (logits.float() - self.logits.float()).abs().max().item()
+        return "" if difference <= tolerance else f"by {difference:.3g} (of {scale:.3g})"
+
+
 @torch.inference_mode()
-def check_model(model: Any) -> dict[nn.Module, LayerShape]:
+def check_model(model: Any) -> CheckedModel:
     """Runs two short sequences flattened into one batch, and one at a time with transformers' own attention.
 
-    Returns the KV shape of each attention layer in the order of the layers. Raises ValueError as check_config does.
+    Raises ValueError as check_config does.
     """
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     device = next(model.parameters()).device
@@ -70,17 +89,12 @@ def check_model(model: Any) -> dict[nn.Module, LayerShape]:
     with active_context(recorder):
         flattened = _logits(model, sequences)
     _check_calls(name, config, recorder)
-    expected = _own_logits(model, sequences)
-    scale = expected.abs().max().item()
-    tolerance = scale * (1e-3 if expected.dtype == torch.float32 else 8e-2)
-    difference = (flattened.float() - expected.float()).abs().max().item()
-    if not difference <= tolerance:
+    checked = CheckedModel(recorder.shapes, recorder.options, sequences, _own_logits(model, sequences))
+    if difference := checked.difference(flattened):
         raise unsupported(
-            name,
-            f"logits of a flattened batch differ from its own by {difference:.3g} (of {scale:.3g}); "
-            "it would compute nonsense",
+            name, f"logits of a flattened batch differ from its own {difference}; it would compute nonsense"
         )
-    return recorder.shapes
+    return checked
 
 
 def _check_calls(name: str, config: Any, recorder: RecordingAttention) -> None:

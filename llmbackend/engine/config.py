@@ -11,15 +11,55 @@ from typing import Literal
 
 import msgspec
 
+DEFAULT_LOOKUP = 3
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """N-gram speculation (prompt lookup), with vLLM's names. Raises ValueError naming field, value and what was
+    expected.
+
+    num_speculative_tokens: the most drafts a row has in a step. prompt_lookup_max, prompt_lookup_min: the longest and
+    the shortest ending of the text that is looked up in it; one that is not given is as the other. max_step_tokens: a
+    step has drafts only as long as all its tokens together are no more. Up to there the weights' way from memory takes
+    the time and tokens are nearly free; on a processor with more arithmetic it may be larger.
+    """
+
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: int = 4
+    prompt_lookup_max: int | None = None
+    prompt_lookup_min: int | None = None
+    max_step_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "max_step_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"'{name}' is {value}, expected at least 1")
+        if self.lookup_min > self.lookup_max:
+            raise ValueError(
+                f"'prompt_lookup_min' is {self.lookup_min}, expected at most {self.lookup_max}, the prompt_lookup_max"
+            )
+
+    @property
+    def lookup_max(self) -> int:
+        return self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP
+
+    @property
+    def lookup_min(self) -> int:
+        return self.prompt_lookup_min or self.prompt_lookup_max or DEFAULT_LOOKUP
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Raises ValueError naming field, value and what was expected.
 
     model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no
     weights). max_model_len None = the model's own limit. num_kv_blocks None = sized from kv_cache_memory_bytes.
-    max_num_batched_tokens: the token budget of a step. num_threads 0 = torch's default. step_timeout_s: an engine whose
-    step takes longer hangs, and is replaced; load_timeout_s: the same for loading. max_engine_failures: how many may
-    die in a row without finishing a step before the model is given up. fault_directory: see fault_injection.py.
+    max_num_batched_tokens: the token budget of a step. speculative_config None = no speculation. num_threads 0 = all
+    cores. quantization "int8": weights per output channel, activations per token, in whole numbers of 8 bits.
+    enforce_eager: the model's modules compute, and not one native program; kernels "torch": not even native operations
+    under the modules. step_timeout_s: an engine whose step takes longer hangs, and is replaced; load_timeout_s: the
+    same for loading. max_engine_failures: how many may die in a row without finishing a step before the model is given
+    up. fault_directory: see fault_injection.py.
     """
 
     model: str
@@ -32,10 +72,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory_bytes: int = 1 << 30
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
     seed: int = 0
+    speculative_config: SpeculativeConfig | None = None
     trust_remote_code: bool = False
     transport: Literal["process", "inline"] = "process"
     num_threads: int = 0
+    quantization: Literal["int8"] | None = None
+    enforce_eager: bool = False
+    kernels: Literal["auto", "torch"] = "auto"
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     mock_vocab_size: int = 259
     mock_step_ms: float = 0.0

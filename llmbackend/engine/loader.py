@@ -6,6 +6,8 @@ config allows it, and a loaded model has passed `compatibility`.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +21,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from .attention import interface
 from .attention.kv_cache import LayerShape
-from .compatibility import architecture_name, check_config, check_model
+from .compatibility import CheckedModel, architecture_name, check_config, check_model
 from .config import EngineConfig
+from .decoder_description import Decoder, UnrecognisedError, describe
+from .kernels.library import NativeEngine
+from .kernels.library import load as load_library
+from .kernels.weights import TYPE_OF
+from .native_linear import swap_linears
 from .packed_linear import pack_linears
+
+logger = logging.getLogger(__name__)
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 # With these, the angle of every position depends on the longest sequence of the batch, once it passes the original
@@ -31,8 +40,9 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """layer_shapes: KV shape by attention module, in the order of the layers. linear_kind: how linear layers
-    compute."""
+    """layer_shapes: KV shape by attention module, in the order of the layers. linear_kind: how linear layers compute.
+    engine: the native kernels, when they compute them. decoder: what a program would compute, or None, and then
+    why_modules says why not."""
 
     model: Any
     layer_shapes: Mapping[nn.Module, LayerShape]
@@ -43,6 +53,10 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     model_type: str
     linear_kind: str
+    checked: CheckedModel
+    engine: NativeEngine | None
+    decoder: Decoder | None
+    why_modules: str
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -56,11 +70,13 @@ def load_model(config: EngineConfig) -> LoadedModel:
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
-    linear_kind = pack_linears(model, dtype) if device.type == "cpu" else "torch"
-    layer_shapes = check_model(model)
+    engine = _native_engine(config, device, dtype)
+    linear_kind = _swap_linears(config, model, dtype, engine)
+    checked = check_model(model)
+    decoder, why_modules = _describe(config, model, checked, max_model_len, engine)
     return LoadedModel(
         model=model,
-        layer_shapes=layer_shapes,
+        layer_shapes=checked.shapes,
         dtype=dtype,
         device=device,
         vocab_size=int(hf_config.get_text_config(decoder=True).vocab_size),
@@ -68,7 +84,49 @@ def load_model(config: EngineConfig) -> LoadedModel:
         eos_token_ids=_eos_token_ids(model, hf_config),
         model_type=str(hf_config.model_type),
         linear_kind=linear_kind,
+        checked=checked,
+        engine=engine,
+        decoder=decoder,
+        why_modules=why_modules,
     )
+
+
+def _native_engine(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> NativeEngine | None:
+    """The native kernels, where they can compute this model's layers. Raises ValueError when int8 needs them."""
+    library = None
+    if device.type == "cpu" and dtype in TYPE_OF and config.kernels != "torch":
+        library = load_library()
+    if library is None:
+        if config.quantization is not None:
+            raise ValueError(
+                f"engine argument 'quantization' is '{config.quantization}', which needs the native CPU kernels"
+            )
+        return None
+    return NativeEngine(library, config.num_threads or len(os.sched_getaffinity(0)))
+
+
+def _swap_linears(config: EngineConfig, model: Any, dtype: torch.dtype, engine: NativeEngine | None) -> str:
+    """Puts packed linear layers into the model; a word about how they compute."""
+    if engine is not None:
+        kind = config.quantization or str(dtype).removeprefix("torch.")
+        swap_linears(model, engine, config.quantization)
+        return f"{engine.library.variant} {kind}"
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    return pack_linears(model, dtype) if on_cpu else "torch"
+
+
+def _describe(
+    config: EngineConfig, model: Any, checked: CheckedModel, max_model_len: int, engine: NativeEngine | None
+) -> tuple[Decoder | None, str]:
+    if engine is None or config.enforce_eager:
+        return None, "enforce_eager is set" if engine is not None else "there are no native kernels for it"
+    try:
+        return describe(model, checked.options, max_model_len), ""
+    except UnrecognisedError as error:
+        return None, str(error)
+    except Exception as error:  # an unknown module may break any assumption; it runs as it is
+        logger.info("a %s runs as modules", type(model).__name__, exc_info=True)
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _device(name: str) -> torch.device:

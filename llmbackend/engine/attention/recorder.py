@@ -20,12 +20,13 @@ _HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings", 
 
 
 class RecordingAttention:
-    """Attends within sequences of the given lengths; `shapes` has one entry per layer seen, `problems` what cannot be
-    honoured by a paged backend."""
+    """Attends within sequences of the given lengths; `shapes` and `options` have one entry per layer seen, `problems`
+    what cannot be honoured by a paged backend."""
 
     def __init__(self, sequence_lens: Sequence[int]) -> None:
         self._sequence_lens = list(sequence_lens)
         self.shapes: dict[nn.Module, LayerShape] = {}
+        self.options: dict[nn.Module, AttentionOptions] = {}
         self.calls: list[nn.Module] = []
         self.problems: list[str] = []
         self.num_sliding_layers = 0
@@ -35,6 +36,7 @@ class RecordingAttention:
     ) -> torch.Tensor:
         self.calls.append(layer)
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        self.options[layer] = options
         self.num_sliding_layers += options.sliding_window is not None
         self._check(query, key, options)
         split = (torch.split(tensor, self._sequence_lens) for tensor in (query, key, value))

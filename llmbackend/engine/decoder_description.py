@@ -1,0 +1,280 @@
+"""What a decoder-only model computes, read off its transformers modules: numbers and weights, no code.
+
+For: decoder_program.py, which computes the same with native kernels. Does not know: kernels, steps or memory.
+Invariants: modules are read, never changed; whatever is not understood, by name or by a probe, raises
+UnrecognisedError, and then the model runs as the modules it is. What a description leaves out nobody would notice here:
+the program's logits are compared with the modules' before it is used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attention.interface import AttentionOptions
+from .kernels.weights import PackedWeight
+from .native_linear import NativeLinear
+
+
+class UnrecognisedError(Exception):
+    """Why a model cannot run as a program. Nothing is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """x / rms(x) * weight, weight float32 [width]."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """x·Wᵀ + bias, bias float32 [n]."""
+
+    weight: PackedWeight
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """qkv: query, key and value as one matrix. q_norm and k_norm: over each head, or over all heads (norm_whole).
+    cos_sin float32 [max_model_len, rotary_dim]: cosines of the first half, then sines; None: no rotation."""
+
+    qkv: Projection
+    out: Projection
+    q_norm: Norm | None
+    k_norm: Norm | None
+    norm_whole: bool
+    cos_sin: torch.Tensor | None
+    options: AttentionOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(activation(gate) * up); activation "silu" or "gelu_tanh"."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """h += residual_factor * out_norm(block(in_norm(h))), for attention and then for the MLP; missing norms are none.
+
+    module: the attention module, which the layer's KV memory is known by.
+    """
+
+    module: nn.Module
+    attention_norm: Norm | None
+    attention: Attention
+    attention_out_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp
+    mlp_out_norm: Norm | None
+    residual_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """embedding [vocab, width] in the model's dtype. Logits are softcap * tanh(head(norm(h)) * logit_factor / softcap),
+    softcap 0: off."""
+
+    embedding: torch.Tensor
+    embedding_factor: float
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Projection
+    logit_factor: float
+    logit_softcap: float
+
+
+def describe(model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int) -> Decoder:
+    """options: what each attention module asked for, in the order of the layers. Raises UnrecognisedError."""
+    config = model.config.get_text_config(decoder=True)
+    base = model.base_model
+    _expect_children(model, {"model", "lm_head"})
+    _expect_children(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
+    tables = _RotaryTables(base.rotary_emb, max_model_len)
+    layers = tuple(_layer(layer, options, config, tables) for layer in base.layers)
+    head = model.get_output_embeddings()
+    return Decoder(
+        embedding=base.embed_tokens.weight.detach(),
+        embedding_factor=_embedding_factor(base.embed_tokens, config),
+        layers=layers,
+        norm=_norm(base.norm),
+        head=_projection(head),
+        logit_factor=_logit_factor(config),
+        logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+    )
+
+
+def _children(module: nn.Module) -> set[str]:
+    """Names of the parts that compute something at inference."""
+    return {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+
+
+def _expect_children(module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> None:
+    found = _children(module)
+    if not names <= found <= names | optional:
+        raise UnrecognisedError(f"{type(module).__name__} consists of {', '.join(sorted(found))}")
+
+
+def _layer(layer: Any, options: Mapping[nn.Module, AttentionOptions], config: Any, tables: _RotaryTables) -> Layer:
+    names = _children(layer) - {"self_attn", "mlp"}
+    placed = _NORMS_BY_PLACE.get(frozenset(names))
+    if placed is None or not hasattr(layer, "self_attn") or not hasattr(layer, "mlp"):
+        raise UnrecognisedError(f"{type(layer).__name__} has the norms {', '.join(sorted(names))}")
+    norms = [_norm(getattr(layer, name)) if name else None for name in placed]
+    return Layer(
+        module=layer.self_attn,
+        attention_norm=norms[0],
+        attention=_attention(layer.self_attn, options[layer.self_attn], tables),
+        attention_out_norm=norms[1],
+        mlp_norm=norms[2],
+        mlp=_mlp(layer.mlp),
+        mlp_out_norm=norms[3],
+        residual_factor=float(getattr(config, "residual_multiplier", None) or 1.0),
+    )
+
+
+# Which norm stands before attention, after it, before the MLP and after it, by the names a layer has.
+_NORMS_BY_PLACE: dict[frozenset[str], tuple[str, str, str, str]] = {
+    frozenset({"input_layernorm", "post_attention_layernorm"}): ("input_layernorm", "", "post_attention_layernorm", ""),
+    frozenset({"post_attention_layernorm", "post_feedforward_layernorm"}): (
+        "", "post_attention_layernorm", "", "post_feedforward_layernorm",
+    ),
+    frozenset(
+        {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
+    ): ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}  # fmt: skip
+
+
+def _attention(module: Any, options: AttentionOptions, tables: _RotaryTables) -> Attention:
+    optional = frozenset({"q_norm", "k_norm"})
+    if hasattr(module, "qkv_proj"):
+        _expect_children(module, {"qkv_proj", "o_proj"})
+        qkv = _projection(module.qkv_proj)
+    else:
+        _expect_children(module, {"q_proj", "k_proj", "v_proj", "o_proj"}, optional)
+        qkv = _joined([module.q_proj, module.k_proj, module.v_proj])
+    q_norm, k_norm = (_norm(getattr(module, name)) if hasattr(module, name) else None for name in ("q_norm", "k_norm"))
+    head_dim = int(module.head_dim)
+    return Attention(
+        qkv=qkv,
+        out=_projection(module.o_proj),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_whole=q_norm is not None and len(q_norm.weight) != head_dim,
+        cos_sin=tables.of(module) if getattr(module, "use_rope", True) else None,
+        options=options,
+    )
+
+
+def _mlp(module: Any) -> Mlp:
+    activation = _activation(module)
+    if hasattr(module, "gate_up_proj"):
+        gate_up = _projection(module.gate_up_proj)
+        half = gate_up.weight.n // 2
+        if half % 32 or gate_up.bias is not None:
+            raise UnrecognisedError(f"{type(module).__name__} joins gate and up in a way that panels cannot part")
+        gate = Projection(gate_up.weight.part(0, half), None)
+        return Mlp(gate, Projection(gate_up.weight.part(half, half), None), _projection(module.down_proj), activation)
+    if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
+        raise UnrecognisedError(f"{type(module).__name__} is no gated MLP")
+    gate, up, down = (_projection(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj"))
+    return Mlp(gate, up, down, activation)
+
+
+def _activation(module: Any) -> str:
+    """By what it computes, not by its name."""
+    function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    if function is None:
+        raise UnrecognisedError(f"{type(module).__name__} names no activation")
+    x = torch.linspace(-6, 6, 49)
+    known = {"silu": nn.functional.silu(x), "gelu_tanh": nn.functional.gelu(x, approximate="tanh")}
+    for name, expected in known.items():
+        if torch.allclose(function(x), expected, atol=1e-6):
+            return name
+    raise UnrecognisedError(f"{type(module).__name__} activates by {type(function).__name__}")
+
+
+def _projection(linear: Any) -> Projection:
+    if not isinstance(linear, NativeLinear):
+        raise UnrecognisedError(f"{type(linear).__name__} is no plain linear layer")
+    return Projection(linear.packed, linear.float_bias)
+
+
+def _joined(linears: list[Any]) -> Projection:
+    """Neighbours in memory as one projection."""
+    first, *others = (_projection(linear) for linear in linears)
+    weight: PackedWeight | None = first.weight
+    for other in others:
+        weight = weight and weight.joined(other.weight)
+    if weight is None:
+        raise UnrecognisedError("query, key and value are no multiples of a panel")
+    biases = [projection.bias for projection in (first, *others)]
+    if all(bias is None for bias in biases):
+        return Projection(weight, None)
+    if any(bias is None for bias in biases):
+        raise UnrecognisedError("some of query, key and value have a bias, and some have none")
+    return Projection(weight, torch.cat([bias for bias in biases if bias is not None]))
+
+
+def _norm(module: Any) -> Norm:
+    """An RMS norm with factor w or 1 + w, told apart by what it computes."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or eps is None or getattr(module, "bias", None) is not None:
+        raise UnrecognisedError(f"{type(module).__name__} is no RMS norm")
+    x = torch.linspace(-2, 3, weight.shape[-1])[None]
+    normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(eps))
+    given = module(x).float()
+    for candidate in (weight.detach().float(), 1.0 + weight.detach().float()):
+        if torch.allclose(given, normal * candidate, rtol=1e-4, atol=1e-5):
+            return Norm(candidate.contiguous(), float(eps))
+    raise UnrecognisedError(f"{type(module).__name__} is no RMS norm")
+
+
+def _embedding_factor(module: Any, config: Any) -> float:
+    if type(module) is nn.Embedding:
+        return float(getattr(config, "embedding_multiplier", None) or 1.0)
+    row = module(torch.tensor([[1]]))[0, 0].float()
+    raw = module.weight[1].detach().float()
+    return float((row @ raw) / (raw @ raw))
+
+
+class _RotaryTables:
+    """Cosines and sines of all positions, worked out once for each kind of layer."""
+
+    def __init__(self, rotary: Any, max_model_len: int) -> None:
+        self._rotary = rotary
+        self._positions = torch.arange(max_model_len)[None]
+        self._by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
+        self._tables: dict[str | None, torch.Tensor] = {}
+
+    def of(self, attention: Any) -> torch.Tensor:
+        kind = attention.layer_type if self._by_kind else None
+        if kind not in self._tables:
+            self._tables[kind] = self._table(*([kind] if self._by_kind else []))
+        return self._tables[kind]
+
+    def _table(self, *kind: str | None) -> torch.Tensor:
+        cos, sin = self._rotary(torch.empty(1, 1), self._positions, *kind)
+        half = cos.shape[-1] // 2
+        if not torch.equal(cos[..., :half], cos[..., half:]):
+            raise UnrecognisedError(f"{type(self._rotary).__name__} rotates in another order than halves")
+        return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).float().contiguous()
+
+
+def _logit_factor(config: Any) -> float:
+    scaling = getattr(config, "logits_scaling", None)
+    factor = getattr(config, "logit_scale", None)
+    return float(factor or 1.0) / float(scaling or 1.0)

@@ -1,0 +1,43 @@
+"""Paged KV memory in the layout of the native attention.
+
+For: operations that write or read it. Does not know: which request owns a block. Invariant: what is stored is finite
+(the kernel that writes sees to it), so a broken request's leftovers cannot turn into NaN in another's output.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .attention.kv_cache import LayerShape
+from .kernels.abi import Type
+from .kernels.library import Library
+from .kernels.weights import TYPE_OF
+
+BLOCK_MULTIPLE = 32
+
+
+def can_hold(shape: LayerShape, block_size: int, dtype: torch.dtype) -> bool:
+    """Whether the native layout has a place for such a layer."""
+    return (
+        shape.key_dim == shape.value_dim
+        and shape.key_dim % 32 == 0
+        and block_size % BLOCK_MULTIPLE == 0
+        and dtype in TYPE_OF
+    )
+
+
+class NativeLayerCache:
+    """One layer's keys and values; `keys` and `values` are addresses (layouts: native/step.h, RotaryOp)."""
+
+    def __init__(
+        self, library: Library, shape: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        """Raises MemoryError."""
+        self.num_kv_heads = shape.num_kv_heads
+        self.head_dim = shape.key_dim
+        self.block_size = block_size
+        self.type: Type = TYPE_OF[dtype]
+        half_bytes = num_blocks * block_size * shape.num_kv_heads * shape.key_dim * dtype.itemsize
+        self._memory = library.memory(2 * half_bytes)
+        self.keys = int(self._memory.ctypes.data)
+        self.values = self.keys + half_bytes
