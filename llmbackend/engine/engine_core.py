@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence as Items
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from .infer_request import EngineStats, FinishReason, InferRequest, ModelInfo, S
 from .kv_cache import KVCacheManager
 from .scheduler import Scheduler
 from .sequence import Rows, Sequence, refusal
-from .step import RowTable, Runner, SampledTokens, StepPlan
+from .speculation import Speculator, runs_that_hold
+from .step import Int32Array, RowTable, Runner, SampledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +47,13 @@ class EngineCore:
         self._runner = runner
         self._table = RowTable(config.max_num_seqs, self.info.max_model_len, self.info.block_size)
         self._rows = Rows(self._table, runner)
-        self._kv_cache = KVCacheManager(self.info.num_blocks, self._table)
+        self._kv_cache = KVCacheManager(self.info.num_blocks, self._table, config.enable_prefix_caching)
         self._scheduler = Scheduler(self._rows, self._kv_cache, config.max_num_batched_tokens)
+        speculation = config.speculative_config
+        self._speculator = Speculator(speculation, self._table) if speculation else None
+        self._max_draft_step_tokens = min(
+            config.max_num_batched_tokens, speculation.max_step_tokens if speculation else 0
+        )
         self._live: dict[str, Sequence] = {}
         self._ended: list[StepOutput] = []
         """Outputs of requests that ended outside a step; the next step emits them."""
@@ -54,6 +61,9 @@ class EngineCore:
         self._num_steps = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._num_drafts = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
         self._num_invariant_breaches = 0
 
     @property
@@ -93,7 +103,8 @@ class EngineCore:
             self._ended.append(self._fail(sequence, error))
         outputs, self._ended = self._ended, []
         if schedule.plan is not None:
-            outputs += self._commit(schedule.plan, self._run(schedule.plan))
+            plan = self._with_drafts(schedule.plan)
+            outputs += self._commit(plan, self._run(plan))
         elif not outputs and self._live:
             raise RuntimeError(f"the scheduler found nothing to run for {len(self._live)} live requests")
         self._num_steps += 1
@@ -121,6 +132,22 @@ class EngineCore:
     def close(self) -> None:
         self._runner.close()
 
+    def _with_drafts(self, plan: StepPlan) -> StepPlan:
+        """The plan with guesses of what its rows will sample, if there are any that free blocks have room for."""
+        if self._speculator is None or len(plan.rows) >= self._max_draft_step_tokens:
+            return plan
+        room = self._max_draft_step_tokens - plan.num_tokens
+        limits = [self._rows[row].max_total_tokens for row in plan.rows.tolist()]
+        drafts = self._speculator.draft(plan, limits, room) if room > 0 else None
+        if drafts is None:
+            return plan
+        scheduled = plan.num_scheduled_tokens + drafts
+        if not self._kv_cache.reserve(plan.rows, self._table.num_computed_tokens[plan.rows] + scheduled):
+            return plan
+        self._num_drafts += int(np.count_nonzero(drafts))
+        self._num_draft_tokens += int(drafts.sum())
+        return StepPlan(plan.rows, scheduled, plan.sample_rows, drafts)
+
     def _run(self, plan: StepPlan) -> SampledTokens:
         try:
             return self._runner.execute(plan, self._table)
@@ -131,15 +158,15 @@ class EngineCore:
     def _run_one_by_one(self, plan: StepPlan) -> SampledTokens:
         """The same step, a row at a time: rows that fail alone get their own error, the others go on."""
         token_ids: list[int] = []
-        logprobs: dict[int, TokenLogprobs] = {}
+        logprobs: dict[int, Items[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
         for i, row in enumerate(plan.rows.tolist()):
-            part = StepPlan(plan.rows[i : i + 1], plan.num_scheduled_tokens[i : i + 1], plan.sample_rows[i : i + 1])
+            part = plan.only(i)
             try:
                 sampled = self._runner.execute(part, self._table)
             except Exception as error:
                 errors[row] = f"the engine failed on this request: {type(error).__name__}: {error}"
-                token_ids += [0] * int(plan.sample_rows[i])
+                token_ids += [0] * part.num_samples
                 continue
             token_ids += sampled.token_ids.tolist()
             logprobs.update(sampled.logprobs)
@@ -148,29 +175,50 @@ class EngineCore:
 
     def _commit(self, plan: StepPlan, sampled: SampledTokens) -> list[StepOutput]:
         """Writes what the step computed into the rows, and ends the requests that are over."""
-        table, rows = self._table, plan.rows[plan.sample_rows]
-        table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
-        table.token_ids[rows, table.num_tokens[rows]] = sampled.token_ids
-        table.num_tokens[rows] += 1
+        rows, starts, counts = self._write(plan, sampled.token_ids)
         outputs = [self._fail(self._rows[row], error) for row, error in sampled.errors.items()]
-        for row, token_id, num_tokens in zip(
-            rows.tolist(), sampled.token_ids.tolist(), table.num_tokens[rows].tolist(), strict=True
-        ):
+        self._scheduler.computed(np.setdiff1d(plan.rows, list(sampled.errors)) if sampled.errors else plan.rows)
+        token_ids = sampled.token_ids.tolist()
+        for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
             if row not in sampled.errors:
-                outputs.append(self._emit(self._rows[row], token_id, num_tokens, sampled.logprobs.get(row)))
+                outputs.append(self._emit(row, token_ids[start : start + count], sampled.logprobs.get(row, ())))
         return outputs
 
-    def _emit(self, sequence: Sequence, token_id: int, num_tokens: int, logprobs: TokenLogprobs | None) -> StepOutput:
-        self._generation_tokens += 1
-        reason = sequence.finish_reason(token_id, num_tokens)
-        if reason is not None:
-            self._end(sequence)
+    def _write(self, plan: StepPlan, token_ids: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Moves the rows on. Returns the sampled rows, and where in token_ids the new tokens of each start and how
+        many they are."""
+        if len(token_ids) != plan.num_samples:
+            raise RuntimeError(f"the runner sampled {len(token_ids)} tokens, the plan asked for {plan.num_samples}")
+        table, rows = self._table, plan.rows[plan.sample_rows]
+        starts, counts = runs_that_hold(plan, token_ids, table)
+        table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
+        table.num_tokens[rows] += counts
+        # Drafts that held are there already.
+        table.token_ids[rows, table.num_tokens[rows] - 1] = token_ids[starts + counts - 1]
+        if plan.num_draft_tokens is not None and self._speculator is not None:
+            table.num_computed_tokens[rows] = table.num_tokens[rows] - 1
+            self._num_accepted_tokens += int(counts.sum()) - len(rows)
+            self._speculator.learn(rows, plan.num_draft_tokens[plan.sample_rows], counts - 1)
+        return rows, starts, counts
+
+    def _emit(self, row: int, token_ids: list[int], logprobs: Items[TokenLogprobs]) -> StepOutput:
+        """The new tokens of a row up to the one that ends its request, if any does."""
+        sequence, reason = self._rows[row], None
+        first = int(self._table.num_tokens[row]) - len(token_ids) + 1
+        for index, token_id in enumerate(token_ids):
+            reason = sequence.finish_reason(token_id, first + index)
+            if reason is not None:
+                token_ids = token_ids[: index + 1]
+                self._end(sequence)
+                break
+        self._generation_tokens += len(token_ids)
         return StepOutput(
             sequence.request.request_id,
-            (token_id,),
+            tuple(token_ids),
             reason,
-            token_id if reason == "stop" else None,
-            (logprobs,) if logprobs is not None else (),
+            token_ids[-1] if reason == "stop" else None,
+            tuple(logprobs[: len(token_ids)]),
+            sequence.num_cached_tokens,
         )
 
     def _last_output(self, sequence: Sequence, reason: FinishReason, token_id: int) -> StepOutput:
@@ -178,11 +226,14 @@ class EngineCore:
         return StepOutput(sequence.request.request_id, (), reason, token_id if reason == "stop" else None)
 
     def _fail(self, sequence: Sequence, error: str) -> StepOutput:
+        self._scheduler.distrust(sequence)
         self._end(sequence)
         return StepOutput(sequence.request.request_id, finish_reason="error", error=error)
 
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id]
+        if self._speculator is not None:
+            self._speculator.forget(sequence.row)
         self._scheduler.remove(sequence)
 
     def _stats(self, step_s: float) -> EngineStats:
@@ -194,7 +245,12 @@ class EngineCore:
             num_preemptions=self._scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            num_drafts=self._num_drafts,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
             num_steps=self._num_steps,
             last_step_s=step_s,
             num_invariant_breaches=self._num_invariant_breaches,
+            prefix_cache_queries=self._scheduler.num_queried_tokens,
+            prefix_cache_hits=self._scheduler.num_hit_tokens,
         )
