@@ -49,7 +49,6 @@ _NO_EFFECT = frozenset(
         "max_parallel_loading_workers",
         "served_model_name",
         "limit_mm_per_prompt",
-        "enable_prefix_caching",
         "generation_config",
     }
 )

@@ -57,9 +57,10 @@ class InferTask:
 
         Attributes that others own, under the TaskMap's lock: is_delayed (TaskQueue), is_suspect and trial_deaths
         (Probation). lost_ns: when the engine that had it died, until the next output; 0 otherwise. alarms: what its
-        deadlines have set."""
+        deadlines have set. num_cached_tokens: of the prompt, as the first engine said that had it."""
         self.infer_request = infer_request
         self.output_token_ids: list[int] = []
+        self.num_cached_tokens: int | None = None
         self.times = times
         self.timeout_us = request.timeout_us
         self.is_delayed = False
@@ -108,6 +109,8 @@ class InferTask:
 
     def take_in(self, output: StepOutput, now_ns: int) -> None:
         """Takes one step's output in; `finish_reason` says afterwards whether it was the last."""
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = output.num_cached_tokens
         tokens = self._assembler.push(output)
         self.output_token_ids.extend(tokens)
         if tokens:
@@ -171,6 +174,8 @@ class InferTask:
             tensors.append(Tensor.of("num_input_tokens", np.array([self.num_prompt_tokens], np.uint32)))
         if "num_output_tokens" in wanted:
             tensors.append(Tensor.of("num_output_tokens", np.array([len(chunk.token_ids)], np.uint32)))
+        if "num_cached_tokens" in wanted:
+            tensors.append(Tensor.of("num_cached_tokens", np.array([self.num_cached_tokens or 0], np.uint32)))
         if "output_ids" in wanted:
             tensors.append(Tensor.of("output_ids", np.array(chunk.token_ids, np.int32)))
         return tensors

@@ -47,6 +47,8 @@ _COUNTERS = {
     "vllm:num_preemptions_total": "Preemptions of running requests.",
     "vllm:prompt_tokens_total": "Prompt tokens processed.",
     "vllm:generation_tokens_total": "Tokens generated.",
+    "vllm:prefix_cache_queries_total": "Tokens of admitted requests that were looked up in the prefix cache.",
+    "vllm:prefix_cache_hits_total": "Tokens that were found there, and not computed again.",
     _RECOVERED: "Requests that went on after their engine died.",
     _POISON: "Requests that were ended because they killed the engine.",
     _BREACHES: "Self-checks that found something lost or left behind.",
@@ -123,6 +125,8 @@ class LlmMetrics:
         self._count("vllm:num_preemptions_total", before.num_preemptions, stats.num_preemptions)
         self._count("vllm:prompt_tokens_total", before.prompt_tokens, stats.prompt_tokens)
         self._count("vllm:generation_tokens_total", before.generation_tokens, stats.generation_tokens)
+        self._count("vllm:prefix_cache_queries_total", before.prefix_cache_queries, stats.prefix_cache_queries)
+        self._count("vllm:prefix_cache_hits_total", before.prefix_cache_hits, stats.prefix_cache_hits)
         self._count(_BREACHES, before.num_invariant_breaches, stats.num_invariant_breaches)
 
     def engine_lost(self, engine: int, cause: DeathKind, num_queued: int) -> None:

@@ -81,6 +81,7 @@ class RequestConverter:
                 prompt_token_ids=tuple(prompt_ids),
                 sampling=params.sampling,
                 priority=self._policies.level(self._policies.priority(request.priority)),
+                cache_salt=params.cache_salt,
             ),
             OutputAssembler(params, detokenizer),
             inputs.options,

@@ -55,12 +55,14 @@ IGNORED_REQUEST_PARAMETERS = frozenset({"id"})
 
 @dataclass(frozen=True, slots=True)
 class GenerationParams:
-    """What one request asked for: the engine's part, and the part that concerns text and stays in the adapter."""
+    """What one request asked for: the engine's part, the part that concerns text and stays in the adapter, and with
+    whom it shares the prefix cache."""
 
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    cache_salt: str = ""
 
 
 Parser = Callable[[str, Any], Any]
@@ -141,6 +143,15 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
+def _salt(name: str, value: Any) -> str:
+    try:
+        if isinstance(value, str) and value.encode():  # JSON's texts may hold half of a surrogate pair
+            return value
+    except UnicodeEncodeError:
+        pass
+    raise _refuse(name, value, "a non-empty string")
+
+
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     items = _from_json_text(value)
     if not isinstance(items, list):
@@ -175,6 +186,7 @@ _PARSERS: dict[str, Parser] = {
     "logprobs": _integer(0, MAX_LOGPROBS),
     "include_stop_str_in_output": _boolean,
     "skip_special_tokens": _boolean,
+    "cache_salt": _salt,
     "n": _integer(1, 1),
     "best_of": _integer(1, 1),
 }
@@ -200,7 +212,7 @@ def parse_sampling_parameters(
     seed = chosen.pop("seed", -1)
     logprobs = chosen.pop("logprobs", 0 if logprobs_needed else None)
     top_k = chosen.pop("top_k", 0)
-    text = {name: chosen.pop(name) for name in _TEXT_FIELDS if name in chosen}
+    others = {name: chosen.pop(name) for name in _OUTSIDE_SAMPLING if name in chosen}
     for name in ("n", "best_of"):
         chosen.pop(name, None)
     sampling = SamplingParams(
@@ -210,10 +222,10 @@ def parse_sampling_parameters(
         top_k=min(max(top_k, 0), vocab_size),  # a larger one is off, and may be wider than the engine's integers
         **chosen,
     )
-    return GenerationParams(sampling=sampling, **text)
+    return GenerationParams(sampling=sampling, **others)
 
 
-_TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens")
+_OUTSIDE_SAMPLING = ("stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt")
 
 
 def _parse_one(name: str, value: Any) -> Any:

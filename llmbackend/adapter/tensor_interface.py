@@ -30,10 +30,12 @@ INPUTS: dict[str, tuple[str, int]] = {
     "return_num_input_tokens": ("TYPE_BOOL", 1),
     "return_num_output_tokens": ("TYPE_BOOL", 1),
     "embedding_request": ("TYPE_STRING", 1),
-    # Ours: a conversation for the model's chat template, token ids instead of text, and the generated ids.
+    # Ours: a conversation for the model's chat template, token ids instead of text, the generated ids, and how many of
+    # the prompt's tokens the prefix cache had.
     "messages": ("TYPE_STRING", 1),
     "input_ids": ("TYPE_INT32", -1),
     "return_output_ids": ("TYPE_BOOL", 1),
+    "return_num_cached_tokens": ("TYPE_BOOL", 1),
 }
 OUTPUTS: dict[str, tuple[str, int]] = {
     "text_output": ("TYPE_STRING", -1),
@@ -43,6 +45,7 @@ OUTPUTS: dict[str, tuple[str, int]] = {
     "num_input_tokens": ("TYPE_UINT32", 1),
     "num_output_tokens": ("TYPE_UINT32", -1),
     "output_ids": ("TYPE_INT32", -1),
+    "num_cached_tokens": ("TYPE_UINT32", 1),
 }
 PROMPT_INPUTS = ("text_input", "messages", "input_ids")
 NOT_SUPPORTED_INPUTS = ("image", "embedding_request")

@@ -156,6 +156,7 @@ SCHEMAS: Final[dict[str, Any]] = {
             "return_num_input_tokens": {"type": "boolean"},
             "return_num_output_tokens": {"type": "boolean"},
             "return_output_ids": {"type": "boolean"},
+            "return_num_cached_tokens": {"type": "boolean"},
             "parameters": {"type": "object", "additionalProperties": _SCALAR},
         },
         "additionalProperties": _SCALAR,

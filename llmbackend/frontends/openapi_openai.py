@@ -68,6 +68,7 @@ _SAMPLING: Final[dict[str, Any]] = {
     "ignore_eos": _BOOLEAN,
     "include_stop_str_in_output": _BOOLEAN,
     "skip_special_tokens": _BOOLEAN,
+    "cache_salt": {**_TEXT, "description": "Only requests with the same one share cached prefixes."},
     "stream": _BOOLEAN,
     "stream_options": ref("StreamOptions"),
     "parallel_tool_calls": _BOOLEAN,
@@ -132,7 +133,15 @@ _ASSISTANT: Final = _message(
         _says("tool_calls", array({}, minItems=1)),
     ]
 }
-_USAGE: Final = closed({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT})
+_USAGE: Final = closed(
+    {
+        "prompt_tokens": _COUNT,
+        "completion_tokens": _COUNT,
+        "total_tokens": _COUNT,
+        "prompt_tokens_details": closed({"cached_tokens": _COUNT}),
+    },
+    required=["prompt_tokens", "completion_tokens", "total_tokens"],
+)
 _FINISH_REASON: Final = {"enum": ["stop", "length"]}
 _LOGPROBS: Final = {"type": ["object", "null"]}
 

@@ -52,6 +52,12 @@ def test_model_json_holds_vllms_engine_arguments(model: Path) -> None:
     assert engine.load_format == "safetensors"
 
 
+def test_prefix_caching_is_on_unless_turned_off(model: Path) -> None:
+    model_json(model, model="mock")
+    assert read(model).engine.enable_prefix_caching
+    assert not read(model, enable_prefix_caching="false").engine.enable_prefix_caching
+
+
 def test_pbtxt_parameters_win_over_model_json_and_that_over_a_checkpoint(model: Path) -> None:
     (model / "1" / "config.json").write_text("{}")
     model_json(model, block_size=8, max_num_seqs=3)

@@ -130,6 +130,30 @@ def test_messages_go_through_the_chat_template(host: LlmHost) -> None:
     assert host.infer(messages=chat, sampling=GREEDY, **flags).all("num_input_tokens") == [len("user: hi\n")]
 
 
+def test_a_prompt_that_begins_as_an_earlier_one_is_partly_cached(tmp_path: Path) -> None:
+    prompt, flags = list(range(100)), {"return_num_cached_tokens": True, "return_output_ids": True}
+    with llm_host(tmp_path) as host:
+        first = host.infer(input_ids=prompt, sampling=GREEDY, **flags)
+        again = host.infer(input_ids=prompt, sampling=GREEDY, **flags)
+        stream = host.infer(input_ids=prompt, sampling=GREEDY, stream=True, **flags)
+        salted = host.infer({**GREEDY, "cache_salt": "mine"}, input_ids=prompt, **flags)
+        assert [one.all("num_cached_tokens") for one in (first, again, salted)] == [[0], [96], [0]]
+        assert set(stream.all("num_cached_tokens")) == {96}
+        assert (
+            first.all("output_ids") == again.all("output_ids") == stream.all("output_ids") == salted.all("output_ids")
+        )
+        assert host.metric("vllm:prefix_cache_queries_total") == 400
+        assert host.metric("vllm:prefix_cache_hits_total") == 192
+
+
+@pytest.mark.parametrize("salt", ["", 7, "\ud800"])
+def test_a_salt_is_a_text(host: LlmHost, salt: object) -> None:
+    call = host.infer(text_input="a", sampling={"cache_salt": salt})
+    assert (
+        call.error is not None and "'cache_salt'" in call.error.message and "a non-empty string" in call.error.message
+    )
+
+
 def test_request_parameters_carry_sampling_as_generate_sends_it(host: LlmHost) -> None:
     parameters = {"temperature": 0, "max_tokens": "5", "ignore_eos": True, "id": "7"}
     call = host.infer(parameters, text_input="a", return_num_output_tokens=True)

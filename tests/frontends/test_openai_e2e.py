@@ -53,6 +53,27 @@ def client(url: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def test_the_usage_says_what_of_the_prompt_was_cached(client: openai.OpenAI) -> None:
+    """Whole and in a stream, for chat and for completions; a salt of one's own starts anew."""
+
+    def chat(**options: Any) -> Any:
+        messages: list[Any] = [{"role": "user", "content": "one conversation " * 9}]
+        return client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4, temperature=0, **options)
+
+    def complete(**options: Any) -> Any:
+        return client.completions.create(model=MODEL, prompt="one text " * 15, max_tokens=4, temperature=0, **options)
+
+    for ask in (chat, complete):
+        first, again, salted = ask(), ask(), ask(extra_body={"cache_salt": "mine"})
+        chunks = list(ask(stream=True, stream_options={"include_usage": True}))
+        num_full = (first.usage.prompt_tokens - 1) // 32 * 32
+        cached = [one.usage.prompt_tokens_details.cached_tokens for one in (first, again, salted, chunks[-1])]
+        assert cached == [0, num_full, 0, num_full] and num_full >= 128
+        assert first.choices[0] == again.choices[0] == salted.choices[0]
+    with pytest.raises(openai.BadRequestError, match="cache_salt"):
+        chat(extra_body={"cache_salt": ""})
+
+
 def ended_requests(host: InferenceServer, model: str) -> int:
     """How many requests of `model` came to an end, whatever it was."""
     statistics = host.model_statistics(model)[0].inference_stats

@@ -40,15 +40,15 @@ class ModelCatalog:
             raise model_not_found(name)
         return self._describe(name)
 
-    def require(self, name: str, prompt_input: str) -> None:
-        """Raises OpenAIError: 404 for a model not served here, 503 while it loads, 400 when it lacks
-        `prompt_input`."""
+    def require(self, name: str, prompt_input: str) -> frozenset[str]:
+        """The names of the model's inputs. Raises OpenAIError: 404 for a model not served here, 503 while it loads,
+        400 when it lacks `prompt_input`."""
         metadata = self._language_model(name)
         if metadata is None:
             raise self._absent(name)
-        inputs = {tensor.name for tensor in metadata.inputs}
+        inputs = frozenset(tensor.name for tensor in metadata.inputs)
         if prompt_input in inputs:
-            return
+            return inputs
         if prompt_input == INPUT_IDS:
             raise OpenAIError(f"the model '{name}' takes no token ids as prompt", param="prompt")
         endpoint = _ENDPOINT_OF_INPUT[prompt_input]

@@ -26,7 +26,8 @@ Arrival = tuple[int, Delta]
 class Generation:
     """The choices of one request. `request_id` is the response's id; choice i's inference carries it too."""
 
-    def __init__(self, gate: InferenceGate, request: GenerationRequest, request_id: str) -> None:
+    def __init__(self, gate: InferenceGate, request: GenerationRequest, request_id: str, *, tells_cached: bool) -> None:
+        """tells_cached: the model can say how many of a prompt's tokens its prefix cache had."""
         self._arrived: deque[int] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
@@ -35,7 +36,7 @@ class Generation:
         gate.check_room(len(request.prompts))
         try:
             for index in range(len(request.prompts)):
-                build = _builder(request, request_id, index)
+                build = _builder(request, request_id, index, tells_cached)
                 self._choices.append(gate.submit(build, backlog, partial(self._on_response, index)))
         except BaseException:
             self.close()
@@ -89,7 +90,10 @@ class Generation:
             choice.close()
 
 
-def _builder(request: GenerationRequest, request_id: str, index: int) -> Callable[[ResponseCallback], InferenceRequest]:
+def _builder(
+    request: GenerationRequest, request_id: str, index: int, tells_cached: bool
+) -> Callable[[ResponseCallback], InferenceRequest]:
+    usage = request.stream is None or request.stream.include_usage
     return lambda callback: InferenceRequest(
         model_name=request.model,
         response_callback=callback,
@@ -99,7 +103,8 @@ def _builder(request: GenerationRequest, request_id: str, index: int) -> Callabl
             request.sampling,
             stream=request.stream is not None,
             logprobs=request.top_logprobs is not None,
-            usage=request.stream is None or request.stream.include_usage,
+            usage=usage,
+            cached_usage=usage and tells_cached,
         ),
     )
 

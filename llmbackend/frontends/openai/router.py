@@ -28,6 +28,7 @@ from .generation import Arrival, Generation
 from .http import EventStream, json_object, read_body, unless_disconnected
 from .requests import GenerationRequest, parse_chat, parse_completion
 from .responses import Identity, whole_response
+from .tensors import RETURN_NUM_CACHED_TOKENS
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 DEFAULT_MAX_BODY_BYTES = 64 << 20
@@ -75,10 +76,11 @@ class _OpenAIService:
         self._gate.check_room()
         body = await read_body(http, self._max_body_bytes)
         request = await self._gate.decoded(len(body), lambda: parse(json_object(body)))
-        for prompt_input in {prompt.name for prompt in request.prompts}:
-            self._catalog.require(request.model, prompt_input)
+        # All prompts of a request are the same kind of tensor, or texts and token ids side by side.
+        inputs = [self._catalog.require(request.model, name) for name in {prompt.name for prompt in request.prompts}]
         identity = Identity.of(request)
-        generation = Generation(self._gate, request, identity.id)
+        tells_cached = RETURN_NUM_CACHED_TOKENS in inputs[0]
+        generation = Generation(self._gate, request, identity.id, tells_cached=tells_cached)
         try:
             if request.stream is None:
                 work = whole_response(generation, request, identity)

@@ -32,7 +32,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "priority": (0,),
-    "cache_salt": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }
@@ -94,7 +93,10 @@ def take_sampling(fields: Fields) -> dict[str, Any]:
         "ignore_eos": fields.boolean("ignore_eos"),
         "include_stop_str_in_output": fields.boolean("include_stop_str_in_output"),
         "skip_special_tokens": fields.boolean("skip_special_tokens"),
+        "cache_salt": fields.text("cache_salt"),
     }
+    if chosen["cache_salt"] == "":
+        raise refuse("cache_salt", "a non-empty string", "")
     if chosen["top_k"] == -1:  # vLLM's older spelling of "off"
         chosen["top_k"] = 0
     return {name: value for name, value in chosen.items() if value is not None}

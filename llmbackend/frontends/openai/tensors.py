@@ -23,6 +23,7 @@ MESSAGES = "messages"
 TEXT_INPUT = "text_input"
 INPUT_IDS = "input_ids"
 TEXT_OUTPUT = "text_output"
+RETURN_NUM_CACHED_TOKENS = "return_num_cached_tokens"
 PROMPT_INPUTS = frozenset({MESSAGES, TEXT_INPUT, INPUT_IDS})
 
 TokenEntries = dict[str, dict[str, Any]]
@@ -34,7 +35,7 @@ class Delta(msgspec.Struct, frozen=True):
 
     text: new text, never half a character. finish_reason: "stop" or "length" on the last one. logprobs: one entry per
     new token, when asked for. num_input_tokens: of the whole prompt. num_output_tokens: new ones. is_final: nothing
-    follows.
+    follows. num_cached_tokens: of the prompt, those that were not computed again; None when the model does not say.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Delta(msgspec.Struct, frozen=True):
     num_input_tokens: int
     num_output_tokens: int
     is_final: bool
+    num_cached_tokens: int | None = None
 
 
 def text_tensor(text: str) -> Tensor:
@@ -60,10 +62,12 @@ def messages_tensor(messages: Sequence[dict[str, Any]], template_options: dict[s
 
 
 def generation_inputs(
-    prompt: Tensor, sampling: dict[str, Any], *, stream: bool, logprobs: bool, usage: bool
+    prompt: Tensor, sampling: dict[str, Any], *, stream: bool, logprobs: bool, usage: bool, cached_usage: bool
 ) -> tuple[Tensor, ...]:
-    """The inputs of one inference: the prompt, its sampling parameters, and what the responses shall carry."""
-    return (
+    """The inputs of one inference: the prompt, its sampling parameters, and what the responses shall carry.
+
+    cached_usage: also an input that is not vllm_backend's, and that not every model has."""
+    inputs = (
         prompt,
         Tensor.text("sampling_parameters", orjson.dumps(sampling)),
         _flag("stream", stream),
@@ -73,6 +77,7 @@ def generation_inputs(
         _flag("return_num_input_tokens", usage),
         _flag("return_num_output_tokens", usage),
     )
+    return (*inputs, _flag(RETURN_NUM_CACHED_TOKENS, True)) if cached_usage else inputs
 
 
 def _flag(name: str, value: bool) -> Tensor:
@@ -98,6 +103,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         num_input_tokens=_count(outputs.get("num_input_tokens")),
         num_output_tokens=_count(outputs.get("num_output_tokens")),
         is_final=final,
+        num_cached_tokens=_count(outputs["num_cached_tokens"]) if "num_cached_tokens" in outputs else None,
     )
 
 

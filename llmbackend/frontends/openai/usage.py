@@ -15,17 +15,23 @@ class Usage:
 
     def __init__(self) -> None:
         self._prompt_tokens: dict[int, int] = {}
+        self._cached_tokens: dict[int, int] = {}
         self._completion_tokens = 0
 
     def add(self, index: int, delta: Delta) -> None:
         if delta.num_input_tokens:
             self._prompt_tokens[index] = delta.num_input_tokens
+        if delta.num_cached_tokens is not None:
+            self._cached_tokens[index] = delta.num_cached_tokens
         self._completion_tokens += delta.num_output_tokens
 
     def as_json(self) -> JsonObject:
         prompt = sum(self._prompt_tokens.values())
-        return {
+        usage: JsonObject = {
             "prompt_tokens": prompt,
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt + self._completion_tokens,
         }
+        if self._cached_tokens:
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(self._cached_tokens.values())}
+        return usage
