@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(EngineConfig)}
 _PATH_FIELDS = ("model", "tokenizer")
+_OBJECT_FIELDS = ("speculative_config",)
+"""Fields that are JSON objects; in config.pbtxt, as text."""
 _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
 _VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -65,7 +67,6 @@ _ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "enable_lora": (False,),
     "task": ("auto", "generate"),
     "runner": ("auto", "generate"),
-    "speculative_config": (None,),
     "revision": (None,),
     "tokenizer_revision": (None,),
 }
@@ -271,8 +272,10 @@ def _typed(name: str, field: str, value: Any, source: str) -> Any:
     if isinstance(value, str):
         value = _VALUE_ALIASES.get(field, {}).get(value, value)
     try:
+        if isinstance(value, str) and field in _OBJECT_FIELDS:
+            value = msgspec.json.decode(value)
         return msgspec.convert(value, expected, strict=False)
-    except (msgspec.ValidationError, UnicodeError) as error:  # JSON's texts may hold half of a surrogate pair
+    except (msgspec.DecodeError, UnicodeError) as error:  # JSON's texts may hold half of a surrogate pair
         raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}: {error}") from None
 
 

@@ -49,6 +49,9 @@ _COUNTERS = {
     "vllm:generation_tokens_total": "Tokens generated.",
     "vllm:prefix_cache_queries_total": "Tokens of admitted requests that were looked up in the prefix cache.",
     "vllm:prefix_cache_hits_total": "Tokens that were found there, and not computed again.",
+    "vllm:spec_decode_num_drafts_total": "Speculations: steps of a request that guessed tokens ahead.",
+    "vllm:spec_decode_num_draft_tokens_total": "Tokens that were guessed.",
+    "vllm:spec_decode_num_accepted_tokens_total": "Guessed tokens that the model sampled as well.",
     _RECOVERED: "Requests that went on after their engine died.",
     _POISON: "Requests that were ended because they killed the engine.",
     _BREACHES: "Self-checks that found something lost or left behind.",
@@ -127,6 +130,9 @@ class LlmMetrics:
         self._count("vllm:generation_tokens_total", before.generation_tokens, stats.generation_tokens)
         self._count("vllm:prefix_cache_queries_total", before.prefix_cache_queries, stats.prefix_cache_queries)
         self._count("vllm:prefix_cache_hits_total", before.prefix_cache_hits, stats.prefix_cache_hits)
+        self._count("vllm:spec_decode_num_drafts_total", before.num_drafts, stats.num_drafts)
+        self._count("vllm:spec_decode_num_draft_tokens_total", before.num_draft_tokens, stats.num_draft_tokens)
+        self._count("vllm:spec_decode_num_accepted_tokens_total", before.num_accepted_tokens, stats.num_accepted_tokens)
         self._count(_BREACHES, before.num_invariant_breaches, stats.num_invariant_breaches)
 
     def engine_lost(self, engine: int, cause: DeathKind, num_queued: int) -> None:

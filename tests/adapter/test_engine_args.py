@@ -77,6 +77,19 @@ def test_relative_paths_are_relative_to_the_version_directory(model: Path) -> No
     assert "'model' is './nowhere', which does not exist" in refusal(model)
 
 
+def test_speculative_config_is_vllms_json(model: Path) -> None:
+    wanted = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    model_json(model, model="mock", speculative_config=wanted)
+    from_json = read(model).engine.speculative_config
+    assert from_json == read(model, speculative_config=json.dumps(wanted)).engine.speculative_config
+    assert from_json is not None
+    assert (from_json.num_speculative_tokens, from_json.lookup_max, from_json.lookup_min) == (3, 4, 2)
+    assert read(model, speculative_config="null").engine.speculative_config is None
+    one_given = read(model, speculative_config='{"prompt_lookup_max": 5}').engine.speculative_config
+    assert one_given is not None
+    assert (one_given.lookup_max, one_given.lookup_min) == (5, 5)
+
+
 def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
     message = refusal(model)
     assert f"'model.json' containing vllm engine args must be provided in '{model / '1'}'" in message
@@ -95,6 +108,15 @@ def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
         ({"dtype": "int8"}, "engine argument 'dtype' is 'int8'"),
         ({"tensor_parallel_size": 2}, "'tensor_parallel_size' is 2, only 1 is supported"),
         ({"quantization": "awq"}, "'quantization' is 'awq', only null is supported"),
+        ({"speculative_config": {"method": "eagle"}}, "'speculative_config' is {'method': 'eagle'}"),
+        ({"speculative_config": {"method": "eagle"}}, "Invalid enum value 'eagle' - at `$.method`"),
+        ({"speculative_config": {"model": "x"}}, "Object contains unknown field `model`"),
+        ({"speculative_config": {"num_speculative_tokens": 0}}, "'num_speculative_tokens' is 0, expected at least 1"),
+        (
+            {"speculative_config": {"prompt_lookup_min": 3, "prompt_lookup_max": 2}},
+            "'prompt_lookup_min' is 3, expected",
+        ),
+        ({"speculative_config": "ngram"}, "engine argument 'speculative_config' is 'ngram'"),
         ({"enable_lora": True}, "'enable_lora' is True, only false is supported"),
     ],
 )

@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, invariant, multiple, rule
 from machine_settings import machine_settings
 from mock_engine import Outcome, make_request
+from repeating_text import repeat_text
 
-from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.mock_model import MockRunner, mock_generate
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 
 MAX_MODEL_LEN = 40
+EAGER = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1)
 NOT_NUMBERS = "its logits are not numbers"
 TOO_LARGE = "the engine's whole KV cache"
 POISONOUS = "ArithmeticError: poisonous"
@@ -97,17 +99,30 @@ class Life:
 class EngineMachine(RuleBasedStateMachine):
     ids = Bundle("ids")
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+
     @initialize(
         block_size=st.integers(1, 4),
         spare_blocks=st.integers(-2, 6),
         max_num_seqs=st.sampled_from((5, 3, 1)),
         max_num_batched_tokens=st.sampled_from((64, 8, 3, 1)),
+        speculates=st.booleans(),
     )
-    def make(self, block_size: int, spare_blocks: int, **arguments: int) -> None:
+    def make(self, block_size: int, spare_blocks: int, speculates: bool, **arguments: int) -> None:
+        """An engine that speculates has a model that repeats itself, so that drafts hold and fail often."""
         num_kv_blocks = MAX_MODEL_LEN // block_size + spare_blocks
         config = EngineConfig(
-            model="mock", max_model_len=MAX_MODEL_LEN, block_size=block_size, num_kv_blocks=num_kv_blocks, **arguments
+            model="mock",
+            max_model_len=MAX_MODEL_LEN,
+            block_size=block_size,
+            num_kv_blocks=num_kv_blocks,
+            speculative_config=EAGER if speculates else None,
+            **arguments,
         )
+        if speculates:
+            repeat_text(self.patch)
         self.runner = FailingRunner(config)
         self.core = EngineCore(config, self.runner)
         self.capacity = config.block_size * self.runner.info.num_blocks
@@ -190,8 +205,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """To idle, in a bounded number of steps: then all have ended, and rows and blocks are whole."""
-        if not hasattr(self, "core"):
-            return
+        try:
+            if hasattr(self, "core"):
+                self._come_to_rest()
+        finally:
+            self.patch.undo()
+
+    def _come_to_rest(self) -> None:
         # Whatever the preemptions, the first running request moves by a token per step, or by its chunk.
         num_lives = sum(map(len, self.lives.values()))
         for _ in range(2 * MAX_MODEL_LEN * (num_lives + 1)):
