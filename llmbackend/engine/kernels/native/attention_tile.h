@@ -1,0 +1,276 @@
+// A tile of queries against the paged keys and values of one KV head: scores, online softmax, weighted values.
+//
+// For: attention.h, which cuts a step into tiles. Does not know: threads, who shares the work. Invariant, the law of
+// attention: keys are visited in chunks of 128 absolute positions, which form partitions of 1024. Per query, a score is
+// one chain of fma's over the head's dimensions, a chunk's weights are relative to the maximum so far, a value is one
+// chain of fma's over positions, and partitions are merged in order. What a query does not see adds exact zeros or is
+// skipped, so nothing depends on the tile, the block size or the blocks' places.
+#pragma once
+
+#include <cfloat>
+#include <cstddef>
+#include <utility>
+
+#include "numbers.h"
+#include "step.h"
+
+namespace llmb {
+
+constexpr int kSubBlock = 32;  // positions: KV blocks are made of whole ones
+constexpr int kChunk = 128;
+constexpr int kChunkBlocks = kChunk / kSubBlock;
+constexpr int kPartition = 1024;
+constexpr int kVectors = 2;  // the width of a register tile
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;  // 24 of 32 registers are sums
+#else
+constexpr int kMaxRows = 4;  // 8 of 16
+#endif
+constexpr float kNothingSeen = -FLT_MAX;  // a maximum over no score: finite, so that it can be subtracted from itself
+
+// How many elements lie between neighbouring columns of a matrix of row pairs: bf16 [n/2][width][2], float [n][width].
+template <class T>
+constexpr int kColumnStep = sizeof(T) == 2 ? 2 : 1;
+
+template <int V>
+inline void load_row_pair(const bf16* b, int, Floats (&first)[V], Floats (&second)[V]) {
+    for (int v = 0; v < V; v++) {
+        const Ints pairs = load_pairs(b + 2 * kLanes * v);
+        first[v] = even(pairs);
+        second[v] = odd(pairs);
+    }
+}
+
+template <int V>
+inline void load_row_pair(const float* b, int width, Floats (&first)[V], Floats (&second)[V]) {
+    for (int v = 0; v < V; v++) {
+        first[v] = load(b + kLanes * v);
+        second[v] = load(b + width + kLanes * v);
+    }
+}
+
+// Memory that will be needed soon, fetched line by line beside the arithmetic.
+struct Ahead {
+    const char* next;
+    int step;  // bytes; 0: nothing to fetch
+
+    void fetch() {
+        for (int line = 0; line < step; line += 64) __builtin_prefetch(next + line);
+        next += step;
+    }
+};
+
+// c[r][v] += sum over i of a[r * kRowStep + i * kStep] * b[i][v]: one chain per element.
+template <int kRowStep, int kStep, class T, int R, int V>
+inline void multiply(const float* a, const T* b, int width, int num_pairs, Ahead& ahead, Floats (&c)[R][V]) {
+    for (int i = 0; i < num_pairs; i++) {
+        Floats first[V], second[V];
+        load_row_pair(b, width, first, second);
+        ahead.fetch();
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) c[r][v] = fma(splat(a[r * kRowStep]), first[v], c[r][v]);
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < V; v++) c[r][v] = fma(splat(a[r * kRowStep + kStep]), second[v], c[r][v]);
+        a += 2 * kStep;
+        b += 2 * width;
+    }
+}
+
+// The running softmax of the rows of a tile.
+struct SoftmaxState {
+    float* sums;     // [rows][kLanes]: of weights, by position modulo kLanes
+    float* maxima;   // [rows]
+    float* weighted; // [rows][padded_dim]: values times weights
+};
+
+// Rows of a tile that are computed together.
+struct RowBlock {
+    const float* q;        // [dim][rows], scaled
+    const int32_t* first;  // [rows]: the oldest position a row sees
+    const int32_t* last;   // [rows]: its own
+    SoftmaxState state;
+};
+
+// Where the positions of one chunk lie, and what to fetch meanwhile. Only sub-blocks from..to-1 are looked at by anyone.
+template <class T>
+struct Chunk {
+    int start;  // absolute position
+    const T* keys[kChunkBlocks];
+    const T* values[kChunkBlocks];
+    const char* values_ahead[kChunkBlocks];
+    const char* keys_ahead[kChunkBlocks];
+};
+
+struct TileShape {
+    int dim;
+    int padded_dim;  // a multiple of kLanes: the width of values
+    int block_size;
+    float softcap;
+};
+
+inline Ints iota() {
+    Ints v;
+    for (int i = 0; i < kLanes; i++) v[i] = i;
+    return v;
+}
+
+// tanh(x), absolute error below 2e-7.
+inline Floats tanh(Floats x) {
+    const Floats ten = splat(10.0f);
+    const Floats bounded = x > ten ? ten : x < -ten ? -ten : x;
+    return 1.0f - 2.0f / (exp(bounded * 2.0f) + 1.0f);
+}
+
+inline float exp_of(float x) { return exp(splat(x))[0]; }
+
+inline float largest(Floats v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    return max(v);
+#endif
+}
+
+// Scores of sub-blocks from..to-1 into scores [R][kChunk].
+template <class T, int R>
+inline void score_rows(const TileShape& shape, const Chunk<T>& chunk, const RowBlock& rows, int from, int to,
+                       int ahead_bytes, float* scores) {
+    constexpr int kStep = kVectors * kLanes;
+    for (int sub = from; sub < to; sub++) {
+        Ahead ahead{chunk.values_ahead[sub], ahead_bytes};
+        for (int column = 0; column < kSubBlock; column += kStep) {
+            Floats c[R][kVectors] = {};
+            const T* keys = chunk.keys[sub] + kColumnStep<T> * column;
+            multiply<1, R>(rows.q, keys, shape.block_size, shape.dim / 2, ahead, c);
+            for (int r = 0; r < R; r++)
+                for (int v = 0; v < kVectors; v++)
+                    store(scores + r * kChunk + sub * kSubBlock + column + v * kLanes, c[r][v]);
+            ahead.step = 0;
+        }
+    }
+}
+
+// Applies softcap and mask to scores of positions start + begin..end-1; returns the largest.
+inline float mask_row(float* scores, int begin, int end, int start, int first, int last, float softcap) {
+    const bool masked = start + begin < first || start + end - 1 > last;
+    Floats best = splat(kNothingSeen);
+    for (int i = begin; i < end; i += kLanes) {
+        Floats x = load(scores + i);
+        if (softcap != 0.0f) x = tanh(x / softcap) * softcap;
+        if (masked) {
+            const Ints position = iota() + (start + i);
+            x = position >= first ? x : splat(-INFINITY);
+            x = position <= last ? x : splat(-INFINITY);
+        }
+        if (masked || softcap != 0.0f) store(scores + i, x);
+        best = max(x, best);
+    }
+    return largest(best);
+}
+
+inline void scale_state(const SoftmaxState& state, int r, int padded_dim, float factor) {
+    store(state.sums + r * kLanes, load(state.sums + r * kLanes) * factor);
+    float* weighted = state.weighted + r * padded_dim;
+    for (int d = 0; d < padded_dim; d += kLanes) store(weighted + d, load(weighted + d) * factor);
+}
+
+// Scores become weights relative to the row's maximum so far; the row's state is scaled when that grows.
+inline void soften_row(const TileShape& shape, const SoftmaxState& state, int r, float* scores, int begin, int end,
+                       float best) {
+    if (best > state.maxima[r]) {
+        scale_state(state, r, shape.padded_dim, exp_of(state.maxima[r] - best));
+        state.maxima[r] = best;
+    }
+    const Floats maximum = splat(state.maxima[r]);
+    Floats sums = load(state.sums + r * kLanes);
+    for (int i = begin; i < end; i += kLanes) {
+        const Floats weight = exp(load(scores + i) - maximum);
+        store(scores + i, weight);
+        sums += weight;
+    }
+    store(state.sums + r * kLanes, sums);
+}
+
+// Adds weights times values of the chunk's positions begin..end-1 to columns d.. of all rows.
+template <int V, class T, int R>
+inline void weigh_columns(const TileShape& shape, const Chunk<T>& chunk, const RowBlock& rows, const float* weights,
+                          int begin, int end, int ahead_bytes, int d) {
+    Floats c[R][V];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) c[r][v] = load(rows.state.weighted + r * shape.padded_dim + d + v * kLanes);
+    for (int at = begin; at < end; at += kSubBlock) {
+        const int sub = at / kSubBlock;
+        const int num_pairs = (end - at < kSubBlock ? end - at + 1 : kSubBlock) / 2;
+        Ahead ahead{chunk.keys_ahead[sub] + (d / (kVectors * kLanes)) * (kSubBlock / 2) * ahead_bytes, ahead_bytes};
+        const T* values = chunk.values[sub] + kColumnStep<T> * d;
+        multiply<kChunk, 1>(weights + at, values, shape.padded_dim, num_pairs, ahead, c);
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < V; v++) store(rows.state.weighted + r * shape.padded_dim + d + v * kLanes, c[r][v]);
+}
+
+// One chunk for R rows.
+template <class T, int R>
+void visit_chunk(const TileShape& shape, const Chunk<T>& chunk, const RowBlock& rows, bool fetch_ahead) {
+    alignas(64) float scores[R * kChunk];
+    // Rows are in the order of their positions: nobody sees less far back than the first, or further than the last.
+    const int from = rows.first[0] > chunk.start ? (rows.first[0] - chunk.start) / kSubBlock : 0;
+    const int seen = rows.last[R - 1] + 1 - chunk.start;
+    const int end = seen < kChunk ? seen : kChunk, to = (end + kSubBlock - 1) / kSubBlock;
+    if (to <= from) return;
+    const int ahead_bytes = fetch_ahead ? 2 * kSubBlock * static_cast<int>(sizeof(T)) : 0;
+    score_rows<T, R>(shape, chunk, rows, from, to, ahead_bytes, scores);
+    for (int r = 0; r < R; r++) {
+        float* row = scores + r * kChunk;
+        const int begin = from * kSubBlock, stop = to * kSubBlock;
+        const float best = mask_row(row, begin, stop, chunk.start, rows.first[r], rows.last[r], shape.softcap);
+        soften_row(shape, rows.state, r, row, begin, stop, best);
+    }
+    int d = 0;
+    for (; d + kVectors * kLanes <= shape.padded_dim; d += kVectors * kLanes)
+        weigh_columns<kVectors, T, R>(shape, chunk, rows, scores, from * kSubBlock, end, ahead_bytes, d);
+    if (d < shape.padded_dim)
+        weigh_columns<1, T, R>(shape, chunk, rows, scores, from * kSubBlock, end, ahead_bytes, d);
+}
+
+template <class T>
+using VisitChunk = void (*)(const TileShape&, const Chunk<T>&, const RowBlock&, bool);
+
+template <class T, int... R>
+inline VisitChunk<T> visit_for(int num_rows, std::integer_sequence<int, R...>) {
+    static constexpr VisitChunk<T> kTable[] = {&visit_chunk<T, R + 1>...};
+    return kTable[num_rows - 1];
+}
+
+template <class T>
+inline VisitChunk<T> visit_for(int num_rows) {
+    return visit_for<T>(num_rows, std::make_integer_sequence<int, kMaxRows>{});
+}
+
+inline void clear_state(const SoftmaxState& state, int num_rows, int padded_dim) {
+    std::memset(state.sums, 0, sizeof(float) * num_rows * kLanes);
+    std::memset(state.weighted, 0, sizeof(float) * num_rows * padded_dim);
+    for (int r = 0; r < num_rows; r++) state.maxima[r] = kNothingSeen;
+}
+
+// total += part, for one row. Exact where one of them has seen nothing.
+inline void merge_row(const SoftmaxState& total, const SoftmaxState& part, int r, int padded_dim) {
+    const float best = part.maxima[r] > total.maxima[r] ? part.maxima[r] : total.maxima[r];
+    const Floats a = splat(exp_of(total.maxima[r] - best)), b = splat(exp_of(part.maxima[r] - best));
+    const auto merge = [&](float* x, const float* y) { store(x, fma(load(y), b, load(x) * a)); };
+    merge(total.sums + r * kLanes, part.sums + r * kLanes);
+    for (int d = 0; d < padded_dim; d += kLanes)
+        merge(total.weighted + r * padded_dim + d, part.weighted + r * padded_dim + d);
+    total.maxima[r] = best;
+}
+
+// What a row's weighted values are multiplied with in the end: 1 / the sum of its weights, the sink's included.
+inline float normaliser(const SoftmaxState& state, int r, const float* sink) {
+    const float total = sum(load(state.sums + r * kLanes));
+    if (sink == nullptr) return 1.0f / total;
+    const float best = *sink > state.maxima[r] ? *sink : state.maxima[r];
+    const float factor = exp_of(state.maxima[r] - best);
+    return factor / fma(total, factor, exp_of(*sink - best));
+}
+
+}  // namespace llmb

@@ -1,0 +1,457 @@
+"""Native rotary, KV write and paged attention against float64, and their law: what a query gets depends on its own row
+alone, bit by bit, however the prompt was cut."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from llmbackend.engine.kernels import library
+from llmbackend.engine.kernels.abi import AttentionOp, Kind, RotaryOp, Step, Type
+from llmbackend.engine.kernels.library import NativeEngine, op_pointers
+
+VARIANTS = [name for name in library.available() if name not in ("amx", "avx512_vnni")]
+"""The two left out compile attention exactly as avx512 does."""
+Array = npt.NDArray[Any]
+STALE = 3e38
+"""What unwritten slots hold: a weight of zero must not let it through."""
+
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
+
+
+@functools.cache
+def engine(variant: str, num_threads: int = 1) -> NativeEngine:
+    loaded = library.load(variant)
+    assert loaded is not None
+    return NativeEngine(loaded, num_threads)
+
+
+def to_bf16(x: Array) -> Array:
+    """Bits of the nearest bfloat16, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(x: Array, kind: Type) -> Array:
+    return x if kind is Type.FLOAT32 else from_bf16(to_bf16(x))
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 6
+    kv_heads: int = 2
+    dim: int = 64
+    block_size: int = 32
+    kv_type: Type = Type.BFLOAT16
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    out_type: Type = Type.FLOAT32
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of a whole sequence."""
+
+    q: Array
+    k: Array
+    v: Array
+
+    @staticmethod
+    def random(shape: Shape, length: int, seed: int) -> Tokens:
+        rng = np.random.default_rng(seed)
+        q, k, v = (
+            rng.standard_normal((length, heads, shape.dim)).astype(np.float32)
+            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+        )
+        return Tokens(q * 2, k, v)
+
+    def __len__(self) -> int:
+        return len(self.q)
+
+
+SINKS = np.linspace(-3, 4, 32, dtype=np.float32)
+
+
+class Pages:
+    """KV memory of one layer and the block tables of some sequences, in blocks drawn at random."""
+
+    def __init__(self, shape: Shape, lengths: Sequence[int], seed: int = 0) -> None:
+        self.shape = shape
+        counts = [-(-length // shape.block_size) for length in lengths]
+        order = np.random.default_rng(seed).permutation(sum(counts) + 3)
+        self.table = np.zeros((len(lengths), max(counts) + 2), np.int32)
+        for row, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
+            self.table[row, :count] = order[end - count : end]
+        size = len(order) * shape.kv_heads * shape.block_size * shape.dim
+        stale = np.full(size, STALE, np.float32)
+        self.keys, self.values = ((stale.copy() if shape.kv_type is Type.FLOAT32 else to_bf16(stale)) for _ in "kv")
+
+    def slots(self, row: int, positions: Array) -> Array:
+        size = self.shape.block_size
+        return np.asarray(self.table[row, positions // size] * size + positions % size, np.int32)
+
+
+@dataclass
+class Batch:
+    """The arrays of a step: (row, first position, number of tokens) per entry."""
+
+    pages: Pages
+    parts: Sequence[tuple[int, int, int]]
+
+    def __post_init__(self) -> None:
+        counts = [count for _, _, count in self.parts]
+        self.positions = np.concatenate([np.arange(a, a + n) for _, a, n in self.parts]).astype(np.int32)
+        self.slots = np.concatenate([self.pages.slots(row, np.arange(a, a + n)) for row, a, n in self.parts])
+        self.query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        self.seq_lens = np.array([a + n for _, a, n in self.parts], np.int32)
+        self.table = np.ascontiguousarray(self.pages.table[[row for row, _, _ in self.parts]])
+        self.step = Step(
+            num_tokens=len(self.positions),
+            num_rows=len(self.parts),
+            block_table_stride=self.table.shape[1],
+            positions=self.positions.ctypes.data,
+            slots=self.slots.ctypes.data,
+            query_start=self.query_start.ctypes.data,
+            seq_lens=self.seq_lens.ctypes.data,
+            block_table=self.table.ctypes.data,
+        )
+
+
+def gather(sequences: Sequence[Tokens], parts: Sequence[tuple[int, int, int]], name: str, stride: int) -> Array:
+    """The batch's rows of q, k or v, `stride` elements apart, with NaN between them."""
+    rows = np.concatenate([getattr(sequences[row], name)[a : a + n] for row, a, n in parts])
+    out = np.full((len(rows), stride), np.nan, np.float32)
+    out[:, : rows[0].size] = rows.reshape(len(rows), -1)
+    return out
+
+
+def run(team: NativeEngine, ops: Sequence[ctypes.Structure], step: Step) -> None:
+    team.run(op_pointers(ops), len(ops), step)
+
+
+def attend(
+    team: NativeEngine, pages: Pages, sequences: Sequence[Tokens], parts: Sequence[tuple[int, int, int]]
+) -> list[Array]:
+    """Writes the parts' keys and values and attends: bits [tokens, heads * dim] per part."""
+    shape, batch = pages.shape, Batch(pages, parts)
+    width = shape.heads * shape.dim
+    stride, out_stride = width + 16, width + 7
+    q, k, v = (gather(sequences, parts, name, stride) for name in "qkv")
+    out = np.full((len(q), out_stride), np.nan, np.float32)
+    if shape.out_type is Type.BFLOAT16:
+        out = to_bf16(out)
+    before = out.copy()
+    common = {"head_dim": shape.dim, "block_size": shape.block_size, "kv_type": shape.kv_type,
+              "num_heads": shape.heads, "num_kv_heads": shape.kv_heads,
+              "keys": pages.keys.ctypes.data, "values": pages.values.ctypes.data}  # fmt: skip
+    write = RotaryOp(kind=Kind.ROTARY, q=q.ctypes.data, k=k.ctypes.data, v=v.ctypes.data, stride=stride, **common)
+    op = AttentionOp(kind=Kind.ATTENTION, q=q.ctypes.data, out=out.ctypes.data, q_stride=stride, out_stride=out_stride,
+                     window=shape.window, softcap=shape.softcap, scaling=shape.dim**-0.5, out_type=shape.out_type,
+                     sinks=SINKS.ctypes.data if shape.sinks else None, **common)  # fmt: skip
+    run(team, [write, op], batch.step)
+    border = (slice(None), slice(width, None))
+    assert out[border].tobytes() == before[border].tobytes()
+    return np.split(out[:, :width].copy(), batch.query_start[1:-1])
+
+
+def expected(shape: Shape, sequence: Tokens) -> Array:
+    """Attention in float64: [tokens, heads * dim]."""
+    group = shape.heads // shape.kv_heads
+    k, v = (np.repeat(rounded(x, shape.kv_type).astype(np.float64), group, 1) for x in (sequence.k, sequence.v))
+    scores = sequence.q.astype(np.float64).swapaxes(0, 1) @ k.transpose(1, 2, 0) * shape.dim**-0.5
+    if shape.softcap:
+        scores = np.tanh(scores / shape.softcap) * shape.softcap
+    distance = np.arange(len(sequence))[:, None] - np.arange(len(sequence))[None]
+    seen = (distance >= 0) & ((distance < shape.window) if shape.window else True)
+    scores = np.where(seen, scores, -np.inf)
+    extra = SINKS[: shape.heads, None, None] if shape.sinks else np.full((shape.heads, 1, 1), -np.inf)
+    best = np.maximum(scores.max(-1, keepdims=True), extra)
+    weights = np.exp(scores - best)
+    weights /= weights.sum(-1, keepdims=True) + np.exp(extra - best)
+    return np.asarray((weights @ v.swapaxes(0, 1)).swapaxes(0, 1).reshape(len(sequence), -1))
+
+
+SHAPES = {
+    "plain": Shape(),
+    "float32": Shape(kv_type=Type.FLOAT32),
+    "one-query-head": Shape(heads=3, kv_heads=3, block_size=64),
+    "qwen": Shape(heads=14, kv_heads=2, out_type=Type.BFLOAT16),
+    "wide": Shape(heads=4, kv_heads=1, dim=128, block_size=96),
+    "widest": Shape(heads=8, kv_heads=1, dim=256, kv_type=Type.FLOAT32),
+    "dim-96": Shape(heads=4, kv_heads=2, dim=96),
+    "dim-80": Shape(heads=2, kv_heads=2, dim=80),
+    "dim-8": Shape(heads=4, kv_heads=2, dim=8),
+    "dim-12-float32": Shape(heads=4, kv_heads=2, dim=12, kv_type=Type.FLOAT32),
+    "window": Shape(window=50),
+    "window-1": Shape(window=1),
+    "softcap": Shape(softcap=3.0),
+    "sinks": Shape(sinks=True),
+    "all": Shape(heads=8, kv_heads=4, window=140, softcap=5.0, sinks=True, block_size=64, kv_type=Type.FLOAT32),
+}
+LENGTHS = (1, 31, 32, 33, 129, 260)
+
+
+@functools.cache
+def sequences_of(shape: Shape, lengths: tuple[int, ...] = LENGTHS) -> tuple[Tokens, ...]:
+    return tuple(Tokens.random(shape, length, seed) for seed, length in enumerate(lengths))
+
+
+def prompts(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    return [(row, 0, length) for row, length in enumerate(lengths)]
+
+
+@functools.cache
+def whole(variant: str, shape: Shape, lengths: tuple[int, ...] = LENGTHS) -> list[Array]:
+    """All sequences in one prefill: what every other way to cut them must give too."""
+    return attend(engine(variant), Pages(shape, lengths), sequences_of(shape, lengths), prompts(lengths))
+
+
+each_variant = pytest.mark.parametrize("variant", VARIANTS)
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+
+@each_variant
+@each_shape
+def test_it_is_attention(variant: str, shape: Shape) -> None:
+    for got, sequence in zip(whole(variant, shape), sequences_of(shape), strict=True):
+        if shape.out_type is Type.BFLOAT16:
+            got, tolerance = from_bf16(got), 2.0**-8
+        else:
+            tolerance = 1e-5
+        np.testing.assert_allclose(got, expected(shape, sequence), rtol=tolerance, atol=1e-5)
+
+
+@each_variant
+def test_contexts_of_several_partitions(variant: str) -> None:
+    shape, lengths = Shape(heads=3, kv_heads=1, dim=32), (1025, 2100)
+    for got, sequence in zip(whole(variant, shape, lengths), sequences_of(shape, lengths), strict=True):
+        np.testing.assert_allclose(got, expected(shape, sequence), atol=1e-5)
+
+
+@each_variant
+@each_shape
+def test_a_row_alone_gets_the_same_bits(variant: str, shape: Shape) -> None:
+    for row, sequence in enumerate(sequences_of(shape)):
+        (alone,) = attend(engine(variant), Pages(shape, [len(sequence)], 7), [sequence], [(0, 0, len(sequence))])
+        assert alone.tobytes() == whole(variant, shape)[row].tobytes()
+
+
+@each_variant
+@each_shape
+def test_one_token_at_a_time_gives_the_same_bits(variant: str, shape: Shape) -> None:
+    """All sequences decode side by side, one of them with a head start."""
+    pages, sequences = Pages(shape, LENGTHS, 3), sequences_of(shape)
+    got: list[list[Array]] = [attend(engine(variant), pages, sequences, [(5, 0, 70)]), *([] for _ in LENGTHS)]
+    by_row = {row: ([got[0][0]] if row == 5 else []) for row in range(len(LENGTHS))}
+    for step in range(max(LENGTHS)):
+        starts = {row: step + (70 if row == 5 else 0) for row in range(len(LENGTHS))}
+        parts = [(row, start, 1) for row, start in starts.items() if start < LENGTHS[row]]
+        for (row, _, _), bits in zip(
+            parts, attend(engine(variant), pages, sequences, parts) if parts else (), strict=True
+        ):
+            by_row[row].append(bits)
+    for row, wanted in enumerate(whole(variant, shape)):
+        assert np.concatenate(by_row[row]).tobytes() == wanted.tobytes()
+
+
+@each_variant
+@each_shape
+def test_any_chunks_give_the_same_bits(variant: str, shape: Shape) -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(3):
+        pages, sequences, done = Pages(shape, LENGTHS, 4), sequences_of(shape), [0] * len(LENGTHS)
+        by_row: list[list[Array]] = [[] for _ in LENGTHS]
+        while parts := [
+            (row, done[row], int(min(rng.choice([1, 3, 17, 64, 100]), length - done[row])))
+            for row, length in enumerate(LENGTHS)
+            if done[row] < length
+        ]:
+            parts = [parts[i] for i in rng.permutation(len(parts))]
+            for (row, _, count), bits in zip(parts, attend(engine(variant), pages, sequences, parts), strict=True):
+                by_row[row].append(bits)
+                done[row] += count
+        for row, wanted in enumerate(whole(variant, shape)):
+            assert np.concatenate(by_row[row]).tobytes() == wanted.tobytes()
+
+
+@each_variant
+@each_shape
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads_change_no_bit(variant: str, shape: Shape, num_threads: int) -> None:
+    got = attend(engine(variant, num_threads), Pages(shape, LENGTHS), sequences_of(shape), prompts(LENGTHS))
+    assert [bits.tobytes() for bits in got] == [bits.tobytes() for bits in whole(variant, shape)]
+
+
+@each_variant
+@each_shape
+@pytest.mark.parametrize("block_size", [32, 64, 160])
+def test_neither_block_size_nor_places_change_a_bit(variant: str, shape: Shape, block_size: int) -> None:
+    moved = Pages(replace(shape, block_size=block_size), LENGTHS, seed=9)
+    got = attend(engine(variant), moved, sequences_of(shape), prompts(LENGTHS))
+    assert [bits.tobytes() for bits in got] == [bits.tobytes() for bits in whole(variant, shape)]
+
+
+@each_variant
+@pytest.mark.parametrize("window", [0, 1500])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_long_contexts_keep_the_law(variant: str, window: int, num_threads: int) -> None:
+    """Decode beside short rows, alone, and in chunks that end near the borders of partitions."""
+    shape, lengths = Shape(heads=2, kv_heads=1, dim=32, window=window), (3100, 40)
+    sequences = sequences_of(shape, lengths)
+    wanted = whole(variant, shape, lengths)[0]
+    pages, team = Pages(shape, lengths, 2), engine(variant, num_threads)
+    for begin, end in ((0, 1020), (1020, 1025), (1025, 2047), (2047, 2048), (2048, 2049), (2049, 3050)):
+        (bits,) = attend(team, pages, sequences, [(0, begin, end - begin)])
+        assert bits.tobytes() == wanted[begin:end].tobytes()
+    for position in range(3050, 3100):
+        beside = [(1, 0, 40)] * (position % 3)
+        bits = attend(team, pages, sequences, [*beside, (0, position, 1)])[-1]
+        assert bits.tobytes() == wanted[position : position + 1].tobytes()
+
+
+@each_variant
+def test_a_broken_query_harms_nobody_else(variant: str) -> None:
+    shape = Shape()
+    sequences = list(sequences_of(shape))
+    broken = sequences[3]
+    sequences[3] = Tokens(np.full_like(broken.q, np.nan), np.full_like(broken.k, np.inf), broken.v * np.nan)
+    pages = Pages(shape, LENGTHS)
+    got = attend(engine(variant), pages, sequences, prompts(LENGTHS))
+    for row, wanted in enumerate(whole(variant, shape)):
+        assert row == 3 or got[row].tobytes() == wanted.tobytes()
+    assert np.isnan(got[3]).all()
+    assert np.isfinite(from_bf16(pages.keys)).all()
+    assert np.isfinite(from_bf16(pages.values)).all()
+
+
+@dataclass(frozen=True)
+class Rotation:
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 64
+    rotary_dim: int = 64
+    interleaved: bool = False
+    norm: bool = False
+    norm_whole: bool = False
+    kv_type: Type = Type.BFLOAT16
+
+
+ROTATIONS = {
+    "halves": Rotation(),
+    "neighbours": Rotation(interleaved=True),
+    "part": Rotation(rotary_dim=24, kv_type=Type.FLOAT32),
+    "small": Rotation(dim=12, rotary_dim=12),
+    "none": Rotation(rotary_dim=0),
+    "norm": Rotation(norm=True, dim=80, rotary_dim=80, kv_type=Type.FLOAT32),
+    "norm-whole": Rotation(norm=True, norm_whole=True),
+}
+
+
+def rotate(shape: Rotation, x: Array, positions: Array, weight: Array | None, table: Array) -> Array:
+    """x [tokens, heads, dim] as float64."""
+    y = x.astype(np.float64)
+    if weight is not None:
+        axes = (1, 2) if shape.norm_whole else (2,)
+        y = y / np.sqrt((y**2).mean(axes, keepdims=True) + 1e-6) * weight.reshape(1, -1, shape.dim)
+    if not shape.rotary_dim:
+        return y
+    half = shape.rotary_dim // 2
+    cos, sin = table[positions, None, :half], table[positions, None, half:]
+    rotated = y[..., : shape.rotary_dim]
+    a, b = (rotated[..., ::2], rotated[..., 1::2]) if shape.interleaved else (rotated[..., :half], rotated[..., half:])
+    a, b = a * cos - b * sin, b * cos + a * sin
+    pairs = np.stack((a, b), -1).reshape(rotated.shape) if shape.interleaved else np.concatenate((a, b), -1)
+    return np.concatenate((pairs, y[..., shape.rotary_dim :]), -1)
+
+
+def unpaged(pages: Pages, memory: Array, row: int, length: int, values: bool) -> Array:
+    """What the cache holds for a row: float32 [length, kv_heads, dim]."""
+    heads, dim, size = pages.shape.kv_heads, pages.shape.dim, pages.shape.block_size
+    paired = pages.shape.kv_type is Type.BFLOAT16
+    rows, columns = (size, dim) if values else (dim, size)
+    if paired:
+        blocks = from_bf16(memory).reshape(-1, heads, rows // 2, columns, 2).swapaxes(-1, -2)
+        blocks = blocks.reshape(-1, heads, rows, columns)
+    else:
+        blocks = memory.reshape(-1, heads, rows, columns)
+    blocks = blocks if values else blocks.swapaxes(-1, -2)  # [blocks, heads, block_size, dim]
+    positions = np.arange(length)
+    return np.asarray(blocks[pages.table[row, positions // size], :, positions % size])
+
+
+def rotate_natively(
+    shape: Rotation, team: NativeEngine, lengths: Sequence[int], first: int
+) -> tuple[Array, Array, list[Array], list[Array], dict[str, Array]]:
+    """q and k after the operation, and what the cache holds; per row the positions first .. first + length - 1."""
+    plain = Shape(shape.heads, shape.kv_heads, shape.dim, kv_type=shape.kv_type)
+    pages = Pages(plain, [first + length for length in lengths])
+    parts = [(row, first, length) for row, length in enumerate(lengths)]
+    batch = Batch(pages, parts)
+    rng = np.random.default_rng(8)
+    stride, tokens = shape.heads * shape.dim + 16, sum(lengths)
+    q, k, v = (rng.standard_normal((tokens, stride)).astype(np.float32) for _ in range(3))
+    weights = [rng.standard_normal(n * shape.dim if shape.norm_whole else shape.dim).astype(np.float32)
+               for n in (shape.heads, shape.kv_heads)]  # fmt: skip
+    table = rng.standard_normal((first + max(lengths), max(shape.rotary_dim, 1))).astype(np.float32)
+    given = {"q": q.copy(), "k": k.copy(), "v": v, "table": table, "positions": batch.positions}
+    given |= {"q_norm": weights[0], "k_norm": weights[1]}
+    op = RotaryOp(
+        kind=Kind.ROTARY, kv_type=shape.kv_type, q=q.ctypes.data, k=k.ctypes.data, v=v.ctypes.data,
+        keys=pages.keys.ctypes.data, values=pages.values.ctypes.data,
+        cos_sin=table.ctypes.data if shape.rotary_dim else None,
+        q_norm=weights[0].ctypes.data if shape.norm else None, k_norm=weights[1].ctypes.data if shape.norm else None,
+        stride=stride, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.dim,
+        rotary_dim=shape.rotary_dim, interleaved=shape.interleaved, block_size=plain.block_size,
+        norm_whole=shape.norm_whole, eps=1e-6,
+    )  # fmt: skip
+    run(team, [op], batch.step)
+    ends = [first + length for length in lengths]
+    keys = [unpaged(pages, pages.keys, row, end, values=False)[first:] for row, end in enumerate(ends)]
+    values = [unpaged(pages, pages.values, row, end, values=True)[first:] for row, end in enumerate(ends)]
+    return q, k, keys, values, given
+
+
+@each_variant
+@pytest.mark.parametrize("shape", ROTATIONS.values(), ids=ROTATIONS.keys())
+@pytest.mark.parametrize("lengths", [(1,), (5, 40, 1)])
+def test_rotation_and_write(variant: str, shape: Rotation, lengths: tuple[int, ...]) -> None:
+    q, k, keys, values, given = rotate_natively(shape, engine(variant), lengths, first=37)
+    for got, name, heads in ((q, "q", shape.heads), (k, "k", shape.kv_heads)):
+        width = heads * shape.dim
+        weight = given[f"{name}_norm"] if shape.norm else None
+        before = given[name][:, :width].reshape(-1, heads, shape.dim)
+        wanted = rotate(shape, before, given["positions"], weight, given["table"])
+        np.testing.assert_allclose(got[:, :width].reshape(wanted.shape), wanted, rtol=2e-6, atol=4e-6)
+        assert got[:, width:].tobytes() == given[name][:, width:].tobytes()
+    width = shape.kv_heads * shape.dim
+    for memory, source in ((keys, k), (values, given["v"])):
+        stored = np.concatenate(memory).reshape(-1, width)
+        np.testing.assert_array_equal(stored, rounded(source[:, :width], shape.kv_type))
+
+
+@each_variant
+@pytest.mark.parametrize("shape", ROTATIONS.values(), ids=ROTATIONS.keys())
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_a_token_is_rotated_alike_in_any_company(variant: str, shape: Rotation, num_threads: int) -> None:
+    q, k, keys, _, _ = rotate_natively(shape, engine(variant), (30,), first=5)
+    team = engine(variant, num_threads)
+    many = rotate_natively(shape, team, (30,), first=5)
+    one = rotate_natively(shape, team, (1,), first=5)
+    assert many[0].tobytes() == q.tobytes()
+    assert many[1].tobytes() == k.tobytes()
+    assert many[2][0].tobytes() == keys[0].tobytes()
+    alone = rotate_natively(shape, engine(variant), (1,), first=5)
+    assert one[0].tobytes() == alone[0].tobytes()
+    assert one[2][0].tobytes() == alone[2][0].tobytes()
