@@ -129,8 +129,10 @@ class Scheduler:
             if self._kv_cache.blocks_for(num_tokens) > self._kv_cache.num_blocks:
                 self._refuse(head, num_tokens)
                 continue
+            if not self._has_row(head):
+                break
             prefix = self._kv_cache.find(self._rows.token_ids(head), head.request.cache_salt)
-            if not self._has_room(head, num_tokens, prefix):
+            if not self._has_blocks(num_tokens, prefix):
                 break
             if under_way is None:
                 under_way = self._kv_cache.next_keys(running_rows)
@@ -146,10 +148,10 @@ class Scheduler:
                 chunks.append(chunk)
         return np.array(rows, np.int32), np.array(chunks, np.int32)
 
-    def _has_room(self, head: Sequence, num_tokens: int, prefix: Prefix) -> bool:
-        """Whether there is a row, and a block for each that no running sequence holds already."""
+    def _has_blocks(self, num_tokens: int, prefix: Prefix) -> bool:
+        """Whether there are blocks for all tokens; those that a running sequence holds already need none."""
         num_missing = self._kv_cache.blocks_for(num_tokens) - self._kv_cache.num_in_use(prefix)
-        return num_missing <= self._kv_cache.num_free_blocks and self._has_row(head)
+        return num_missing <= self._kv_cache.num_free_blocks
 
     def _take_prefix(self, head: Sequence, num_tokens: int, prefix: Prefix) -> int:
         """Starts the sequence behind what the prefix cache has of it; returns how many tokens that is."""
