@@ -14,6 +14,8 @@ import torch
 
 from .drawing import Limits, draw, draw_limited, likeliest, most_likely
 from .infer_request import InferRequest, TokenLogprobs
+from .kernels.library import NativeEngine
+from .kernels.sampling import NativeSampling, RowParameters
 from .logit_edits import RowEdits, apply_edits, row_edits
 from .random_numbers import uniform
 from .step import BROKEN_LOGITS, NO_TOKEN, Int32Array, RowTable, SampledTokens
@@ -27,16 +29,16 @@ _GREEDY_TEMPERATURE = 1e-5
 class Sampler:
     """Owns the sampling parameters of each row, as arrays over rows."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int], native: NativeEngine | None = None
+    ) -> None:
+        """`native`: computes logits that are on the CPU; without it, torch does."""
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        self._temperature = np.zeros(max_num_seqs, np.float64)
-        self._top_k = np.zeros(max_num_seqs, np.int64)
-        self._top_p = np.ones(max_num_seqs, np.float64)
-        self._min_p = np.zeros(max_num_seqs, np.float64)
-        self._seed = np.zeros(max_num_seqs, np.uint64)
+        self._parameters = RowParameters(max_num_seqs)
         self._edits: dict[int, RowEdits] = {}
-        self._num_logprobs: dict[int, int] = {}
+        self._logprob_rows: set[int] = set()
+        self._native = None if native is None else NativeSampling(native, self._parameters, vocab_size)
 
     def add_row(self, row: int, request: InferRequest) -> None:
         """Raises ValueError naming the field, its value and what was expected."""
@@ -46,49 +48,79 @@ class Sampler:
             raise ValueError(f"'logprobs' is {sampling.logprobs}, expected 0 to {self._vocab_size}")
         self.remove_row(row)
         if edits is not None:
-            self._edits[row] = edits
+            self._set_edits(row, edits)
         if sampling.logprobs is not None:
-            self._num_logprobs[row] = sampling.logprobs
-        self._temperature[row] = sampling.temperature
-        self._top_k[row] = max(sampling.top_k, 0) if sampling.top_k < self._vocab_size else 0
-        self._top_p[row] = sampling.top_p
-        self._min_p[row] = sampling.min_p
-        self._seed[row] = sampling.seed & 0xFFFFFFFFFFFFFFFF
+            self._logprob_rows.add(row)
+        parameters = self._parameters
+        parameters.num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        parameters.temperature[row] = 0 if sampling.temperature < _GREEDY_TEMPERATURE else sampling.temperature
+        parameters.top_k[row] = max(sampling.top_k, 0) if sampling.top_k < self._vocab_size else 0
+        parameters.top_p[row] = sampling.top_p
+        parameters.min_p[row] = sampling.min_p
+        parameters.seed[row] = sampling.seed & 0xFFFFFFFFFFFFFFFF
 
     def remove_row(self, row: int) -> None:
-        self._edits.pop(row, None)
-        self._num_logprobs.pop(row, None)
+        if row in self._edits:
+            self._set_edits(row, None)
+        self._logprob_rows.discard(row)
+        self._parameters.num_logprobs[row] = -1
+
+    def _set_edits(self, row: int, edits: RowEdits | None) -> None:
+        if edits is None:
+            del self._edits[row]
+        else:
+            self._edits[row] = edits
+        if self._native is not None:
+            self._native.set_edits(row, edits)
 
     def sample(self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable) -> SampledTokens:
         """The token at each (row, position) from logits [len(rows), vocab_size or more], in any float type, left
         unchanged. A row with drafts is there several times in a row, with rising positions."""
+        if self._native is not None and logits.device.type == "cpu":
+            return self._sample_natively(self._native, rows, positions, logits, table)
         logits = logits[:, : self._vocab_size]
         peaks, peak_ids = likeliest(logits)
         token_ids = peak_ids.cpu().numpy().astype(np.int32)
         # A NaN or an infinity anywhere above the rest shows in the maximum.
         sound = torch.isfinite(peaks).cpu().numpy()
-        random = self._temperature[rows] >= _GREEDY_TEMPERATURE
+        random = self._parameters.temperature[rows] > 0
         edited = np.array([row in self._edits for row in rows.tolist()], np.bool_)
         index = np.flatnonzero((random | edited) & sound)
         if len(index):
             work = logits[torch.from_numpy(index).to(logits.device)].float()
             token_ids[index] = self._choose(rows[index], positions[index], work, table)
         token_ids[~sound] = NO_TOKEN
-        errors = {int(row): BROKEN_LOGITS for row in rows[~sound & (positions == table.num_tokens[rows])]}
+        errors = _errors(rows, positions, token_ids, table)
         return SampledTokens(token_ids, self._logprobs(rows, token_ids, logits, errors), errors)
+
+    def _sample_natively(
+        self, native: NativeSampling, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable
+    ) -> SampledTokens:
+        token_ids, found = native.sample(rows, positions, logits, table, bool(self._logprob_rows))
+        errors = _errors(rows, positions, token_ids, table)
+        if found is None:
+            return SampledTokens(token_ids, errors=errors)
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for i, row in enumerate(rows.tolist()):
+            if row in self._logprob_rows and row not in errors:
+                n = int(self._parameters.num_logprobs[row])
+                top = tuple(zip(found.top_ids[i, :n].tolist(), found.top[i, :n].tolist(), strict=True))
+                entry = TokenLogprobs(int(token_ids[i]), float(found.own[i]), int(found.ranks[i]), top)
+                logprobs.setdefault(row, []).append(entry)
+        return SampledTokens(token_ids, logprobs, errors)
 
     def _choose(self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable) -> Int64Array:
         """Tokens for rows that are not plainly greedy; `logits` is a float32 copy."""
         self._edit(rows, positions, logits, table)
         chosen: Int64Array = likeliest(logits)[1].cpu().numpy()
-        index = np.flatnonzero(self._temperature[rows] >= _GREEDY_TEMPERATURE)
+        index = np.flatnonzero(self._parameters.temperature[rows])
         if not len(index):
             return chosen
         rows, positions = rows[index], positions[index]
         device = logits.device
         scaled = logits[torch.from_numpy(index).to(device)]
-        scaled.div_(torch.from_numpy(self._temperature[rows]).to(device, torch.float32)[:, None])
-        uniforms = torch.from_numpy(uniform(self._seed[rows], positions.astype(np.uint64))).to(device)
+        scaled.div_(torch.from_numpy(self._parameters.temperature[rows]).to(device)[:, None])
+        uniforms = torch.from_numpy(uniform(self._parameters.seed[rows], positions.astype(np.uint64))).to(device)
         chosen[index] = self._draw(rows, scaled, uniforms).cpu().numpy()
         return chosen
 
@@ -110,10 +142,12 @@ class Sampler:
         logits[where] = part
 
     def _draw(self, rows: Int32Array, logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-        limited = (self._top_k[rows] > 0) | (self._top_p[rows] < 1.0) | (self._min_p[rows] > 0.0)
+        parameters = self._parameters
+        columns = [array[rows] for array in (parameters.top_k, parameters.top_p, parameters.min_p)]
+        limited = (columns[0] > 0) | (columns[1] < 1.0) | (columns[2] > 0.0)
         if not limited.any():
             return draw(logits, uniforms)
-        limits = Limits(*(torch.from_numpy(a[rows]).to(logits.device) for a in (self._top_k, self._top_p, self._min_p)))
+        limits = Limits(*(torch.from_numpy(column).to(logits.device) for column in columns))
         if limited.all():
             return draw_limited(logits, uniforms, limits)
         tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
@@ -126,11 +160,11 @@ class Sampler:
         self, rows: Int32Array, token_ids: Int32Array, logits: torch.Tensor, errors: dict[int, str]
     ) -> dict[int, list[TokenLogprobs]]:
         """Of the model's own distribution, for the rows that ask."""
-        index = [i for i, row in enumerate(rows.tolist()) if row in self._num_logprobs and row not in errors]
+        index = [i for i, row in enumerate(rows.tolist()) if row in self._logprob_rows and row not in errors]
         if not index:
             return {}
         raw = logits[torch.tensor(index, device=logits.device)].float()
-        asked = [self._num_logprobs[int(rows[i])] for i in index]
+        asked = self._parameters.num_logprobs[rows[index]].tolist()
         # What stands at a position without a token is never looked at.
         chosen = torch.from_numpy(np.maximum(token_ids[index], 0).astype(np.int64)).to(logits.device)[:, None]
         own = raw.gather(-1, chosen)
@@ -145,3 +179,9 @@ class Sampler:
             entry = TokenLogprobs(int(token_ids[i]), logprob, rank, tuple(zip(top_ids[:n], top[:n], strict=True)))
             logprobs.setdefault(int(rows[i]), []).append(entry)
         return logprobs
+
+
+def _errors(rows: Int32Array, positions: Int32Array, token_ids: Int32Array, table: RowTable) -> dict[int, str]:
+    broken = np.flatnonzero(token_ids == NO_TOKEN)
+    first = broken[positions[broken] == table.num_tokens[rows[broken]]]
+    return {int(row): BROKEN_LOGITS for row in rows[first]}

@@ -10,6 +10,7 @@
 #include "linear.h"
 #include "memory.h"
 #include "rows.h"
+#include "sampling.h"
 #include "step.h"
 #include "team.h"
 
@@ -86,3 +87,19 @@ LLMB_EXPORT void llmb_memory_delete(void* memory, size_t bytes) { llmb::release_
 
 // Bits of Feature. Every library answers; the generic one can be asked on any CPU.
 LLMB_EXPORT int32_t llmb_cpu_features() { return llmb::cpu_features(); }
+
+// Chooses the tokens of a step. 0, or -1 when scratch memory could not be had.
+LLMB_EXPORT int llmb_sample(void* engine_pointer, const llmb::SamplingRows* rows, const llmb::Samples* samples) {
+    auto& engine = *static_cast<llmb::Engine*>(engine_pointer);
+    char* scratch = engine.scratch.at_least(llmb::sampling_scratch_bytes(*samples, engine.team.size()));
+    if (scratch == nullptr) return -1;
+    engine.team.run([&](llmb::Worker& worker) { llmb::sample(worker, *rows, *samples, scratch); });
+    return 0;
+}
+
+// The sizes of the structures that Python mirrors for llmb_sample.
+LLMB_EXPORT void llmb_sampling_sizes(int32_t* sizes) {
+    sizes[0] = sizeof(llmb::Edits);
+    sizes[1] = sizeof(llmb::SamplingRows);
+    sizes[2] = sizeof(llmb::Samples);
+}

@@ -1,0 +1,428 @@
+// From logits to tokens and logprobs, without a sort over the vocabulary.
+//
+// For: the sampler (../../sampler.py), whose definitions these are: see its drawing.py and logit_edits.py. Does not know:
+// stop rules, text. Invariant: a sample is computed by one worker, from its logits, its row's parameters and the row's
+// tokens before its position alone; what others ask for does not change it.
+//
+// A row costs one pass over its logits (summary.h). Limits look again only at blocks whose largest logit says that they
+// can matter; of those, only logits above a bound become candidates (ranking.h).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+
+#include "numbers.h"
+#include "ranking.h"
+#include "step.h"
+#include "summary.h"
+#include "team.h"
+
+namespace llmb {
+
+// What one request changes about its logits: bias, then no stop among the first min_tokens output tokens, then
+// penalties.
+struct Edits {
+    const int32_t* bias_ids;
+    const float* bias_values;
+    const int32_t* stop_ids;
+    int32_t num_biases;
+    int32_t num_stops;
+    int32_t min_tokens;
+    float repetition_penalty;  // 1: none; of tokens in prompt and output
+    double frequency_penalty;
+    double presence_penalty;
+};
+
+// Parameters by row, and the rows' tokens.
+struct SamplingRows {
+    const float* temperature;     // 0: greedy
+    const int32_t* top_k;         // 0: no limit
+    const double* top_p;          // 1: no limit
+    const double* min_p;          // 0: no limit
+    const uint64_t* seed;
+    const int32_t* num_logprobs;  // -1: no logprobs wanted
+    const Edits* const* edits;    // null: none
+    const int32_t* token_ids;     // [rows, token_ids_stride]: prompt, then output
+    const int32_t* num_prompt_tokens;
+    int64_t token_ids_stride;
+};
+
+// The samples of a step: for sample i, the token at positions[i] of rows[i], from row i of the logits.
+struct Samples {
+    const void* logits;           // [num_samples, stride], float32 or bfloat16
+    int64_t stride;
+    const int32_t* rows;
+    const int32_t* positions;
+    int32_t* token_ids;           // out; -1: the logits are not finite
+    float* logprobs;              // out, for samples with logprobs: the token's own,
+    int32_t* ranks;               //   its rank from 1 on,
+    int32_t* top_ids;             //   and [num_samples, top_stride] the most likely ones
+    float* top_logprobs;
+    int32_t top_stride;
+    int32_t num_samples;
+    int32_t vocab;
+    Type logits_type;
+};
+
+// One worker's memory.
+struct Workspace {
+    Candidates found;
+    Candidates spare;  // logits, then ids without a gap: Ranking sorts in both together
+    Summary summary;
+    float* peaks_again;
+    float* edited;
+    int32_t* counts;  // by token; holds anything between uses
+
+    Workspace(char* memory, int vocab) {
+        float* next = reinterpret_cast<float*>(memory);
+        const auto take = [&](size_t count) { return std::exchange(next, next + count); };
+        const auto take_ints = [&](size_t count) { return reinterpret_cast<int32_t*>(take(count)); };
+        const size_t blocks = room(num_blocks(vocab)), tokens = room(vocab);
+        summary.masses = reinterpret_cast<double*>(take(2 * blocks));
+        summary.peaks = take(blocks);
+        peaks_again = take(blocks);
+        spare.logits = take(tokens);
+        spare.ids = take_ints(tokens);
+        found.logits = take(tokens);
+        found.ids = take_ints(tokens);
+        edited = take(tokens);
+        counts = take_ints(tokens);
+    }
+
+    static size_t bytes(int vocab) { return sizeof(float) * (4 * room(num_blocks(vocab)) + 6 * room(vocab)); }
+
+  private:
+    // A vector more than asked for, in whole cache lines, and never a multiple of a page.
+    static size_t room(int count) { return (static_cast<size_t>(count) + 1023) / 1024 * 1024 + 64; }
+};
+
+// A number in [0, 1): the twin of random_numbers.uniform.
+inline uint64_t splitmix64(uint64_t x) {
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+inline double uniform(uint64_t seed, int32_t position) {
+    const uint64_t mixed = static_cast<uint64_t>(position) * 0x9E3779B97F4A7C15u;
+    return static_cast<double>(splitmix64(splitmix64(seed) ^ mixed) >> 11) * 0x1p-53;
+}
+
+// What one draw may take; see drawing.Limits.
+struct Limits {
+    int32_t top_k;
+    double top_p;
+    double min_p;
+
+    bool bounded() const { return top_k > 0 || min_p > 0; }  // if not, top_p is a share of the whole vocabulary
+};
+
+// The block peak that `count` peaks reach at least, so that as many logits do, too; minus infinity if there are too few
+// blocks. A little lower than that, for logits that become equal when they are divided by the temperature.
+inline float reached_by(int count, const Summary& summary, int vocab, float* again) {
+    const int blocks = num_blocks(vocab);
+    if (count > blocks) return -kInfinity;
+    std::copy(summary.peaks, summary.peaks + blocks, again);
+    std::nth_element(again, again + count - 1, again + blocks, [](float a, float b) { return a > b; });
+    const float peak = again[count - 1];
+    return peak - std::abs(peak) * 1e-6f;
+}
+
+// A logit below which no weight e^((x - peak) / temperature) reaches `weight`; a little lower than need be.
+inline float bound_of(double weight, float peak, float temperature) {
+    const double bound = peak + temperature * (std::log(weight) - 1e-3);
+    return static_cast<float>(bound - std::abs(peak) * 1e-5);
+}
+
+// The logits that are not below `low`, by id.
+template <class T>
+inline void collect(const T* x, int vocab, float low, const Summary& summary, Candidates& found) {
+    found.count = 0;
+    const Ints lanes = lane_numbers();
+    for (int b = 0; b < num_blocks(vocab); b++) {
+        if (!(summary.peaks[b] >= low)) continue;
+        const int begin = b * kBlock, size = std::min(kBlock, vocab - begin);
+        with_block(x, vocab, b, [&](const auto* block) {
+            for (int i = 0; i < size; i += kLanes) {
+                const Floats v = load(block + i);
+                found.push(v, lanes + (begin + i), v >= splat(low), std::min(kLanes, size - i));
+            }
+        });
+    }
+}
+
+// Draws one token from one row of logits, summed up before (with masses, unless limits are bounded).
+template <class T>
+class Draw {
+  public:
+    Draw(const T* x, int vocab, float temperature, Workspace& space)
+        : x_(x), vocab_(vocab), temperature_(temperature), peak_(space.summary.peak / temperature), space_(space) {}
+
+    int operator()(const Limits& limits, double uniform) {
+        if (limits.bounded()) return among_bounded(limits, uniform);
+        return limits.top_p < 1 ? among_top_p(limits.top_p, uniform) : among_all(uniform);
+    }
+
+  private:
+    static constexpr double kLeast = 1e-37;  // a weight below it is nothing
+    static constexpr double kSlack = 1e-5;   // far more than sums of the same weights can differ by
+
+    // In the order of ids: first over blocks, then inside one. Never past the last with any weight, which rounding
+    // could otherwise reach.
+    int among_all(double uniform) {
+        const Summary& summary = space_.summary;
+        const double target = uniform * summary.total;
+        double upto = 0, before = 0;
+        int block = 0;
+        for (int b = 0; b < num_blocks(vocab_) && upto <= target; b++) {
+            if (summary.masses[b] > 0) block = b, before = upto;
+            upto += summary.masses[b];
+        }
+        int token = 0;
+        with_block(x_, vocab_, block, [&](const auto* logits) { token = inside(logits, target - before); });
+        return block * kBlock + token;
+    }
+
+    template <class U>
+    int inside(const U* block, double target) const {
+        float weights[kBlock];
+        const Divisor divide(temperature_);
+        for (int i = 0; i < kBlock; i += kLanes) store(weights + i, exp(divide(load(block + i)) - splat(peak_)));
+        double upto = 0;
+        int token = 0;
+        for (int i = 0; i < kBlock && upto <= target; i++) {
+            if (weights[i] > 0) token = i;
+            upto += weights[i];
+        }
+        return token;
+    }
+
+    int among_bounded(const Limits& limits, double uniform) {
+        const Summary& summary = space_.summary;
+        float low = bound_of(std::max(limits.min_p, kLeast), summary.peak, temperature_);
+        if (limits.top_k > 0) low = std::max(low, reached_by(limits.top_k, summary, vocab_, space_.peaks_again));
+        Ranking ranking = candidates(low, limits.min_p);
+        if (limits.top_k > 0) ranking.keep_first(limits.top_k);
+        return among_ranked(ranking, limits.top_p < 1 ? limits.top_p * ranking.mass() : kInfinity, uniform);
+    }
+
+    // Most often some hundreds of the likeliest hold the share. If not, all that can be among the kept are looked at:
+    // what is left out weighs less than the share leaves over, were it the whole vocabulary.
+    int among_top_p(double top_p, double uniform) {
+        const Summary& summary = space_.summary;
+        const double share = top_p * summary.total;
+        const int some = std::max(1, num_blocks(vocab_) / 4);
+        Ranking ranking = candidates(reached_by(some, summary, vocab_, space_.peaks_again), 0);
+        if (ranking.mass() < share * (1 + kSlack)) {
+            const double weight = std::max((1 - top_p - kSlack) * summary.total / vocab_, kLeast);
+            ranking = candidates(bound_of(weight, summary.peak, temperature_), 0);
+        }
+        return among_ranked(ranking, share, uniform);
+    }
+
+    int among_ranked(Ranking& ranking, double share, double uniform) const {
+        if (share < kInfinity) ranking.keep_first(ranking.first_reaching(share, false) + 1);
+        return ranking.id(ranking.first_reaching(uniform * ranking.mass(), true));
+    }
+
+    // The logits from `low` on, divided by the temperature, without those whose weight is below min_p, or nothing.
+    Ranking candidates(float low, double min_p) {
+        collect(x_, vocab_, low, space_.summary, space_.found);
+        const Candidates all = space_.found;
+        Candidates kept = all;
+        kept.count = 0;
+        const Floats temperature = splat(temperature_), least = splat(at_least(std::max(min_p, kLeast)));
+        for (int i = 0; i < all.count; i += kLanes) {
+            const Floats logits = load(all.logits + i) / temperature;
+            const Ints chosen = exp(logits - splat(peak_)) >= least;
+            kept.push(logits, load_ints(all.ids + i), chosen, std::min(kLanes, all.count - i));
+        }
+        return Ranking(kept, space_.spare, peak_);
+    }
+
+    // The least float that is not below x: to compare floats with it is to compare them with x.
+    static float at_least(double x) {
+        const float rounded = static_cast<float>(x);
+        return rounded >= x ? rounded : std::nextafter(rounded, kInfinity);
+    }
+
+    const T* x_;
+    int vocab_;
+    float temperature_;
+    float peak_;
+    Workspace& space_;
+};
+
+// Changes a copy of a row's logits; `num_tokens` of its tokens are known.
+class Editor {
+  public:
+    Editor(const Edits& edits, const int32_t* token_ids, int num_prompt_tokens, int num_tokens, int vocab)
+        : edits_(edits), tokens_(token_ids), num_prompt_(num_prompt_tokens), num_tokens_(num_tokens), vocab_(vocab) {}
+
+    void operator()(float* x, int32_t* counts) const {
+        for (int i = 0; i < edits_.num_biases; i++) x[edits_.bias_ids[i]] += edits_.bias_values[i];
+        if (num_tokens_ - num_prompt_ < edits_.min_tokens)
+            for (int i = 0; i < edits_.num_stops; i++) x[edits_.stop_ids[i]] = -kInfinity;
+        if (edits_.repetition_penalty != 1) penalise_repetition(x, counts);
+        if (edits_.frequency_penalty != 0 || edits_.presence_penalty != 0) penalise_output(x, counts);
+    }
+
+  private:
+    // Each token once, however often it is there.
+    void penalise_repetition(float* x, int32_t* counts) const {
+        const float penalty = edits_.repetition_penalty;
+        for_tokens(0, [&](int32_t token) { counts[token] = 0; });
+        for_tokens(0, [&](int32_t token) {
+            if (counts[token]++ == 0) x[token] = x[token] > 0 ? x[token] / penalty : x[token] * penalty;
+        });
+    }
+
+    void penalise_output(float* x, int32_t* counts) const {
+        for_tokens(num_prompt_, [&](int32_t token) { counts[token] = 0; });
+        for_tokens(num_prompt_, [&](int32_t token) { counts[token]++; });
+        for_tokens(num_prompt_, [&](int32_t token) {
+            const double amount = edits_.frequency_penalty * counts[token] + edits_.presence_penalty;
+            if (counts[token] > 0) x[token] -= static_cast<float>(amount);
+            counts[token] = 0;
+        });
+    }
+
+    template <class F>
+    void for_tokens(int begin, F&& f) const {
+        for (int i = begin; i < num_tokens_; i++)
+            if (tokens_[i] >= 0 && tokens_[i] < vocab_) f(tokens_[i]);
+    }
+
+    const Edits& edits_;
+    const int32_t* tokens_;
+    int num_prompt_, num_tokens_, vocab_;
+};
+
+// One sample: its token and, if wanted, logprobs.
+template <class T>
+class Sample {
+  public:
+    Sample(const SamplingRows& rows, const Samples& samples, int index, Workspace& space)
+        : rows_(rows), samples_(samples), index_(index), row_(samples.rows[index]), vocab_(samples.vocab),
+          x_(static_cast<const T*>(samples.logits) + index * samples.stride), temperature_(rows.temperature[row_]),
+          limits_{rows.top_k[row_], rows.top_p[row_], rows.min_p[row_]}, space_(space) {}
+
+    void operator()() {
+        const Edits* edits = rows_.edits[row_];
+        const int token = edits ? chosen_after(*edits) : chosen();
+        samples_.token_ids[index_] = token;
+        if (rows_.num_logprobs[row_] < 0) return;
+        const bool summed = !edits && needs_masses() && scale() == 1;
+        if (token >= 0 && !summed) summarise<true>(x_, vocab_, 1.0f, space_.summary);
+        token >= 0 ? write_logprobs(token) : write_no_logprobs();
+    }
+
+  private:
+    // By what a summary divides logits.
+    float scale() const { return temperature_ > 0 ? temperature_ : 1.0f; }
+
+    // Whether the summary needs masses: for the draw, or for logprobs that get them for nothing then.
+    bool needs_masses() const {
+        return temperature_ > 0 ? !limits_.bounded() : rows_.num_logprobs[row_] >= 0;
+    }
+
+    template <class U>
+    void summarise_for_choice(const U* x) {
+        needs_masses() ? summarise<true>(x, vocab_, scale(), space_.summary)
+                       : summarise<false>(x, vocab_, 1.0f, space_.summary);
+    }
+
+    int chosen() {
+        summarise_for_choice(x_);
+        return space_.summary.finite() ? choice(x_) : -1;
+    }
+
+    int chosen_after(const Edits& edits) {
+        summarise<false>(x_, vocab_, 1.0f, space_.summary);
+        if (!space_.summary.finite()) return -1;
+        for (int i = 0; i < vocab_; i++) space_.edited[i] = to_float(x_[i]);
+        const int32_t* tokens = rows_.token_ids + row_ * rows_.token_ids_stride;
+        const Editor edit(edits, tokens, rows_.num_prompt_tokens[row_], samples_.positions[index_], vocab_);
+        edit(space_.edited, space_.counts);
+        summarise_for_choice(space_.edited);
+        return space_.summary.has_nan ? -1 : choice(space_.edited);
+    }
+
+    // A peak beyond all numbers, by an edit or a division, leaves no choice.
+    template <class U>
+    int choice(const U* x) {
+        const bool draws = temperature_ > 0 && std::abs(space_.summary.peak / temperature_) < kInfinity;
+        if (!draws) return first_peak(x, vocab_, space_.summary);
+        const double number = uniform(rows_.seed[row_], samples_.positions[index_]);
+        return Draw<U>(x, vocab_, temperature_, space_)(limits_, number);
+    }
+
+    // Of the model's own distribution; the summary is that of the unchanged logits.
+    void write_logprobs(int token) {
+        const Summary& summary = space_.summary;
+        const double norm = summary.peak + std::log(summary.total);
+        const float own = to_float(x_[token]);
+        samples_.logprobs[index_] = static_cast<float>(own - norm);
+        samples_.ranks[index_] = 1 + count_above(own);
+        const int count = rows_.num_logprobs[row_];
+        if (count == 0) return;
+        collect(x_, vocab_, reached_by(count, summary, vocab_, space_.peaks_again), summary, space_.found);
+        Ranking ranking(space_.found, space_.spare, summary.peak);
+        ranking.keep_first(count);
+        ranking.sort_all();
+        for (int i = 0; i < count; i++) {
+            samples_.top_ids[index_ * int64_t{samples_.top_stride} + i] = ranking.id(i);
+            samples_.top_logprobs[index_ * int64_t{samples_.top_stride} + i] =
+                static_cast<float>(ranking.logit(i) - norm);
+        }
+    }
+
+    void write_no_logprobs() {
+        samples_.logprobs[index_] = 0;
+        samples_.ranks[index_] = 0;
+        const int64_t begin = index_ * int64_t{samples_.top_stride};
+        std::fill_n(samples_.top_ids + begin, rows_.num_logprobs[row_], 0);
+        std::fill_n(samples_.top_logprobs + begin, rows_.num_logprobs[row_], 0.0f);
+    }
+
+    int count_above(float logit) const {
+        Ints above{};
+        for (int b = 0; b < num_blocks(vocab_); b++) {
+            if (!(space_.summary.peaks[b] > logit)) continue;
+            with_block(x_, vocab_, b, [&](const auto* block) {
+                for (int i = 0; i < kBlock; i += kLanes) above -= load(block + i) > splat(logit);
+            });
+        }
+        int count = 0;
+        for (int i = 0; i < kLanes; i++) count += above[i];
+        return count;
+    }
+
+    const SamplingRows& rows_;
+    const Samples& samples_;
+    int index_, row_, vocab_;
+    const T* x_;
+    float temperature_;
+    Limits limits_;
+    Workspace& space_;
+};
+
+inline size_t sampling_scratch_bytes(const Samples& samples, int num_threads) {
+    return Workspace::bytes(samples.vocab) * num_threads;
+}
+
+inline void sample(Worker& worker, const SamplingRows& rows, const Samples& samples, char* scratch) {
+    Workspace space(scratch + Workspace::bytes(samples.vocab) * worker.rank, samples.vocab);
+    worker.share(samples.num_samples, 1, [&](int begin, int end) {
+        for (int i = begin; i < end; i++) {
+            if (samples.logits_type == Type::kFloat32)
+                Sample<float>(rows, samples, i, space)();
+            else
+                Sample<bf16>(rows, samples, i, space)();
+        }
+    });
+}
+
+}  // namespace llmb

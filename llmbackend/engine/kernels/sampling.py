@@ -1,0 +1,158 @@
+"""Tokens and logprobs from logits on CPU, by native/sampling.h.
+
+For: the sampler. Does not know: stop rules, text, or how tokens are chosen. Invariants: a step costs the same few
+microseconds of Python however many rows it samples; what rows ask for lies in permanent arrays, written when a row is
+added or removed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..logit_edits import RowEdits
+from ..step import Int32Array, RowTable
+from .abi import Type
+from .library import NativeEngine
+
+_TYPES: Final = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
+
+
+class RowParameters:
+    """What each row asks for, as arrays over rows. Zeros (and top_p 1, num_logprobs -1) ask for plain greedy tokens."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int32)
+        self.top_p = np.ones(max_num_seqs, np.float64)
+        self.min_p = np.zeros(max_num_seqs, np.float64)
+        self.seed = np.zeros(max_num_seqs, np.uint64)
+        self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of each sample, where its row asks: its token's logprob and rank, and the most likely tokens [samples, most]."""
+
+    own: npt.NDArray[np.float32]
+    ranks: Int32Array
+    top_ids: Int32Array
+    top: npt.NDArray[np.float32]
+
+
+class _Edits(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("bias_ids", "bias_values", "stop_ids")),
+        *((name, c_int32) for name in ("num_biases", "num_stops", "min_tokens")),
+        ("repetition_penalty", c_float),
+        *((name, c_double) for name in ("frequency_penalty", "presence_penalty")),
+    ]
+
+
+class _SamplingRows(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "num_logprobs", "edits")),
+        *((name, c_void_p) for name in ("token_ids", "num_prompt_tokens")),
+        ("token_ids_stride", c_int64),
+    ]
+
+
+class _Samples(ctypes.Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        *((name, c_void_p) for name in ("rows", "positions", "token_ids")),
+        *((name, c_void_p) for name in ("logprobs", "ranks", "top_ids", "top_logprobs")),
+        *((name, c_int32) for name in ("top_stride", "num_samples", "vocab", "logits_type")),
+    ]
+
+
+class NativeSampling:
+    """Samples with an engine's team; one thread at a time calls it and the engine."""
+
+    def __init__(self, engine: NativeEngine, parameters: RowParameters, vocab_size: int) -> None:
+        """Raises OSError when the library was built from other sources than these."""
+        self._engine = engine
+        self._parameters = parameters
+        self._function = engine.library.functions.llmb_sample
+        self._function.restype, self._function.argtypes = c_int32, [c_void_p] * 3
+        _check_sizes(engine)
+        self._edits = np.zeros(len(parameters.seed), np.uintp)
+        self._kept: dict[int, tuple[object, ...]] = {}
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "num_logprobs")
+        arrays = {name: getattr(parameters, name).ctypes.data for name in names}
+        self._rows = _SamplingRows(**arrays, edits=self._edits.ctypes.data)
+        self._table: RowTable | None = None
+        self._samples = _Samples(vocab=vocab_size)
+
+    def set_edits(self, row: int, edits: RowEdits | None) -> None:
+        self._kept.pop(row, None)
+        self._edits[row] = 0
+        if edits is None:
+            return
+        bias_ids, stop_ids = edits.bias_ids.astype(np.int32), edits.stop_ids.astype(np.int32)
+        native = _Edits(
+            bias_ids.ctypes.data, edits.bias_values.ctypes.data, stop_ids.ctypes.data, len(bias_ids), len(stop_ids),
+            edits.min_tokens, edits.repetition_penalty, edits.frequency_penalty, edits.presence_penalty,
+        )  # fmt: skip
+        self._kept[row] = (native, bias_ids, stop_ids, edits)
+        self._edits[row] = ctypes.addressof(native)
+
+    def sample(
+        self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable, wants_logprobs: bool
+    ) -> tuple[Int32Array, Logprobs | None]:
+        """As Sampler.sample: token ids (NO_TOKEN where logits are not finite) and, if any row may ask, logprobs.
+        Raises MemoryError."""
+        rows, positions = (np.ascontiguousarray(array, np.int32) for array in (rows, positions))
+        if logits.dtype not in _TYPES or logits.stride(-1) != 1:
+            logits = logits.float().contiguous()
+        token_ids = np.empty(len(rows), np.int32)
+        samples = self._samples
+        samples.logits, samples.stride, samples.logits_type = logits.data_ptr(), logits.stride(0), _TYPES[logits.dtype]
+        samples.rows, samples.positions = rows.ctypes.data, positions.ctypes.data
+        samples.token_ids, samples.num_samples = token_ids.ctypes.data, len(rows)
+        logprobs = self._room_for_logprobs(rows) if wants_logprobs else None
+        self._point_to(table)
+        if self._function(self._engine.pointer, ctypes.byref(self._rows), ctypes.byref(samples)):
+            raise MemoryError("scratch memory for sampling could not be had")
+        return token_ids, logprobs
+
+    def _room_for_logprobs(self, rows: Int32Array) -> Logprobs:
+        most, n = max(0, int(self._parameters.num_logprobs[rows].max(initial=0))), len(rows)
+        found = Logprobs(
+            np.empty(n, np.float32),
+            np.empty(n, np.int32),
+            np.empty((n, most), np.int32),
+            np.empty((n, most), np.float32),
+        )
+        samples = self._samples
+        samples.logprobs, samples.ranks = found.own.ctypes.data, found.ranks.ctypes.data
+        samples.top_ids, samples.top_logprobs, samples.top_stride = (
+            found.top_ids.ctypes.data,
+            found.top.ctypes.data,
+            most,
+        )
+        return found
+
+    def _point_to(self, table: RowTable) -> None:
+        if table is self._table:
+            return
+        self._table = table
+        self._rows.token_ids, self._rows.num_prompt_tokens = (
+            table.token_ids.ctypes.data,
+            table.num_prompt_tokens.ctypes.data,
+        )
+        self._rows.token_ids_stride = table.token_ids.strides[0] // table.token_ids.itemsize
+
+
+def _check_sizes(engine: NativeEngine) -> None:
+    sizes, structures = (c_int32 * 3)(), (_Edits, _SamplingRows, _Samples)
+    engine.library.functions.llmb_sampling_sizes(sizes)
+    if list(sizes) != [ctypes.sizeof(structure) for structure in structures]:
+        raise OSError("the native sampling was built from other sources than this package's: install it again")
