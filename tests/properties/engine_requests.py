@@ -24,7 +24,13 @@ sampling_params = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.sampled_from((None, None, 0, 2)),
 )
-prompts = st.lists(st.integers(0, 255), min_size=1, max_size=20).map(tuple)
+_tokens = st.lists(st.integers(0, 255), min_size=1, max_size=20).map(tuple)
+_alike = st.builds(
+    lambda length, own: (*range(65, 65 + length), *own), st.integers(1, 16), st.sampled_from(((), (7,), (8, 9)))
+)
+prompts = _tokens | _alike
+"""Half of them begin as others do, so that the prefix cache has something to find."""
+salts = st.sampled_from(("", "", "", "salt"))
 priorities = st.integers(-1, 1)
 shares = st.sampled_from((0.0, 0.0, 0.0, 0.1, 0.5, 1.0))
 """How much of a request's output another engine has made before."""

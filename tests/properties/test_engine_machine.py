@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from engine_requests import VOCAB_SIZE, priorities, prompts, resumed, sampling_params, shares
+from engine_requests import VOCAB_SIZE, priorities, prompts, resumed, salts, sampling_params, shares
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, invariant, multiple, rule
 from machine_settings import machine_settings
@@ -25,7 +25,7 @@ from llmbackend.engine.mock_model import MockRunner, mock_generate
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 
 MAX_MODEL_LEN = 40
-EAGER = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1)
+EAGER = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1, max_step_tokens=16)
 NOT_NUMBERS = "its logits are not numbers"
 TOO_LARGE = "the engine's whole KV cache"
 POISONOUS = "ArithmeticError: poisonous"
@@ -109,6 +109,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from((5, 3, 1)),
         max_num_batched_tokens=st.sampled_from((64, 8, 3, 1)),
         speculates=st.booleans(),
+        enable_prefix_caching=st.sampled_from((True, True, False)),
     )
     def make(self, block_size: int, spare_blocks: int, speculates: bool, **arguments: int) -> None:
         """An engine that speculates has a model that repeats itself, so that drafts hold and fail often."""
@@ -130,13 +131,18 @@ class EngineMachine(RuleBasedStateMachine):
 
     # --- what clients do ----------------------------------------------------------------------------------------------
 
-    @rule(target=ids, specs=st.lists(st.tuples(prompts, sampling_params, priorities, shares), min_size=1, max_size=4))
-    def add(self, specs: list[tuple[tuple[int, ...], SamplingParams, int, float]]) -> MultipleResults[str]:
+    @rule(
+        target=ids,
+        specs=st.lists(st.tuples(prompts, sampling_params, priorities, shares, salts), min_size=1, max_size=4),
+    )
+    def add(self, specs: list[tuple[tuple[int, ...], SamplingParams, int, float, str]]) -> MultipleResults[str]:
         """New requests; those with a share come from an engine that died after that share of their tokens."""
         added = []
-        for prompt, sampling, priority, share in specs:
+        for prompt, sampling, priority, share, salt in specs:
             request_id = f"r{len(self.lives)}"
-            request = InferRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, priority=priority)
+            request = InferRequest(
+                request_id=request_id, prompt_token_ids=prompt, sampling=sampling, priority=priority, cache_salt=salt
+            )
             self._add(resumed(request, share, MAX_MODEL_LEN) if share else request)
             added.append(request_id)
         return multiple(*added)
@@ -145,7 +151,7 @@ class EngineMachine(RuleBasedStateMachine):
     def add_crowd(self, first: int, priorities: list[int]) -> MultipleResults[str]:
         """Long requests that outgrow the pool together."""
         specs = [
-            ((first, i), SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), priority, 0.0)
+            ((first, i), SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True), priority, 0.0, "")
             for i, priority in enumerate(priorities)
         ]
         return self.add(specs)
