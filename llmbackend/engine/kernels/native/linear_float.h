@@ -38,50 +38,106 @@ struct RowsOfX {
     int64_t stride;
 };
 
-// The weights of vector v of columns for k and k + 1.
-inline void load_two(const float* w, int v, Floats& first, Floats& second) {
-    first = load(w + v * kLanes);
-    second = load(w + kPanel + v * kLanes);
-}
-inline void load_two(const bf16* w, int v, Floats& first, Floats& second) {
-    const Ints pairs = load_pairs(w + 2 * v * kLanes);
-    first = even(pairs);
-    second = odd(pairs);
+// The weights of vector v of columns for an even k, and for the k after it.
+inline Floats load_first(const float* w, int v) { return load(w + v * kLanes); }
+inline Floats load_second(const float* w, int v) { return load(w + kPanel + v * kLanes); }
+inline Floats load_first(const bf16* w, int v) { return even(load_pairs(w + 2 * v * kLanes)); }
+inline Floats load_second(const bf16* w, int v) { return odd(load_pairs(w + 2 * v * kLanes)); }
+
+// Weights that will be needed next, fetched into the L2 cache bit by bit while others are multiplied.
+struct Ahead {
+    const char* at;
+    int step;  // bytes for each two k
+
+    template <int kLines>
+    void fetch() {
+        for (int line = 0; line < kLines; line++) __builtin_prefetch(at + 64 * line, 0, 2);
+        at += step;
+    }
+};
+
+// f(0) ... f(N - 1), written out before anything is optimised: only then does an array that f indexes become registers.
+#define LLMB_INLINE __attribute__((always_inline))
+template <int N, class F>
+LLMB_INLINE inline void repeat(F f) {
+    [&]<int... I>(std::integer_sequence<int, I...>) LLMB_INLINE {
+        (f(std::integral_constant<int, I>{}), ...);
+    }(std::make_integer_sequence<int, N>{});
 }
 
-// Of a last k without a partner.
-inline Floats load_one(const float* w, int v) { return load(w + v * kLanes); }
-inline Floats load_one(const bf16* w, int v) { return even(load_pairs(w + 2 * v * kLanes)); }
+// The rows of a block as the compiler shall address them: three rows share a pointer, which it cannot see through.
+// Otherwise it keeps a pointer for each row and runs out of registers.
+template <int R>
+struct RowPointers {
+    static constexpr int kPointers = (R + 2) / 3;
+    const float* at[kPointers];
+    int64_t stride;
+
+    LLMB_INLINE explicit RowPointers(RowsOfX x) : stride(x.stride) {
+        repeat<kPointers>([&](auto p) LLMB_INLINE { at[p] = x.data + 3 * p * stride; });
+    }
+    template <int kRow>
+    LLMB_INLINE Floats first() const {
+        return splat(at[kRow / 3][kRow % 3 * stride]);
+    }
+    template <int kRow>
+    LLMB_INLINE Floats second() const {
+        return splat(at[kRow / 3][kRow % 3 * stride + 1]);
+    }
+    LLMB_INLINE void advance() {
+        repeat<kPointers>([&](auto p) LLMB_INLINE {
+            at[p] += 2;
+            asm("" : "+r"(at[p]));
+        });
+    }
+};
+
+// The running sums of a block: R rows times V vectors of columns, in registers.
+template <int R, int V>
+struct BlockSums {
+    Floats acc[R][V];
+
+    LLMB_INLINE void begin(const float* sums, bool resume) {
+        repeat<R * V>([&](auto i) LLMB_INLINE {
+            acc[i / V][i % V] = resume ? load(sums + i / V * kPanel + i % V * kLanes) : Floats{};
+        });
+    }
+    // Adds the product of one k: of x_of(row) and w_of(vector).
+    template <class X, class Weights>
+    LLMB_INLINE void add(X x_of, Weights w_of) {
+        Floats w[V];
+        repeat<V>([&](auto v) LLMB_INLINE { w[v] = w_of(v); });
+        repeat<R>([&](auto r) LLMB_INLINE {
+            const Floats x = x_of(r);
+            repeat<V>([&](auto v) LLMB_INLINE { acc[r][v] = fma(x, w[v], acc[r][v]); });
+        });
+    }
+    LLMB_INLINE void end(float* sums) const {
+        repeat<R * V>([&](auto i) LLMB_INLINE { store(sums + i / V * kPanel + i % V * kLanes, acc[i / V][i % V]); });
+    }
+};
 
 // sums[r][column] (+)= over k of x[r][k] * w[k][column], for R rows and kBlockColumns columns.
 template <class W, int R>
-void multiply_block(RowsOfX x, const W* w, int k, float* sums, bool resume) {
-    Floats acc[R][kBlockVectors];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < kBlockVectors; v++) acc[r][v] = resume ? load(sums + r * kPanel + v * kLanes) : Floats{};
-    int i = 0;
-    for (; i + 1 < k; i += 2, w += 2 * kPanel) {
-        Floats first[kBlockVectors], second[kBlockVectors];
-        for (int v = 0; v < kBlockVectors; v++) load_two(w, v, first[v], second[v]);
-        for (int r = 0; r < R; r++) {
-            const Floats a = splat(x.data[r * x.stride + i]);
-            for (int v = 0; v < kBlockVectors; v++) acc[r][v] = fma(a, first[v], acc[r][v]);
-        }
-        for (int r = 0; r < R; r++) {
-            const Floats b = splat(x.data[r * x.stride + i + 1]);
-            for (int v = 0; v < kBlockVectors; v++) acc[r][v] = fma(b, second[v], acc[r][v]);
-        }
+void multiply_block(RowsOfX x, const W* w, int k, float* sums, bool resume, Ahead ahead) {
+    BlockSums<R, kBlockVectors> block;
+    block.begin(sums, resume);
+    RowPointers<R> rows(x);
+    for (int i = 0; i < k / 2; i++, w += 2 * kPanel, rows.advance()) {
+        block.add([&](auto r) LLMB_INLINE { return rows.template first<r>(); },
+                  [&](auto v) LLMB_INLINE { return load_first(w, v); });
+        ahead.fetch<kPanel * 2 * sizeof(W) / 64>();
+        block.add([&](auto r) LLMB_INLINE { return rows.template second<r>(); },
+                  [&](auto v) LLMB_INLINE { return load_second(w, v); });
     }
-    if (i < k)
-        for (int r = 0; r < R; r++)
-            for (int v = 0; v < kBlockVectors; v++)
-                acc[r][v] = fma(splat(x.data[r * x.stride + i]), load_one(w, v), acc[r][v]);
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < kBlockVectors; v++) store(sums + r * kPanel + v * kLanes, acc[r][v]);
+    if (k % 2)
+        block.add([&](auto r) LLMB_INLINE { return rows.template first<r>(); },
+                  [&](auto v) LLMB_INLINE { return load_first(w, v); });
+    block.end(sums);
 }
 
 template <class W>
-using BlockFunction = void (*)(RowsOfX, const W*, int, float*, bool);
+using BlockFunction = void (*)(RowsOfX, const W*, int, float*, bool, Ahead);
 
 template <class W>
 BlockFunction<W> block_function(int rows) {
@@ -91,23 +147,33 @@ BlockFunction<W> block_function(int rows) {
     return table[rows - 1];
 }
 
-// Elements of a panel per column: first half of a pair layout's element (k, column) for even k.
+// Elements of a panel before `column` of an even k.
 inline size_t column_offset(const float*, int column) { return column; }
 inline size_t column_offset(const bf16*, int column) { return 2 * column; }
 
-// All rows times k of one panel; blocks of rows as even in size as can be.
+// k cut into the fewest parts of at most `most`, as even as can be, all but the last a multiple of 32.
+inline int part_of_k(int k, int most) {
+    const int parts = (k + most - 1) / most;
+    return padded_k((k + parts - 1) / parts, 32);
+}
+
+// All rows times k of one panel, in blocks of rows as even in size as can be. `next` are the weights of the next call.
 template <class W>
-void multiply_panel(RowsOfX x, int rows, const W* w, int k, float* sums, bool resume) {
+void multiply_panel(RowsOfX x, int rows, const W* w, int k, float* sums, bool resume, const W* next) {
+    constexpr int kColumnBlocks = kPanel / kBlockColumns;
     const int blocks = (rows + kBlockRows - 1) / kBlockRows;
-    for (int i = 0; i < k; i += kInnerK) {
-        const int inner = std::min(kInnerK, k - i);
+    const int step = kPanel * 2 * static_cast<int>(sizeof(W)) / (blocks * kColumnBlocks);
+    const int part = part_of_k(k, kInnerK);
+    for (int i = 0; i < k; i += part) {
+        const int inner = std::min(part, k - i);
+        const char* target = reinterpret_cast<const char*>(i + part < k ? w + (i + part) * kPanel : next);
         for (int block = 0; block < blocks; block++) {
             const int begin = rows * block / blocks;
             const int end = rows * (block + 1) / blocks;
             const auto multiply = block_function<W>(end - begin);
-            for (int column = 0; column < kPanel; column += kBlockColumns)
+            for (int column = 0; column < kPanel; column += kBlockColumns, target += inner / 2 * step)
                 multiply({x.data + begin * x.stride + i, x.stride}, w + i * kPanel + column_offset(w, column), inner,
-                         sums + begin * kPanel + column, resume || i > 0);
+                         sums + begin * kPanel + column, resume || i > 0, {target, step});
         }
     }
 }
@@ -118,15 +184,18 @@ void linear_piece(const LinearOp& op, RowsOfX x, int first_row, int rows, int be
     const auto* weights = static_cast<const W*>(op.weight);
     const auto* weights2 = static_cast<const W*>(op.weight2);
     const size_t size = panel_size(weights, op.k);
-    const int weight_count = weights2 ? 2 : 1;
-    for (int k = 0; k < op.k; k += kOuterK) {
-        const int outer = std::min(kOuterK, op.k - k);
+    const int part = part_of_k(op.k, kOuterK);
+    const bool whole = part >= op.k;  // then sums need not outlive a panel, and stay in the L1 cache
+    for (int k = 0; k < op.k; k += part) {
+        const int outer = std::min(part, op.k - k);
+        const RowsOfX x_part{x.data + k, x.stride};
         for (int panel = begin; panel < end; panel++) {
-            float* own = sums + static_cast<size_t>(panel - begin) * weight_count * rows * kPanel;
+            float* own = sums + (whole ? 0 : static_cast<size_t>(panel - begin) * 2 * rows * kPanel);
             float* own2 = own + static_cast<size_t>(rows) * kPanel;
-            const size_t offset = panel * size + static_cast<size_t>(k) * kPanel;
-            multiply_panel({x.data + k, x.stride}, rows, weights + offset, outer, own, k > 0);
-            if (weights2) multiply_panel({x.data + k, x.stride}, rows, weights2 + offset, outer, own2, k > 0);
+            const size_t at = panel * size + static_cast<size_t>(k) * kPanel;
+            const size_t next = panel + 1 < end || whole ? at + size : begin * size + (k + part) * kPanel;
+            multiply_panel(x_part, rows, weights + at, outer, own, k > 0, weights + next);
+            if (weights2) multiply_panel(x_part, rows, weights2 + at, outer, own2, k > 0, weights2 + next);
             if (k + outer == op.k) finish_panel(op, panel, first_row, rows, own, own2);
         }
     }
