@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "epilogue.h"
 #include "numbers.h"
@@ -22,10 +23,21 @@ namespace int8 {
 
 constexpr int kKBlock = 6144;                     // elements of K at a time: a panel's part stays in the L2 cache
 constexpr int kChunkBytes = 384 << 10;            // quantised rows at a time: they stay in the L2 cache beside it
-constexpr int kTaskBytes = 128 << 10;             // weights that a thread takes at a time, at least
 constexpr int kOwnCopyRows = 2;                   // up to so many rows, every thread quantises all: no barrier
 
 inline int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+inline int32_t load_int(const void* p) {
+    int32_t x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+inline Ints load_ints(const void* p) {
+    Ints x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Quantising the rows of x.
@@ -79,64 +91,133 @@ struct QuantisedRows {
 // ---------------------------------------------------------------------------------------------------------------------
 // Multiplying: sums[row][column] += Σ stored x * weight, over some quads of K and one panel.
 
+// Weights that will be wanted next. Each step of four quads asks the memory for a few lines of them, so that the memory
+// is busy all the time, and not only while the first block of rows meets a new panel.
+struct Ahead {
+    const int8_t* from;
+    int lines;  // per step
+
+    void fetch() {
+        for (int i = 0; i < lines; i++) __builtin_prefetch(from + i * 64, 0, 2);
+        from += lines * 64;
+    }
+};
+
+constexpr int kStepQuads = 4;
+constexpr int kQuadBytes = kPanel * 4;  // of a panel
+constexpr int kNearBytes = 2048;        // the distance from which the L1 cache is filled
+
+inline void fetch_near(const int8_t* weights) {
+    for (int i = 0; i < kQuadBytes; i += 64) __builtin_prefetch(weights + kNearBytes + i, 0, 3);
+}
+
 #if defined(__AVX512VNNI__)
 
 constexpr int kMaxBlock = 12;  // rows whose sums fit the registers
 
-template <int kRows>
-inline void multiply_block(const Stored* x, size_t stride, const int8_t* panel, int quads, int32_t* sums) {
-    __m512i acc[kRows][2];
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; r++) {
-        acc[r][0] = _mm512_loadu_si512(sums + r * kPanel);
-        acc[r][1] = _mm512_loadu_si512(sums + r * kPanel + 16);
+inline Ints dot(Ints sum, Ints x, Ints w) { return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w); }
+
+// A quad of one row of x, and of a vector of columns.
+struct Quad {
+    Ints x;
+    explicit Quad(const Stored* p) : x(Ints{} + load_int(p)) {}
+};
+struct Weights {
+    Ints w;
+    explicit Weights(const int8_t* p) : w(load_ints(p)) {}
+    Ints times(const Quad& quad, Ints sum) const { return dot(sum, quad.x, w); }
+};
+
+#elif defined(__x86_64__)
+
+#if defined(__AVX512BW__)
+constexpr int kMaxBlock = 10;
+inline Ints add_pairs(Ints a, Ints b) { return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__)
+constexpr int kMaxBlock = 4;
+inline Ints add_pairs(Ints a, Ints b) { return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+#else
+constexpr int kMaxBlock = 4;
+inline Ints add_pairs(Ints a, Ints b) { return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b); }
+#endif
+
+// In 16 bits: products of two of them cannot overflow on their way to the sums, as products in 8 bits would.
+struct Quad {
+    Ints even, odd;
+    explicit Quad(const Stored* p) : even(Ints{} + load_int(p)), odd(Ints{} + load_int(p + 2)) {}
+};
+struct Weights {
+    using Shorts = int16_t __attribute__((vector_size(sizeof(Ints))));
+    Ints even, odd;
+    explicit Weights(const int8_t* p) {
+        const Shorts both = (Shorts)load_ints(p);
+        even = (Ints)((both << 8) >> 8);
+        odd = (Ints)(both >> 8);
     }
-    for (int quad = 0; quad < quads; quad++) {
-        const __m512i w0 = _mm512_loadu_si512(panel + quad * 128);
-        const __m512i w1 = _mm512_loadu_si512(panel + quad * 128 + 64);
-#pragma GCC unroll 12
-        for (int r = 0; r < kRows; r++) {
-            int32_t four;
-            std::memcpy(&four, x + r * stride + quad * 4, 4);
-            const __m512i both = _mm512_set1_epi32(four);
-            acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], both, w0);
-            acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], both, w1);
-        }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < kRows; r++) {
-        _mm512_storeu_si512(sums + r * kPanel, acc[r][0]);
-        _mm512_storeu_si512(sums + r * kPanel + 16, acc[r][1]);
-    }
-}
+    Ints times(const Quad& quad, Ints sum) const { return sum + add_pairs(even, quad.even) + add_pairs(odd, quad.odd); }
+};
 
 #else
 
 constexpr int kMaxBlock = 4;
 
-template <int kRows>
-inline void multiply_block(const Stored* x, size_t stride, const int8_t* panel, int quads, int32_t* sums) {
-    constexpr int kOrder[4] = {0, 2, 1, 3};
-    for (int quad = 0; quad < quads; quad++)
-        for (int r = 0; r < kRows; r++)
-            for (int column = 0; column < kPanel; column++)
-                for (int i = 0; i < 4; i++)
-                    sums[r * kPanel + column] +=
-                        x[r * stride + quad * 4 + kOrder[i]] * panel[quad * 128 + column * 4 + i];
-}
+struct Quad {
+    const Stored* x;
+    explicit Quad(const Stored* p) : x(p) {}
+};
+struct Weights {
+    const int8_t* w;
+    explicit Weights(const int8_t* p) : w(p) {}
+    Ints times(const Quad& quad, Ints sum) const {
+        for (int i = 0; i < kLanes; i++)
+            sum[i] += quad.x[0] * w[i * 4] + quad.x[1] * w[i * 4 + 2] + quad.x[2] * w[i * 4 + 1] + quad.x[3] * w[i * 4 + 3];
+        return sum;
+    }
+};
 
 #endif
 
-using MultiplyBlock = void (*)(const Stored*, size_t, const int8_t*, int, int32_t*);
+// Two vectors of columns at a time, whose sums stay in registers.
+template <int kRows>
+void multiply_pair(const Stored* x, size_t stride, const int8_t* panel, int quads, Ahead ahead, int32_t* sums) {
+    Ints low[kRows], high[kRows];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) low[r] = load_ints(sums + r * kPanel), high[r] = load_ints(sums + r * kPanel + kLanes);
+    for (int step = 0; step < quads; step += kStepQuads) {
+        ahead.fetch();
+#pragma GCC unroll 4
+        for (int quad = step; quad < step + kStepQuads; quad++) {
+            const Weights first(panel + quad * kQuadBytes), second(panel + quad * kQuadBytes + kLanes * 4);
+            fetch_near(panel + quad * kQuadBytes);
+#pragma GCC unroll 12
+            for (int r = 0; r < kRows; r++) {
+                const Quad four(x + r * stride + quad * 4);
+                low[r] = first.times(four, low[r]);
+                high[r] = second.times(four, high[r]);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++) {
+        std::memcpy(sums + r * kPanel, &low[r], sizeof(Ints));
+        std::memcpy(sums + r * kPanel + kLanes, &high[r], sizeof(Ints));
+    }
+}
+
+template <int kRows>
+void multiply_block(const Stored* x, size_t stride, const int8_t* panel, int quads, Ahead ahead, int32_t* sums) {
+    for (int column = 0; column < kPanel; column += 2 * kLanes) {
+        multiply_pair<kRows>(x, stride, panel + column * 4, quads, ahead, sums + column);
+        ahead.lines = 0;
+    }
+}
+
+using MultiplyBlock = void (*)(const Stored*, size_t, const int8_t*, int, Ahead, int32_t*);
 
 template <int... kRows>
 inline MultiplyBlock block_of(int rows, std::integer_sequence<int, kRows...>) {
     static constexpr MultiplyBlock kBlocks[] = {multiply_block<kRows + 1>...};
     return kBlocks[rows - 1];
-}
-
-inline void multiply(const Stored* x, size_t stride, int rows, const int8_t* panel, int quads, int32_t* sums) {
-    block_of(rows, std::make_integer_sequence<int, kMaxBlock>())(x, stride, panel, quads, sums);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -159,10 +240,8 @@ struct Columns {
     PanelRow result(const int32_t* sums, float x_scale) const {
         PanelRow row;
         for (int v = 0; v < kPanelVectors; v++) {
-            Ints whole, offset;
-            std::memcpy(&whole, sums + v * kLanes, sizeof whole);
-            std::memcpy(&offset, correction + v * kLanes, sizeof offset);
-            const Floats exact = __builtin_convertvector(whole - offset, Floats);
+            const Ints whole = load_ints(sums + v * kLanes) - load_ints(correction + v * kLanes);
+            const Floats exact = __builtin_convertvector(whole, Floats);
             row.v[v] = fma(exact, load(scale + v * kLanes) * x_scale, load(bias + v * kLanes));
         }
         return row;
@@ -184,8 +263,8 @@ struct Product {
         return static_cast<const int8_t*>(weight) + static_cast<size_t>(panel) * kPanel * padded_k(op.k);
     }
 
-    // Rows first..last-1 times one panel.
-    void run(int first, int last, int panel) const {
+    // Rows first..last-1 times one panel. `next`: the panel that this thread will meet after it.
+    void run(int first, int last, int panel, int next) const {
         const int column = panel * kPanel;
         const int count = std::min(kPanel, op.n - column);
         const Columns one(op.scale, op.bias, op.sums, column, count);
@@ -193,16 +272,30 @@ struct Product {
         const int k = padded_k(op.k);
         for (int begin = 0; begin < k; begin += kKBlock) {
             const int end = std::min(begin + kKBlock, k);
-            for_blocks(first, last, [&](int row, int rows) {
+            for_blocks(first, last, [&](int row, int rows, int part, int parts) {
                 int32_t* block = sums + (k > kKBlock ? (row - first) * kPanel : 0);
                 if (begin == 0) clear(block, rows);
-                for (int factor = 0; factor < num_factors; factor++)
-                    multiply(x.data + row * x.stride + begin, x.stride, rows, panel_of(factor, panel) + begin * kPanel,
-                             (end - begin) / 4, block + factor * sums_rows * kPanel);
+                for (int factor = 0; factor < num_factors; factor++) {
+                    const int8_t* weights = panel_of(factor, panel) + begin * kPanel;
+                    const int8_t* later = end < k ? weights + kKBlock * kPanel : panel_of(factor, next);
+                    multiply(row, rows, weights, begin, end, part_of(later, part, parts, end - begin),
+                             block + factor * sums_rows * kPanel);
+                }
                 if (end == k)
                     for (int r = 0; r < rows; r++) finish(row + r, column, count, one, two, block + r * kPanel);
             });
         }
+    }
+
+    void multiply(int row, int rows, const int8_t* weights, int begin, int end, Ahead ahead, int32_t* block) const {
+        const auto kernel = block_of(rows, std::make_integer_sequence<int, kMaxBlock>());
+        kernel(x.data + row * x.stride + begin, x.stride, weights, (end - begin) / 4, ahead, block);
+    }
+
+    // What block `part` of `parts` blocks of rows asks for of the weights to come.
+    static Ahead part_of(const int8_t* weights, int part, int parts, int k) {
+        const int lines = divide_up(kStepQuads * kQuadBytes / 64, parts);
+        return {weights + static_cast<size_t>(k / 4 / kStepQuads) * lines * 64 * part, lines};
     }
 
     // Blocks of equal height, near enough: one of 12 rows and one of 1 would be slower than 7 and 6.
@@ -211,7 +304,7 @@ struct Product {
         const int blocks = divide_up(last - first, kMaxBlock);
         for (int i = 0; i < blocks; i++) {
             const int begin = first + (last - first) * i / blocks;
-            f(begin, first + (last - first) * (i + 1) / blocks - begin);
+            f(begin, first + (last - first) * (i + 1) / blocks - begin, i, blocks);
         }
     }
 
@@ -285,14 +378,17 @@ inline void linear_int8(Worker& worker, const LinearOp& op, const Step& step, ch
     const int8::Product product{op, x, reinterpret_cast<int32_t*>(plan.sums(scratch, worker.rank)), plan.sums_rows,
                                 plan.num_factors};
     const int panels = num_panels(op.n);
-    const int task = std::max(1, int8::kTaskBytes / (int8::padded_k(op.k) * kPanel * plan.num_factors));
-    worker.share(panels * plan.chunks, task, [&](int begin, int end) {
-        for (int i = begin; i < end; i++) {
-            const int64_t chunk = i / panels;
-            const int first = static_cast<int>(plan.rows * chunk / plan.chunks);
-            product.run(first, static_cast<int>(plan.rows * (chunk + 1) / plan.chunks), i % panels);
-        }
+    auto run = [&](int i, int next) {
+        const int64_t chunk = i / panels;
+        const int first = static_cast<int>(plan.rows * chunk / plan.chunks);
+        product.run(first, static_cast<int>(plan.rows * (chunk + 1) / plan.chunks), i % panels, next % panels);
+    };
+    int mine = -1;  // taken, but not begun: one task late, a thread knows what it will need next
+    worker.share(panels * plan.chunks, 1, [&](int i, int) {
+        if (mine >= 0) run(mine, i);
+        mine = i;
     });
+    if (mine >= 0) run(mine, mine);
 }
 
 }  // namespace llmb
