@@ -28,7 +28,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     num_speculative_tokens: int = 4
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
-    max_step_tokens: int = 16
+    max_step_tokens: int = 8
 
     def __post_init__(self) -> None:
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "max_step_tokens"):

@@ -25,7 +25,7 @@ from llmbackend.engine.sampler import Sampler
 from llmbackend.engine.speculation import MAX_PAUSE_TOKENS, Speculator, runs_that_hold
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens, StepPlan
 
-EAGER = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1)
+EAGER = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1, max_step_tokens=16)
 
 
 @pytest.fixture
