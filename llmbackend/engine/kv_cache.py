@@ -39,7 +39,7 @@ class KVCacheManager:
         self._prefixes = PrefixCache(num_blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()
         # Of each row: how many of its blocks the prefix cache knows (they, or others of the same text), and the
-        # identity of the last of them.
+        # identity of the last of them. `take` begins anew.
         self._num_known: Int32Array = np.full(table.max_num_seqs, 0 if self._is_on else NEVER, np.int32)
         self._parent: list[Parent] = [""] * table.max_num_seqs
 
@@ -77,7 +77,6 @@ class KVCacheManager:
         blocks = self._block_table[row, :held][::-1]
         self._holders[blocks] -= 1
         self._held[row] = 0
-        self._num_known[row], self._parent[row] = (0 if self._is_on else NEVER), ""
         unused = blocks[self._holders[blocks] == 0]
         if len(self._prefixes):
             unused = self._keep_cached(unused)

@@ -161,6 +161,16 @@ def test_who_waits_for_a_block_under_way_waits_one_step_and_is_not_overtaken() -
     assert seen == [{"r0"}, {"r0", "r1", "other"}]
 
 
+def test_who_needs_no_block_that_is_under_way_does_not_wait() -> None:
+    """Though it found a beginning, and others compute what follows it in another text."""
+    core = small_core(max_num_batched_tokens=100)
+    cached_tokens(core, make_request("earlier", COMMON))
+    core.add(make_request("running", (*COMMON, *range(50)), max_tokens=9, ignore_eos=True))
+    core.step()
+    core.add(make_request("other", (*COMMON[:9], 1, 2, 3, 4), max_tokens=9, ignore_eos=True))
+    assert {one.request_id: one.num_cached_tokens for one in core.step().outputs} == {"running": 20, "other": 8}
+
+
 def test_who_waits_for_a_block_goes_on_when_its_maker_is_gone() -> None:
     core = small_core(max_num_batched_tokens=8)
     first, second = begins_alike(2)
@@ -196,13 +206,16 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     requests = [make_request(f"r{i}", (i, *range(11)), max_tokens=5, ignore_eos=True) for i in range(2)]
     for request in requests:
         core.add(request)
-    outcomes = Outcomes()
+    outcomes, found = Outcomes(), set()
     while core.has_work:
-        stats = outcomes.add(core.step()).stats
+        result = outcomes.add(core.step())
+        found |= {output.num_cached_tokens for output in result.outputs}
         core.check()
     for request in requests:
         expect_oracle(outcomes[request.request_id], request)
+    stats = result.stats
     assert stats.num_preemptions == 1
+    assert (found, stats.prefix_cache_queries, stats.prefix_cache_hits) == ({0}, 24, 0), "for its client it found none"
     runner = core._runner
     assert isinstance(runner, CountingRunner)
     assert runner.num_computed_tokens < 2 * 16 + 12, "not all of it was computed again"
