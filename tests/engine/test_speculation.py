@@ -22,7 +22,7 @@ from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingP
 from llmbackend.engine.mock_model import MockRunner
 from llmbackend.engine.model_runner import ModelRunner
 from llmbackend.engine.sampler import Sampler
-from llmbackend.engine.speculation import MAX_PAUSE_TOKENS, Speculator, runs_that_hold
+from llmbackend.engine.speculation import MAX_PAUSE_STEPS, Speculator, runs_that_hold
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens, StepPlan
 
 EAGER = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1, max_step_tokens=16)
@@ -134,16 +134,33 @@ def test_drafts_that_hold_grow_and_ones_that_fail_shrink() -> None:
     assert lengths == [1, 2, 4, 4, 4, 2]
 
 
-def test_pauses_double_while_drafts_fail() -> None:
-    text, pauses = Text([7, 8] * 4), []
-    for _ in range(8):
+def test_pauses_double_while_drafts_do_not_pay() -> None:
+    """Alone, drafts pay while more than one in max_step_tokens holds."""
+    text, pauses = Text([7, 8] * 4, max_step_tokens=4), []
+    for _ in range(10):
         waited = 0
         while not text.draft():
             text.append(7, 8)
             waited += 2
         pauses.append(waited)
         text.learn(1, 0)
-    assert pauses == [0, 2, 2, 4, 8, 16, MAX_PAUSE_TOKENS, MAX_PAUSE_TOKENS]
+    assert pauses == [0, 0, 0, 2, 2, 4, 8, 16, MAX_PAUSE_STEPS, MAX_PAUSE_STEPS]
+    text.append(*[7, 8] * MAX_PAUSE_STEPS)
+    text.learn(1, 1)
+    assert text.draft(), "one that holds ends the pauses of a row that is alone"
+
+
+def test_in_company_drafts_must_hold_more_often_to_pay() -> None:
+    table = RowTable(8, 64, 16)
+    table.token_ids[:, :8] = [7, 8] * 4
+    table.num_tokens[:] = 8
+    for num_rows, pays in ((1, True), (3, True), (4, False), (7, False)):
+        speculator = Speculator(SpeculativeConfig(max_step_tokens=8), table)
+        rows, ones = int32(range(num_rows)), int32([1] * num_rows)
+        plan = StepPlan(rows, ones, np.ones(num_rows, np.bool_))
+        assert speculator.draft(plan, [20] * num_rows, 8) is not None
+        speculator.learn(rows, ones * 4, ones * 2)
+        assert (speculator.draft(plan, [20] * num_rows, 8) is not None) == pays, num_rows
 
 
 def test_a_row_forgets_its_last_request() -> None:
