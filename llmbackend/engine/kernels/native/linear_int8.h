@@ -12,6 +12,7 @@
 #include <cstring>
 #include <utility>
 
+#include "amx.h"
 #include "epilogue.h"
 #include "numbers.h"
 #include "quantise_int8.h"
@@ -89,7 +90,7 @@ struct QuantisedRows {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Multiplying: sums[row][column] += Σ stored x * weight, over some quads of K and one panel.
+// Multiplying: sums[row][column] (+)= Σ stored x * weight, over some quads of K and one panel; `fresh`: sums begin here.
 
 // Weights that will be wanted next. Each step of four quads asks the memory for a few lines of them, so that the memory
 // is busy all the time, and not only while the first block of rows meets a new panel.
@@ -179,10 +180,13 @@ struct Weights {
 
 // Two vectors of columns at a time, whose sums stay in registers.
 template <int kRows>
-void multiply_pair(const Stored* x, size_t stride, const int8_t* panel, int quads, Ahead ahead, int32_t* sums) {
+void multiply_pair(const Stored* x, size_t stride, const int8_t* panel, int quads, Ahead ahead, int32_t* sums, bool fresh) {
     Ints low[kRows], high[kRows];
 #pragma GCC unroll 12
-    for (int r = 0; r < kRows; r++) low[r] = load_ints(sums + r * kPanel), high[r] = load_ints(sums + r * kPanel + kLanes);
+    for (int r = 0; r < kRows; r++) {
+        low[r] = fresh ? Ints{} : load_ints(sums + r * kPanel);
+        high[r] = fresh ? Ints{} : load_ints(sums + r * kPanel + kLanes);
+    }
     for (int step = 0; step < quads; step += kStepQuads) {
         ahead.fetch();
 #pragma GCC unroll 4
@@ -205,20 +209,72 @@ void multiply_pair(const Stored* x, size_t stride, const int8_t* panel, int quad
 }
 
 template <int kRows>
-void multiply_block(const Stored* x, size_t stride, const int8_t* panel, int quads, Ahead ahead, int32_t* sums) {
+void multiply_block(const Stored* x, size_t stride, const int8_t* panel, int quads, Ahead ahead, int32_t* sums, bool fresh) {
     for (int column = 0; column < kPanel; column += 2 * kLanes) {
-        multiply_pair<kRows>(x, stride, panel + column * 4, quads, ahead, sums + column);
+        multiply_pair<kRows>(x, stride, panel + column * 4, quads, ahead, sums + column, fresh);
         ahead.lines = 0;
     }
 }
 
-using MultiplyBlock = void (*)(const Stored*, size_t, const int8_t*, int, Ahead, int32_t*);
+using MultiplyBlock = void (*)(const Stored*, size_t, const int8_t*, int, Ahead, int32_t*, bool);
 
 template <int... kRows>
-inline MultiplyBlock block_of(int rows, std::integer_sequence<int, kRows...>) {
+MultiplyBlock block_of(int rows, std::integer_sequence<int, kRows...>) {
     static constexpr MultiplyBlock kBlocks[] = {multiply_block<kRows + 1>...};
     return kBlocks[rows - 1];
 }
+inline MultiplyBlock registers_block(int rows) { return block_of(rows, std::make_integer_sequence<int, kMaxBlock>()); }
+
+#if defined(LLMB_HAS_TILES)
+
+// 16 or 32 rows, in tiles: sums in 0 to 3, x in 4 and 5, weights in 6 and 7.
+template <int kRows>
+void multiply_tiles(const Stored* x, size_t stride, const int8_t* panel, int quads, Ahead ahead, int32_t* sums,
+                    bool fresh) {
+    constexpr bool kTwo = kRows > kTileRows;
+    constexpr int kHalf = kTileBytes / 4;  // columns of a tile
+    constexpr size_t kSumStride = kPanel * 4;
+    int32_t* lower = sums + kTileRows * kPanel;
+    if (fresh) {
+        tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+    } else {
+        tile_load<0>(sums, kSumStride), tile_load<1>(sums + kHalf, kSumStride);
+        if (kTwo) tile_load<2>(lower, kSumStride), tile_load<3>(lower + kHalf, kSumStride);
+    }
+    for (int quad = 0; quad < quads; quad += kTileRows) {
+        for (int i = 0; i < kTileRows; i += kStepQuads) ahead.fetch();
+        for (int i = 0; i < kTileRows; i++) fetch_near(panel + (quad + i) * kQuadBytes);
+        tile_load<6>(panel + quad * kQuadBytes, kQuadBytes);
+        tile_load<4>(x + quad * 4, stride);
+        tile_dot_u8_s8<0, 4, 6>();
+        tile_load<7>(panel + quad * kQuadBytes + kTileBytes, kQuadBytes);
+        tile_dot_u8_s8<1, 4, 7>();
+        if (kTwo) {
+            tile_load<5>(x + kTileRows * stride + quad * 4, stride);
+            tile_dot_u8_s8<2, 5, 6>();
+            tile_dot_u8_s8<3, 5, 7>();
+        }
+    }
+    tile_store<0>(sums, kSumStride), tile_store<1>(sums + kHalf, kSumStride);
+    if (kTwo) tile_store<2>(lower, kSumStride), tile_store<3>(lower + kHalf, kSumStride);
+}
+
+constexpr int kFewRows = 4;    // up to so many, registers keep pace with the memory, and tiles would be mostly empty
+constexpr int kTallest = 2 * kTileRows;  // rows of a block
+constexpr int kRowMultiple = kTileRows;  // kernels may read, and write sums of, so many rows more than there are, less one
+
+inline MultiplyBlock best_block(int rows) {
+    return rows <= kFewRows ? registers_block(rows) : rows <= kTileRows ? multiply_tiles<16> : multiply_tiles<32>;
+}
+
+#else
+
+constexpr int kTallest = kMaxBlock;
+constexpr int kRowMultiple = 1;
+
+inline MultiplyBlock best_block(int rows) { return registers_block(rows); }
+
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Finishing: from integer sums to y.
@@ -274,7 +330,6 @@ struct Product {
             const int end = std::min(begin + kKBlock, k);
             for_blocks(first, last, [&](int row, int rows, int part, int parts) {
                 int32_t* block = sums + (k > kKBlock ? (row - first) * kPanel : 0);
-                if (begin == 0) clear(block, rows);
                 for (int factor = 0; factor < num_factors; factor++) {
                     const int8_t* weights = panel_of(factor, panel) + begin * kPanel;
                     const int8_t* later = end < k ? weights + kKBlock * kPanel : panel_of(factor, next);
@@ -288,8 +343,8 @@ struct Product {
     }
 
     void multiply(int row, int rows, const int8_t* weights, int begin, int end, Ahead ahead, int32_t* block) const {
-        const auto kernel = block_of(rows, std::make_integer_sequence<int, kMaxBlock>());
-        kernel(x.data + row * x.stride + begin, x.stride, weights, (end - begin) / 4, ahead, block);
+        const MultiplyBlock kernel = best_block(rows);
+        kernel(x.data + row * x.stride + begin, x.stride, weights, (end - begin) / 4, ahead, block, begin == 0);
     }
 
     // What block `part` of `parts` blocks of rows asks for of the weights to come.
@@ -301,16 +356,9 @@ struct Product {
     // Blocks of equal height, near enough: one of 12 rows and one of 1 would be slower than 7 and 6.
     template <class F>
     static void for_blocks(int first, int last, F&& f) {
-        const int blocks = divide_up(last - first, kMaxBlock);
-        for (int i = 0; i < blocks; i++) {
-            const int begin = first + (last - first) * i / blocks;
-            f(begin, first + (last - first) * (i + 1) / blocks - begin, i, blocks);
-        }
-    }
-
-    void clear(int32_t* block, int rows) const {
-        for (int factor = 0; factor < num_factors; factor++)
-            std::memset(block + factor * sums_rows * kPanel, 0, rows * kPanel * 4);
+        const int blocks = divide_up(last - first, kTallest);
+        const int height = divide_up(divide_up(last - first, blocks), kRowMultiple) * kRowMultiple;
+        for (int i = 0, row = first; row < last; i++, row += height) f(row, std::min(height, last - row), i, blocks);
     }
 
     void finish(int row, int column, int count, const Columns& one, const Columns& two, const int32_t* block) const {
@@ -338,11 +386,12 @@ struct Plan {
     Plan(const LinearOp& op, const Step& step, int num_threads) {
         rows = op.rows == Rows::kTokens ? step.num_tokens : step.num_sampled;
         const size_t k_bytes = std::min<size_t>(padded_k(op.k), kKBlock) * sizeof(Stored);
-        chunks = divide_up(rows, std::max<int>(kChunkBytes / k_bytes / 12 * 12, 12));
-        chunk_rows = chunks == 0 ? 0 : divide_up(rows, chunks) + 1;
+        const int most = std::max<int>(kChunkBytes / k_bytes / kTallest * kTallest, kTallest);
+        chunks = divide_up(rows, most);
+        chunk_rows = chunks == 0 ? 0 : divide_up(divide_up(rows, chunks), kRowMultiple) * kRowMultiple;
         num_factors = op.epilogue == Epilogue::kSiluMul || op.epilogue == Epilogue::kGeluMul ? 2 : 1;
-        sums_rows = padded_k(op.k) > kKBlock ? chunk_rows : kMaxBlock;
-        copy_bytes = QuantisedRows::bytes(rows, op.k);
+        sums_rows = padded_k(op.k) > kKBlock ? chunk_rows + kTallest : kTallest;
+        copy_bytes = QuantisedRows::bytes(rows + kRowMultiple - 1, op.k);
         sums_bytes = static_cast<size_t>(num_factors) * sums_rows * kPanel * 4;
         own_copies = num_threads > 1 && rows <= kOwnCopyRows;
     }
@@ -379,16 +428,17 @@ inline void linear_int8(Worker& worker, const LinearOp& op, const Step& step, ch
                                 plan.num_factors};
     const int panels = num_panels(op.n);
     auto run = [&](int i, int next) {
-        const int64_t chunk = i / panels;
-        const int first = static_cast<int>(plan.rows * chunk / plan.chunks);
-        product.run(first, static_cast<int>(plan.rows * (chunk + 1) / plan.chunks), i % panels, next % panels);
+        const int first = i / panels * plan.chunk_rows;
+        product.run(first, std::min(first + plan.chunk_rows, plan.rows), i % panels, next % panels);
     };
+    tiles_begin();
     int mine = -1;  // taken, but not begun: one task late, a thread knows what it will need next
     worker.share(panels * plan.chunks, 1, [&](int i, int) {
         if (mine >= 0) run(mine, i);
         mine = i;
     });
     if (mine >= 0) run(mine, mine);
+    tiles_end();
 }
 
 }  // namespace llmb
