@@ -43,8 +43,8 @@ fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
 # `make serve` installs what serving needs and no more; `make test` adds the test tools.
-$(VENV)/.serve: pyproject.toml constraints.txt
-	@echo "installing into $(VENV): torch is large, this takes a minute or more"
+$(VENV)/.serve: pyproject.toml constraints.txt $(wildcard llmbackend/engine/kernels/native/*.* llmbackend/engine/kernels/native/*/*.*)
+	@echo "installing into $(VENV): torch is large and the native kernels are compiled, this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --editable .
 	touch $@

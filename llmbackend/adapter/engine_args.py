@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -38,7 +38,6 @@ _VALUE_ALIASES: dict[str, dict[Any, Any]] = {
 _NO_EFFECT = frozenset(
     {
         "gpu_memory_utilization",
-        "enforce_eager",
         "disable_log_stats",
         "disable_log_requests",
         "enable_log_requests",
@@ -63,7 +62,6 @@ _ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "skip_tokenizer_init": (False,),
     "tokenizer_mode": ("auto",),
     "kv_cache_dtype": ("auto",),
-    "quantization": (None,),
     "enable_lora": (False,),
     "task": ("auto", "generate"),
     "runner": ("auto", "generate"),
@@ -276,7 +274,17 @@ def _typed(name: str, field: str, value: Any, source: str) -> Any:
             value = msgspec.json.decode(value)
         return msgspec.convert(value, expected, strict=False)
     except (msgspec.DecodeError, UnicodeError) as error:  # JSON's texts may hold half of a surrogate pair
-        raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}: {error}") from None
+        choices = _choices(expected)
+        why = f", expected {' or '.join(choices)}" if choices else f": {error}"
+        raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}{why}") from None
+
+
+def _choices(kind: Any) -> list[str]:
+    """The values of a field that has a fixed few."""
+    if get_origin(kind) is Literal:
+        return [f"'{value}'" for value in get_args(kind)]
+    parts = [_choices(part) for part in get_args(kind) if part is not type(None)]
+    return [*parts[0], "null"] if len(parts) == 1 and parts[0] else []
 
 
 def _resolve(name: str, value: str, directory: Path, source: str) -> str:

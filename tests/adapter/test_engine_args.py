@@ -105,9 +105,9 @@ def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
         ({"step_timeout_s": 0}, "'step_timeout_s' is 0, expected a number above 0"),
         ({"load_timeout_s": "inf"}, "'load_timeout_s' is inf, expected a number above 0"),
         ({"mock_step_ms": "nan"}, "'mock_step_ms' is nan, expected a number of at least 0"),
-        ({"dtype": "int8"}, "engine argument 'dtype' is 'int8'"),
+        ({"dtype": "int8"}, "'dtype' is 'int8', expected 'auto' or 'float32' or 'bfloat16' or 'float16'"),
         ({"tensor_parallel_size": 2}, "'tensor_parallel_size' is 2, only 1 is supported"),
-        ({"quantization": "awq"}, "'quantization' is 'awq', only null is supported"),
+        ({"quantization": "awq"}, "'quantization' is 'awq', expected 'int8' or null"),
         ({"speculative_config": {"method": "eagle"}}, "'speculative_config' is {'method': 'eagle'}"),
         ({"speculative_config": {"method": "eagle"}}, "Invalid enum value 'eagle' - at `$.method`"),
         ({"speculative_config": {"model": "x"}}, "Object contains unknown field `model`"),
@@ -134,11 +134,11 @@ def test_a_broken_model_json_is_named(model: Path, text: str, expected: str) -> 
 
 
 def test_arguments_without_effect_are_accepted_with_one_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model_json(model, model="mock", gpu_memory_utilization=0.5, enforce_eager=True, tensor_parallel_size=1)
+    model_json(model, model="mock", gpu_memory_utilization=0.5, swap_space=4, tensor_parallel_size=1)
     with caplog.at_level(logging.WARNING):
         read(model)
     assert len(caplog.records) == 1
-    assert "enforce_eager, gpu_memory_utilization" in caplog.text
+    assert "gpu_memory_utilization, swap_space" in caplog.text
 
 
 def test_parameters_of_triton_and_mindie_are_known(model: Path, caplog: pytest.LogCaptureFixture) -> None:

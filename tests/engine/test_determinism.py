@@ -1,5 +1,9 @@
-"""The first law, on CPU bit by bit: a request's tokens and logprobs do not depend on its neighbours, on the chunks of
-its prompt or on preemption, in float32 and in bfloat16, where a difference of one rounding would show in near-ties."""
+"""The first law, on CPU bit by bit: a request's tokens and logprobs depend on nothing but the request.
+
+Not on its neighbours, the chunks of its prompt, preemption, cached prefixes, speculation, the number of threads, or an
+engine that died and was replaced. In float32, bfloat16 and int8, where a difference of one rounding would show in
+near-ties; for the native program, for modules on native kernels, and for plain torch.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,54 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers as tf
 
-from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, TokenLogprobs
+from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams, TokenLogprobs
 from llmbackend.engine.model_runner import ModelRunner
 
 Story = list[TokenLogprobs]
+OUTPUT_TOKENS = 16
+SPECULATION = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_min=1, max_step_tokens=64)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "program float32": {"dtype": "float32"},
+    "program bfloat16": {"dtype": "bfloat16"},
+    "program int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "modules float32": {"dtype": "float32", "enforce_eager": True},
+    "modules bfloat16": {"dtype": "bfloat16", "enforce_eager": True},
+    "torch float32": {"dtype": "float32", "kernels": "torch"},
+    "torch bfloat16": {"dtype": "bfloat16", "kernels": "torch"},
+}
+"""How a step is computed. Results differ between these, and must not differ within one."""
+SLOW_KINDS = ("modules", "torch")
+
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "speculation, small chunks, preemption": {
+        "speculative_config": SPECULATION, "max_num_batched_tokens": 17, "num_kv_blocks": 9,
+    },
+    "no prefix cache": {"enable_prefix_caching": False},
+    "one token of a prompt at a time": {"max_num_batched_tokens": 1},
+    "large chunks": {"max_num_batched_tokens": 4096},
+    "few rows": {"max_num_seqs": 3},
+    "preemption": {"num_kv_blocks": 9, "max_num_batched_tokens": 40},
+    "speculation": {"speculative_config": SPECULATION},
+    "larger blocks": {"block_size": 64},
+    "two threads": {"num_threads": 2},
+    "three threads": {"num_threads": 3, "max_num_batched_tokens": 50},
+}  # fmt: skip
+WORDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "nucleus": {"temperature": 0.9, "seed": 7, "top_p": 0.95},
+    "plain": {"temperature": 1.0, "seed": 8},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "presence": {"temperature": 0.7, "seed": 9, "top_k": 20, "presence_penalty": 0.4},
+    "minimum": {"temperature": 0.8, "seed": 10, "min_p": 0.02, "frequency_penalty": 0.2},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -27,63 +69,82 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def requests() -> list[InferRequest]:
-    generator = torch.Generator().manual_seed(2)
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.9, "seed": 7, "top_p": 0.95},
-        {"temperature": 1.0, "seed": 8},
-        {"temperature": 0.0, "repetition_penalty": 1.3},
-        {"temperature": 0.7, "seed": 9, "top_k": 20, "presence_penalty": 0.4},
-    ]
-    return [
-        InferRequest(
-            request_id=str(i),
-            prompt_token_ids=tuple(torch.randint(0, 512, (length,), generator=generator).tolist()),
-            sampling=SamplingParams(max_tokens=16, ignore_eos=True, logprobs=1, **kinds[i % len(kinds)]),
-        )
-        for i, length in enumerate((45, 3, 17, 1, 70, 32, 33, 8))
-    ]
-
-
-def run(path: Path, wanted: list[InferRequest], dtype: Any, **options: Any) -> tuple[dict[str, Story], int]:
-    """Each request's tokens with their logprobs, and the number of preemptions."""
-    config = EngineConfig(
-        model=str(path), load_format="dummy", transport="inline", dtype=dtype, block_size=8, **options
-    )
-    core = EngineCore(config, ModelRunner(config))
-    stories: dict[str, Story] = {}
-    for request in wanted:
-        core.add(request)
-    preemptions = 0
-    while core.has_work:
-        result = core.step()
-        preemptions = result.stats.num_preemptions
-        for output in result.outputs:
-            assert not output.error
-            stories.setdefault(output.request_id, []).extend(output.logprobs)
-    core.close()
-    return stories, preemptions
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_same_request_same_tokens(dtype: str, kv_heads: int, tmp_path: Path) -> None:
-    config = tf.Qwen2Config(
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    tf.Qwen2Config(
         vocab_size=512,
         hidden_size=128,
         intermediate_size=160,
         num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=192,
         initializer_range=0.1,
-    )
-    config.save_pretrained(tmp_path)
-    together, _ = run(tmp_path, requests(), dtype)
-    assert all(len(story) == 16 for story in together.values())
-    for request in requests():
-        assert run(tmp_path, [request], dtype, max_num_seqs=1)[0][request.request_id] == together[request.request_id]
-    cramped, preemptions = run(tmp_path, requests(), dtype, num_kv_blocks=14, max_num_batched_tokens=9)
-    assert preemptions > 0
-    assert cramped == together
+    ).save_pretrained(path)
+    return path
+
+
+def requests() -> list[InferRequest]:
+    """Some with a common beginning, some that repeat themselves, so that there is something to find again."""
+    generator = torch.Generator().manual_seed(2)
+    common = torch.randint(0, 512, (64,), generator=generator).tolist()
+    prompts = [torch.randint(0, 512, (length,), generator=generator).tolist() for length in (45, 3, 17, 1, 70, 32, 33)]
+    prompts += [common + prompts[2], common + prompts[1], common, prompts[1] * 12, prompts[2] * 3]
+    words = list(WORDS.values())
+    return [
+        InferRequest(
+            request_id=str(i),
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=2, **words[i % len(words)]),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def run(model: Path, wanted: list[InferRequest], **options: Any) -> tuple[dict[str, Story], EngineStats]:
+    """Each request's tokens with their logprobs, and the engine's counters at the end."""
+    settings = {"num_threads": 1, "block_size": 32, **options}
+    config = EngineConfig(model=str(model), load_format="dummy", transport="inline", **settings)
+    core = EngineCore(config, ModelRunner(config))
+    stories: dict[str, Story] = {}
+    for request in wanted:
+        core.add(request)
+    while core.has_work:
+        result = core.step()
+        for output in result.outputs:
+            assert not output.error
+            stories.setdefault(output.request_id, []).extend(output.logprobs)
+    core.check()
+    core.close()
+    return stories, result.stats
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_request_same_tokens(kind: str, model: Path) -> None:
+    how = KINDS[kind]
+    together, stats = run(model, requests(), **how)
+    assert all(len(story) == OUTPUT_TOKENS for story in together.values())
+    assert stats.prefix_cache_hits > 0
+    slow = kind.startswith(SLOW_KINDS)
+    for request in requests()[:: 3 if slow else 1]:
+        alone, _ = run(model, [request], max_num_seqs=1, **how)
+        assert alone[request.request_id] == together[request.request_id]
+    for name, condition in list(CONDITIONS.items())[: 2 if slow else None]:
+        story, stats = run(model, requests(), **how, **condition)
+        assert story == together, name
+        assert (stats.num_preemptions > 0) == ("num_kv_blocks" in condition)
+        assert (stats.num_draft_tokens > 0) == ("speculative_config" in condition)
+
+
+@pytest.mark.parametrize("kind", ["program bfloat16", "modules float32"])
+def test_a_resumed_request_goes_on_as_it_began(kind: str, model: Path) -> None:
+    how = KINDS[kind]
+    whole, _ = run(model, requests(), **how)
+    for cut in (1, OUTPUT_TOKENS // 2, OUTPUT_TOKENS - 1):
+        tokens = {name: tuple(token.token_id for token in story[:cut]) for name, story in whole.items()}
+        resumed = [
+            msgspec.structs.replace(request, output_token_ids=tokens[request.request_id]) for request in requests()
+        ]
+        rest, _ = run(model, resumed, max_num_batched_tokens=30, **how)
+        assert rest == {name: story[cut:] for name, story in whole.items()}
