@@ -7,6 +7,7 @@
 # make overload   ten times the capacity offered for a minute
 # make fuzz    hostile input on every protocol and configuration beside live streams (10 minutes)
 # make idle    the CPU use of a whole server that nobody uses
+# make bench   our engine and its peers in turns, into docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
-.PHONY: serve test lint unit smoke conformance chaos soak overload idle fuzz clean
+.PHONY: serve test lint unit smoke conformance chaos soak overload idle fuzz bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -41,6 +42,9 @@ chaos soak overload idle: $(VENV)/.test
 
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz $(ARGS)
+
+bench: $(VENV)/.serve
+	$(BIN)/python -m benchmarks $(ARGS)
 
 # `make serve` installs what serving needs and no more; `make test` adds the test tools.
 $(VENV)/.serve: pyproject.toml constraints.txt $(wildcard llmbackend/engine/kernels/native/*.* llmbackend/engine/kernels/native/*/*.*)

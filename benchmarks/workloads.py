@@ -1,63 +1,59 @@
-"""The model shape and the workloads of the comparison with other engines.
+"""The workloads of the comparison, as lists of requests.
 
-For: versus_transformers.py. Does not know: engines. Invariant: a name always means the same checkpoint and the same
-requests, since both are drawn from fixed seeds.
+For: every engine's driver, and `llmbackend bench` through `write_workload`. Does not know: engines, checkpoints, any
+package but the standard library. Invariant: a name always means the same requests, drawn from a fixed seed.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
-
-_SEEDS = {"W1": 11, "W2": 22}
+_SEEDS = {"W0": 66, "W1": 11, "W2": 22, "W3": 33, "W4": 44, "W5": 55}
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 3, 31990
-NUM_REQUESTS = 64
+DESCRIPTIONS = {
+    "W1": "64 requests, 32 tokens in, 128 out",
+    "W2": "64 requests of mixed lengths, 16 to 512 in, 16 to 128 out",
+    "W3": "one request, 128 in, 128 out",
+    "W4": "prefill: 16 requests, 1,024 in, 1 out",
+    "W5": "64 requests that share their first 512 tokens, 32 more in, 32 out",
+}
+SHARED_PREFIX_TOKENS = {"W5": 512}
 
 
-def write_checkpoint(directory: Path) -> None:
-    """Random bfloat16 weights in the shape of Qwen2.5-0.5B, as safetensors; about 1 GB."""
-    config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-        use_sliding_window=False,
-        bos_token_id=0,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+@dataclass(frozen=True, slots=True)
+class Request:
+    prompt: list[int]
+    output_tokens: int
 
 
-def workload(name: str, num_requests: int = NUM_REQUESTS) -> list[tuple[list[int], int]]:
-    """(prompt token ids, number of output tokens) per request; the first `num_requests` of the 64.
-
-    W1: 32 tokens in, 128 out. W2: 16 to 512 in, 16 to 128 out.
-    """
+def workload(name: str) -> list[Request]:
+    """W0 is for warming up."""
     rng = random.Random(_SEEDS[name])
-    if name == "W1":
-        lengths = [(32, 128)] * NUM_REQUESTS
-    else:
-        lengths = [(rng.randint(16, 512), rng.randint(16, 128)) for _ in range(NUM_REQUESTS)]
-    requests = [([rng.randint(_LOWEST_TOKEN, _HIGHEST_TOKEN) for _ in range(n)], outputs) for n, outputs in lengths]
-    return requests[:num_requests]
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randint(_LOWEST_TOKEN, _HIGHEST_TOKEN) for _ in range(count)]
+
+    match name:
+        case "W0":
+            return [Request(tokens(48), 8) for _ in range(8)]
+        case "W1":
+            return [Request(tokens(32), 128) for _ in range(64)]
+        case "W2":
+            lengths = [(rng.randint(16, 512), rng.randint(16, 128)) for _ in range(64)]
+            return [Request(tokens(prompt), output) for prompt, output in lengths]
+        case "W3":
+            return [Request(tokens(128), 128)]
+        case "W4":
+            return [Request(tokens(1024), 1) for _ in range(16)]
+        case _:
+            prefix = tokens(SHARED_PREFIX_TOKENS["W5"])
+            return [Request(prefix + tokens(32), 32) for _ in range(64)]
 
 
-def write_workload(name: str, path: Path, num_requests: int, max_output_tokens: int) -> None:
-    """The workload as a file for `llmbackend bench`."""
-    items = [
-        {"prompt_token_ids": prompt, "output_tokens": min(outputs, max_output_tokens)}
-        for prompt, outputs in workload(name, num_requests)
-    ]
+def write_workload(requests: list[Request], path: Path) -> None:
+    """As a file for `llmbackend bench`."""
+    items = [{"prompt_token_ids": request.prompt, "output_tokens": request.output_tokens} for request in requests]
     path.write_text(json.dumps(items))

@@ -1,19 +1,22 @@
 """`llmbackend bench`: one workload through the engine, all requests at once, and what it took.
 
-For: comparing engines and watching our own speed. Does not know: servers or protocols; it measures the engine alone, in
-its own process. Invariant: every request generates exactly the tokens the workload asks for (greedy, end of sequence
-ignored), or the run fails; the model's loading and one short warm-up are not part of the measured time.
+For: comparing engines, watching our own speed, and seeing what each optimisation is worth. Does not know: servers or
+protocols; it measures the engine alone, in its own process. Invariant: every request generates exactly the tokens the
+workload asks for (greedy, end of sequence ignored), or the run fails; the model's loading and one short warm-up are not
+part of the measured time.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -21,10 +24,20 @@ from rich.console import Console
 from rich.table import Table
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import InferRequest, ModelInfo, SamplingParams
+from llmbackend.engine.infer_request import EngineStats, InferRequest, ModelInfo, SamplingParams
 from llmbackend.engine.offline import Engine
 
 WARM_UP_REQUESTS, WARM_UP_PROMPT_TOKENS, WARM_UP_OUTPUT_TOKENS = 8, 48, 8
+ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "no prefix cache": {"enable_prefix_caching": False},
+    "no speculation": {"speculative_config": None},
+    "speculation": {"speculative_config": {"method": "ngram"}},
+    "modules, no program": {"enforce_eager": True},
+    "torch kernels": {"kernels": "torch"},
+    "one thread": {"num_threads": 1},
+}
+"""What `--ablate` changes, one at a time; a change that is none for the given configuration is left out."""
+_IMPORTED_S = time.perf_counter()
 
 
 class WorkloadItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +58,12 @@ class WorkloadItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run measured. Times to first token count from the submission of all requests."""
+    """What a run measured. Times to first token count from the submission of all requests.
+
+    ready_s: from the start of the process to a loaded model; load_s: the engine's part of it. A step is the engine
+    core's own work (schedule, commit, outputs) and the runner's two parts, forward and sample: means per step.
+    cpu_s: of the whole process; cores_used: during the measured time.
+    """
 
     model: str
     dtype: str
@@ -61,24 +79,49 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99_ms: float
     itl_p50_ms: float
     itl_p99_ms: float
+    itl_mean_ms: float
     peak_rss_mb: float
     load_s: float
+    ready_s: float
+    cpu_s: float
+    cores_used: float
     num_steps: int
     num_preemptions: int
+    cached_tokens: int
+    draft_tokens: int
+    accepted_draft_tokens: int
+    step_ms: float
+    forward_ms: float
+    sample_ms: float
+    host_us_per_step: float
 
 
 class _Times:
-    """When each request's tokens came, in seconds since the start."""
+    """When each request's tokens came, in seconds since the start, and what the steps spent."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: EngineStats) -> None:
         self.tokens_s: dict[str, list[float]] = {}
         self.wall_s = 0.0
-        self.num_steps = 0
-        self.num_preemptions = 0
+        self.cpu_s = 0.0
+        self.step_s = 0.0
+        self.forward_s = 0.0
+        self.sample_s = 0.0
+        self.before = before
+        self.after = before
 
     @property
     def first_token_s(self) -> list[float]:
         return [times[0] for times in self.tokens_s.values()]
+
+    @property
+    def num_steps(self) -> int:
+        return self.after.num_steps - self.before.num_steps
+
+    def add_step(self, stats: EngineStats) -> None:
+        self.step_s += stats.last_step_s
+        self.forward_s += stats.last_forward_s
+        self.sample_s += stats.last_sample_s
+        self.after = stats
 
     @property
     def gaps_s(self) -> list[float]:
@@ -91,26 +134,58 @@ def run_bench(
     dtype: str = "auto",
     json_path: Path | None = None,
     seed: int = 0,
+    ablate: bool = False,
     **engine_arguments: Any,
 ) -> BenchResult:
     """Runs a workload file and prints a table; `json_path` gets the same figures as JSON.
 
-    `engine_arguments` are further fields of EngineConfig. Raises ValueError for a bad file or argument, RuntimeError
-    when a request cannot be served as asked.
+    `engine_arguments` are further fields of EngineConfig. `ablate` runs the workload again with each optimisation
+    turned off in turn. Raises ValueError for a bad file or argument, RuntimeError when a request cannot be served as
+    asked.
     """
-    config = msgspec.convert({"model": model, "dtype": dtype, "seed": seed, **engine_arguments}, EngineConfig)
+    arguments = {"model": model, "dtype": dtype, "seed": seed, **engine_arguments}
     items = read_workload(workload_path)
-    start_s = time.perf_counter()
-    with Engine(config) as engine:
-        load_s = time.perf_counter() - start_s
-        requests = make_requests(items, engine.info, seed)
-        _warm_up(engine, seed)
-        times = _measure(engine, requests)
-        result = _result(model, engine.info, requests, times, load_s)
+    result = _run(arguments, items)
     _print(result, workload_path.name)
+    if ablate:
+        _ablate(arguments, items, result)
     if json_path is not None:
         json_path.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     return result
+
+
+def _run(arguments: Mapping[str, Any], items: list[WorkloadItem]) -> BenchResult:
+    config = msgspec.convert(arguments, EngineConfig)
+    start_s = time.perf_counter()
+    with Engine(config) as engine:
+        load_s, ready_s = time.perf_counter() - start_s, _seconds_since_process_start()
+        requests = make_requests(items, engine.info, config.seed)
+        times = _measure(engine, requests, _warm_up(engine, config.seed))
+        return _result(config.model, engine.info, requests, times, load_s, ready_s)
+
+
+def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: BenchResult) -> None:
+    """Prints what each change makes of the run. The first row repeats the base: how far runs differ by themselves."""
+    table = Table("configuration", "output tokens/s", "of the base", "step ms", "host µs per step", "cached tokens")
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    given = msgspec.to_builtins(msgspec.convert(arguments, EngineConfig))
+    for name, change in {"as given, again": {}, **ABLATIONS}.items():
+        if name != "as given, again" and _changes_nothing(given, change):
+            continue
+        result = _run({**arguments, **change}, items)
+        ratio = result.output_tokens_per_s / base.output_tokens_per_s
+        speeds = (f"{result.output_tokens_per_s:,.1f}", f"{ratio:.2f} ×", f"{result.step_ms:.2f}")
+        table.add_row(name, *speeds, f"{result.host_us_per_step:.0f}", f"{result.cached_tokens:,}")
+    Console().print(table)
+
+
+def _changes_nothing(given: Mapping[str, Any], change: Mapping[str, Any]) -> bool:
+    """Whether the configuration has this change already; one that has speculation needs no other kind of it."""
+    if change.get("speculative_config") and given["speculative_config"]:
+        return True
+    return all(given[field] == value for field, value in change.items())
 
 
 def read_workload(path: Path) -> list[WorkloadItem]:
@@ -135,16 +210,17 @@ def make_requests(items: list[WorkloadItem], info: ModelInfo, seed: int) -> list
     return requests
 
 
-def _warm_up(engine: Engine, seed: int) -> None:
+def _warm_up(engine: Engine, seed: int) -> EngineStats:
+    """The engine's counters afterwards."""
     item = WorkloadItem(prompt_tokens=WARM_UP_PROMPT_TOKENS, output_tokens=WARM_UP_OUTPUT_TOKENS)
-    for _ in engine.generate(make_requests([item] * WARM_UP_REQUESTS, engine.info, seed + 1)):
-        pass
+    *_, last = engine.generate(make_requests([item] * WARM_UP_REQUESTS, engine.info, seed + 1))
+    return last.stats
 
 
-def _measure(engine: Engine, requests: list[InferRequest]) -> _Times:
-    times = _Times()
+def _measure(engine: Engine, requests: list[InferRequest], before: EngineStats) -> _Times:
+    times = _Times(before)
     gc.collect()
-    start_s = time.perf_counter()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
     for result in engine.generate(requests):
         now_s = time.perf_counter() - start_s
         for output in result.outputs:
@@ -152,8 +228,8 @@ def _measure(engine: Engine, requests: list[InferRequest]) -> _Times:
                 raise RuntimeError(f"request {output.request_id} of the workload: {output.error}")
             times.tokens_s.setdefault(output.request_id, []).extend([now_s] * len(output.token_ids))
         times.wall_s = now_s
-        times.num_steps += 1
-        times.num_preemptions = result.stats.num_preemptions
+        times.add_step(result.stats)
+    times.cpu_s = time.process_time() - start_cpu_s
     for request in requests:
         expected, got = request.sampling.max_tokens, len(times.tokens_s[request.request_id])
         if got != expected:
@@ -161,9 +237,12 @@ def _measure(engine: Engine, requests: list[InferRequest]) -> _Times:
     return times
 
 
-def _result(model: str, info: ModelInfo, requests: list[InferRequest], times: _Times, load_s: float) -> BenchResult:
+def _result(
+    model: str, info: ModelInfo, requests: list[InferRequest], times: _Times, load_s: float, ready_s: float
+) -> BenchResult:
     prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
     output_tokens = sum(request.sampling.max_tokens for request in requests)
+    before, after, steps = times.before, times.after, times.num_steps
     rss_unit_bytes = 1 if sys.platform == "darwin" else 1024
     return BenchResult(
         model=model,
@@ -180,11 +259,31 @@ def _result(model: str, info: ModelInfo, requests: list[InferRequest], times: _T
         ttft_p99_ms=_percentile_ms(times.first_token_s, 99),
         itl_p50_ms=_percentile_ms(times.gaps_s, 50),
         itl_p99_ms=_percentile_ms(times.gaps_s, 99),
+        itl_mean_ms=float(np.mean(times.gaps_s or [0.0])) * 1e3,
         peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * rss_unit_bytes / 1e6,
         load_s=load_s,
-        num_steps=times.num_steps,
-        num_preemptions=times.num_preemptions,
+        ready_s=ready_s,
+        cpu_s=time.process_time(),
+        cores_used=times.cpu_s / times.wall_s,
+        num_steps=steps,
+        num_preemptions=after.num_preemptions - before.num_preemptions,
+        cached_tokens=after.prefix_cache_hits - before.prefix_cache_hits,
+        draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
+        accepted_draft_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
+        step_ms=times.step_s / steps * 1e3,
+        forward_ms=times.forward_s / steps * 1e3,
+        sample_ms=times.sample_s / steps * 1e3,
+        host_us_per_step=(times.step_s - times.forward_s - times.sample_s) / steps * 1e6,
     )
+
+
+def _seconds_since_process_start() -> float:
+    """Linux tells; elsewhere, since this module was imported."""
+    try:
+        started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return time.perf_counter() - _IMPORTED_S
 
 
 def _percentile_ms(values_s: list[float], percent: float) -> float:

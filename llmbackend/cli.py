@@ -6,9 +6,10 @@ For: people and process managers. Does not know: how anything is served; `serve.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -76,6 +77,11 @@ def bench(
     load_format: Annotated[str, typer.Option(help="safetensors, or dummy for random weights.")] = "safetensors",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 512,
+    quantization: Annotated[str | None, typer.Option(help="int8, or none by default.")] = None,
+    engine_args: Annotated[str, typer.Option(help='Further engine arguments, as JSON: {"num_threads": 1}.')] = "{}",
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Run again with each optimisation turned off in turn.")
+    ] = False,
 ) -> None:
     """Run a workload through the engine alone, all requests at once, end-of-sequence ignored."""
     from .bench import run_bench
@@ -90,10 +96,20 @@ def bench(
             load_format=load_format,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            quantization=quantization,
+            ablate=ablate,
+            **_json_object(engine_args),
         )
     except (ValueError, RuntimeError, OSError) as error:
         typer.echo(f"bench: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError(f"--engine-args is {text}, expected a JSON object")
+    return values
 
 
 def main() -> None:

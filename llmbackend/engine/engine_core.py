@@ -17,6 +17,7 @@ from .config import EngineConfig
 from .fault_injection import Faults, FaultyRunner
 from .infer_request import EngineStats, FinishReason, InferRequest, ModelInfo, StepOutput, StepResult, TokenLogprobs
 from .kv_cache import KVCacheManager
+from .lean_imports import import_transformers
 from .scheduler import Scheduler
 from .sequence import Rows, Sequence, refusal
 from .speculation import Speculator, runs_that_hold
@@ -36,6 +37,7 @@ def _make_sound_runner(config: EngineConfig) -> Runner:
         from .mock_model import MockRunner
 
         return MockRunner(config)
+    import_transformers(config.model)
     from .model_runner import ModelRunner
 
     return ModelRunner(config)
@@ -65,6 +67,8 @@ class EngineCore:
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
         self._num_invariant_breaches = 0
+        self._compute_s = 0.0, 0.0
+        """What the last step's forward pass and its sampling took."""
 
     @property
     def has_work(self) -> bool:
@@ -97,14 +101,16 @@ class EngineCore:
 
     def step(self) -> StepResult:
         """One step of all that can run; also emits what ended since the last one."""
-        start_s = time.monotonic()
+        start_s, self._compute_s = time.monotonic(), (0.0, 0.0)
         schedule = self._scheduler.schedule()
         for sequence, error in schedule.refused:
             self._ended.append(self._fail(sequence, error))
         outputs, self._ended = self._ended, []
         if schedule.plan is not None:
             plan = self._with_drafts(schedule.plan)
-            outputs += self._commit(plan, self._run(plan))
+            sampled = self._run(plan)
+            outputs += self._commit(plan, sampled)
+            self._compute_s = sampled.forward_s, sampled.sample_s
         elif not outputs and self._live:
             raise RuntimeError(f"the scheduler found nothing to run for {len(self._live)} live requests")
         self._num_steps += 1
@@ -250,6 +256,8 @@ class EngineCore:
             num_accepted_tokens=self._num_accepted_tokens,
             num_steps=self._num_steps,
             last_step_s=step_s,
+            last_forward_s=self._compute_s[0],
+            last_sample_s=self._compute_s[1],
             num_invariant_breaches=self._num_invariant_breaches,
             prefix_cache_queries=self._scheduler.num_queried_tokens,
             prefix_cache_hits=self._scheduler.num_hit_tokens,

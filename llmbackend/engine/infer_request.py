@@ -88,7 +88,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_free_blocks: those that the prefix cache keeps for nobody in particular are among them. prefix_cache_queries and
     prefix_cache_hits: tokens of the requests that were admitted, and how many of them needed no computing.
     num_drafts: speculations of one row in one step; num_draft_tokens: their tokens; num_accepted_tokens: those that
-    held.
+    held. last_step_s: the last step as a whole; last_forward_s and last_sample_s: its two computing parts.
     """
 
     num_requests_running: int = 0
@@ -103,6 +103,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_accepted_tokens: int = 0
     num_steps: int = 0
     last_step_s: float = 0.0
+    last_forward_s: float = 0.0
+    last_sample_s: float = 0.0
     num_invariant_breaches: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0

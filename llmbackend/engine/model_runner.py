@@ -7,6 +7,7 @@ costs work per step only inside array operations; `execute` changes nothing but 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from typing import Protocol
@@ -74,11 +75,15 @@ class ModelRunner:
         self._sampler.remove_row(row)
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        start_s = time.perf_counter()
         logits = self._forward.logits(plan, table)
+        forward_s = time.perf_counter() - start_s
         if logits is None:
-            return SampledTokens(np.empty(0, np.int32))
+            return SampledTokens(np.empty(0, np.int32), forward_s=forward_s)
         with torch.inference_mode():
-            return self._sampler.sample(*plan.samples(table), logits, table)
+            sampled = self._sampler.sample(*plan.samples(table), logits, table)
+        sample_s = time.perf_counter() - start_s - forward_s
+        return dataclasses.replace(sampled, forward_s=forward_s, sample_s=sample_s)
 
     def close(self) -> None:
         self._forward.close()

@@ -112,11 +112,14 @@ class SampledTokens:
     entries in token_ids are ignored) and the step goes on for the rest.
     Logits that are not finite: a row's first position gets the error BROKEN_LOGITS; a later one gets NO_TOKEN (its
     logprobs entry is ignored), since the drafts before it may be wrong. If they hold, the next step meets it as first.
+    forward_s, sample_s: what the two parts of `execute` took.
     """
 
     token_ids: Int32Array
     logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
+    forward_s: float = 0.0
+    sample_s: float = 0.0
 
 
 class Runner(Protocol):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from mock_engine import Outcomes, expect_oracle, make_request, random_requests
+from transformers import LlamaConfig
 
 from llmbackend.bench import run_bench
 from llmbackend.engine.config import EngineConfig
@@ -34,6 +35,21 @@ def test_an_iterator_that_is_left_early_frees_everything() -> None:
         assert last.stats.num_requests_running == 0
 
 
+def tiny_model(path: Path) -> Path:
+    """A configuration of random weights."""
+    LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(path)
+    return path
+
+
 def write(path: Path, items: object) -> Path:
     path.write_text(json.dumps(items))
     return path
@@ -46,9 +62,41 @@ def test_the_bench_runs_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (measured["requests"], measured["prompt_tokens"], measured["output_tokens"]) == (2, 23, 45)
     assert measured["output_tokens_per_s"] == pytest.approx(45 / measured["wall_s"])
     assert measured["total_tokens_per_s"] == pytest.approx(68 / measured["wall_s"])
-    for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "peak_rss_mb", "load_s"):
+    for name in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "itl_mean_ms", "peak_rss_mb", "load_s"):
         assert measured[name] > 0, name
+    assert 0 < measured["load_s"] < measured["ready_s"]
     assert "output_tokens_per_s" in capsys.readouterr().out
+
+
+def test_a_step_is_split_into_host_and_compute(tmp_path: Path) -> None:
+    workload = write(tmp_path / "w.json", [{"prompt_tokens": 3, "output_tokens": 4}] * 2)
+    model = str(tiny_model(tmp_path / "model"))
+    result = run_bench(model, workload, max_num_seqs=1, load_format="dummy", num_threads=1)
+    assert result.num_steps == 8
+    assert result.forward_ms > 0
+    assert result.sample_ms > 0
+    assert result.host_us_per_step > 0
+    parts_ms = result.forward_ms + result.sample_ms + result.host_us_per_step / 1e3
+    assert parts_ms == pytest.approx(result.step_ms)
+    assert result.step_ms * result.num_steps <= result.wall_s * 1e3
+
+
+def test_cached_tokens_are_those_of_the_workload(tmp_path: Path) -> None:
+    """Two requests one after the other; the second finds all of the first's full blocks."""
+    workload = write(tmp_path / "w.json", [{"prompt_token_ids": [7] * 20, "output_tokens": 1}] * 2)
+    result = run_bench("mock", workload, max_num_seqs=1, block_size=8)
+    assert result.cached_tokens == 16
+    assert run_bench("mock", workload, max_num_seqs=1, block_size=8, enable_prefix_caching=False).cached_tokens == 0
+
+
+def test_ablation_turns_off_what_is_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload = write(tmp_path / "w.json", [{"prompt_tokens": 20, "output_tokens": 3}])
+    run_bench("mock", workload, ablate=True, enforce_eager=True, num_threads=1)
+    shown = capsys.readouterr().out
+    for name in ("as given, again", "no prefix cache", "speculation", "torch kernels"):
+        assert name in shown, name
+    for name in ("modules, no program", "one thread", "no speculation"):
+        assert name not in shown, name
 
 
 @pytest.mark.parametrize(

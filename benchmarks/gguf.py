@@ -1,0 +1,28 @@
+"""A checkpoint as llama.cpp reads it: its own converter, told what it cannot guess about an unknown tokenizer.
+
+    python -m benchmarks.gguf LLAMA_CPP_SOURCE EXTRA_PACKAGES CHECKPOINT FILE.gguf f16|bf16|f32|q8_0
+
+Runs with our torch and transformers; EXTRA_PACKAGES is a site-packages folder with what else the converter imports.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+
+def main() -> None:
+    source, extra_packages, checkpoint, target, kind = sys.argv[1:]
+    sys.path.append(extra_packages)
+    sys.path[:0] = [source, f"{source}/gguf-py"]
+    import conversion.base
+
+    for value in vars(conversion.base).values():
+        if isinstance(value, type) and hasattr(value, "get_vocab_base_pre"):
+            value.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+    sys.argv = ["convert_hf_to_gguf.py", checkpoint, "--outfile", target, "--outtype", kind]
+    runpy.run_path(f"{source}/convert_hf_to_gguf.py", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Speed of every engine on every workload, the best peer being 1.
+
+    python plot.py SUMMARY.json PICTURE.svg
+
+For: docs/benchmarks.md; runs in an environment with matplotlib. Does not know: how the summary came to be.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+OURS = "llmbackend"
+COLORS = {
+    OURS: "#1b7837",
+    "vLLM": "#4393c3",
+    "OpenVINO GenAI": "#f4a582",
+    "llama.cpp": "#b2abd2",
+    "transformers CB": "#bababa",
+}
+BAR_WIDTH = 0.16
+
+
+def draw(axes: Any, rows: list[dict[str, Any]], title: str) -> None:
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    for place, workload in enumerate(workloads):
+        speeds = {row["engine"]: row["speed"] for row in rows if row["workload"] == workload}
+        best_peer = max((speed for engine, speed in speeds.items() if engine != OURS), default=1.0)
+        engines = [engine for engine in COLORS if engine in speeds]
+        for number, engine in enumerate(engines):
+            x, height = place + (number - (len(engines) - 1) / 2) * BAR_WIDTH, speeds[engine] / best_peer
+            axes.bar(x, height, BAR_WIDTH * 0.92, color=COLORS[engine])
+            axes.text(x, height, f"{height:.2f}", ha="center", va="bottom", fontsize=6.5)
+    axes.axhline(1.0, color="#666666", linewidth=0.8, linestyle=":")
+    axes.set_xticks(range(len(workloads)), workloads)
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylim(bottom=0)
+
+
+def main() -> None:
+    source, target = sys.argv[1:]
+    with open(source) as file:
+        rows = json.load(file)
+    panels = list(dict.fromkeys((row["model"], row["weights"]) for row in rows))
+    figure, grid = plt.subplots(len(panels) or 1, 1, figsize=(9, 2.7 * max(len(panels), 1)), squeeze=False)
+    for axes, (model, weights) in zip(grid[:, 0], panels, strict=False):
+        shown = [row for row in rows if (row["model"], row["weights"]) == (model, weights)]
+        draw(axes, shown, f"{model}, {'8-bit weights' if weights == 'int8' else 'bfloat16 checkpoint'}")
+        axes.set_ylabel("speed, best peer = 1", fontsize=8)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+    figure.legend(handles, COLORS, loc="upper center", ncols=len(COLORS), frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0, 1, 0.965))
+    figure.savefig(target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""From measurements to docs/benchmarks.md: medians over rounds, each engine's best form, ratios against the best peer.
+
+For: readers, and whoever changes the engine. Does not know: how anything was measured. Invariants: every figure is a
+median of the rounds of one run; failures are listed, not left out; what the page says follows from the results file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .entries import ENTRIES, OURS, Entry
+from .workloads import DESCRIPTIONS
+
+Line = dict[str, Any]
+BIG_FOREIGN_LOAD_CORES = 0.15
+NOTES_PATH = Path(__file__).with_name("notes.md")
+_WEIGHTS_TITLES = {"bf16": "bfloat16 checkpoint", "int8": "8-bit weights"}
+_COLUMNS = (
+    ("output tok/s", "output_tokens_per_s", 1),
+    ("all tok/s", "total_tokens_per_s", 0),
+    ("ms per token", "itl_mean_ms", 1),
+    ("TTFT p50", "ttft_p50_ms", 0),
+    ("TTFT p99", "ttft_p99_ms", 0),
+    ("ITL p50", "itl_p50_ms", 1),
+    ("ITL p99", "itl_p99_ms", 1),
+    ("peak MB", "peak_rss_mb", 0),
+    ("load s", "load_s", 1),
+)
+_SERVER_WORKLOADS = ("server HTTP", "server gRPC")
+
+
+def speed(workload: str, figures: Line) -> float:
+    """What is compared, more is better: tokens of prompts for W4, of outputs otherwise; for W3 without the prompt."""
+    if workload == "W4":
+        return float(figures["total_tokens_per_s"])
+    if workload == "W3":
+        return 1e3 / float(figures["itl_mean_ms"])
+    return float(figures["output_tokens_per_s"])
+
+
+def medians(lines: Iterable[Line], model: str, workload: str) -> dict[str, Line]:
+    """Figures by entry."""
+    of_entry: dict[str, list[Line]] = {}
+    for line in lines:
+        if line["model"] == model and line["workload"] == workload and "error" not in line:
+            of_entry.setdefault(line["entry"], []).append(line)
+    return {entry: _median(rounds) for entry, rounds in of_entry.items()}
+
+
+def _median(rounds: list[Line]) -> Line:
+    numbers = {key for key, value in rounds[0].items() if isinstance(value, int | float)}
+    common = [key for key in numbers if all(key in line for line in rounds)]
+    figures: Line = {key: statistics.median(line[key] for line in rounds) for key in common}
+    walls = [line["wall_s"] for line in rounds]
+    spread = (max(walls) - min(walls)) / statistics.median(walls)
+    return figures | {"rounds": len(rounds), "spread": spread, "description": rounds[0].get("description", "")}
+
+
+def best_entries(lines: Iterable[Line], model: str, workload: str) -> dict[tuple[str, str], str]:
+    """The name of the fastest entry of each (engine, weights)."""
+    best: dict[tuple[str, str], tuple[float, str]] = {}
+    for name, figures in medians(lines, model, workload).items():
+        entry = ENTRIES[name]
+        key = (entry.engine, entry.weights)
+        best[key] = max(best.get(key, (0.0, "")), (speed(workload, figures), name))
+    return {key: name for key, (_, name) in best.items()}
+
+
+def ratio_to_best_peer(lines: Iterable[Line], model: str, workload: str, weights: str) -> tuple[float, str] | None:
+    """How many times as fast as the fastest peer we are, and its name."""
+    speeds = {
+        engine: speed(workload, medians(lines, model, workload)[name])
+        for (engine, of_weights), name in best_entries(lines, model, workload).items()
+        if of_weights == weights
+    }
+    ours = speeds.pop(OURS, None)
+    if ours is None or not speeds:
+        return None
+    peer = max(speeds, key=lambda engine: speeds[engine])
+    return ours / speeds[peer], peer
+
+
+def write_report(lines: list[Line], path: Path, plot_name: str) -> None:
+    models = list(dict.fromkeys(line["model"] for line in lines))
+    parts = [_head(lines), _ratios(lines, models)]
+    if (path.parent / plot_name).exists():
+        parts.append(f"![Speed against each peer]({plot_name})\n")
+    for model in models:
+        parts += [_offline_tables(lines, model), _server_table(lines, model)]
+    parts += [_failures(lines), NOTES_PATH.read_text()]
+    path.write_text("\n".join(part for part in parts if part))
+
+
+def summary(lines: list[Line]) -> list[Line]:
+    """What the plot draws: the speed of each engine's best entry."""
+    found = []
+    for model in dict.fromkeys(line["model"] for line in lines):
+        for workload in DESCRIPTIONS:
+            figures = medians(lines, model, workload)
+            for (engine, weights), name in best_entries(lines, model, workload).items():
+                value = speed(workload, figures[name])
+                found.append(
+                    {"model": model, "workload": workload, "engine": engine, "weights": weights, "speed": value}
+                )
+    return found
+
+
+def _head(lines: list[Line]) -> str:
+    rounds = 1 + max((line["round"] for line in lines), default=0)
+    count = f"{rounds} rounds" if rounds > 1 else "one round"
+    return f"""# Benchmarks
+
+Our engine and its peers on one machine, the same checkpoints and requests, in turns within one run: `make bench`
+(the end of this page says how). Medians of {count}; greedy, end of sequence ignored, all requests at once.
+Machine: {_processor()}, {os.cpu_count()} cores.
+
+Each engine appears in the form that was fastest for that workload: the bfloat16 checkpoint computed in bfloat16 or
+float32, whichever the engine does faster here, or 8-bit weights.
+"""
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor()
+    text = cpuinfo.read_text()
+    flags = set(text.partition("flags")[2].partition("\n")[0].split())
+    sets = {
+        "avx2": "AVX2",
+        "avx512f": "AVX-512",
+        "avx512_vnni": "VNNI",
+        "avx512_bf16": "AVX-512 BF16",
+        "amx_tile": "AMX",
+    }
+    name = text.partition("model name")[2].partition(":")[2].partition("\n")[0].strip()
+    return f"{name} ({', '.join(title for flag, title in sets.items() if flag in flags)})"
+
+
+def _ratios(lines: list[Line], models: list[str]) -> str:
+    rows = ["## Against the best peer", "", "More than 1: we are that many times as fast.", ""]
+    rows += ["| model | weights | " + " | ".join(DESCRIPTIONS) + " |", "|---|---|" + "---|" * len(DESCRIPTIONS)]
+    for model in models:
+        for weights, title in _WEIGHTS_TITLES.items():
+            found = [ratio_to_best_peer(lines, model, workload, weights) for workload in DESCRIPTIONS]
+            if any(found):
+                cells = [f"**{ratio[0]:.2f}** ({ratio[1]})" if ratio else "–" for ratio in found]
+                rows.append(f"| {model} | {title} | {' | '.join(cells)} |")
+    workloads = [f"{name}: {text}." for name, text in DESCRIPTIONS.items()]
+    return "\n".join([*rows, "", *workloads, "W3 compares time per token, W4 tokens of prompts.", ""])
+
+
+def _offline_tables(lines: list[Line], model: str) -> str:
+    rows = [f"## {model}", ""]
+    for workload, description in DESCRIPTIONS.items():
+        figures = medians(lines, model, workload)
+        if not figures:
+            continue
+        names = set(best_entries(lines, model, workload).values())
+        shown = [(ENTRIES[name], figures[name]) for name in names]
+        shown.sort(key=lambda item: -speed(workload, item[1]))
+        rows += [f"### {workload}: {description}", "", *_table(workload, shown), ""]
+    return "\n".join(rows)
+
+
+def _table(workload: str, shown: list[tuple[Entry, Line]]) -> list[str]:
+    ours = {entry.weights: speed(workload, figures) for entry, figures in shown if entry.engine == OURS}
+    titles = ["engine", "weights, computed as", *(title for title, _, _ in _COLUMNS), "ours is", "rounds, spread"]
+    rows = ["| " + " | ".join(titles) + " |", "|---|---|" + "--:|" * (len(titles) - 2)]
+    for entry, figures in shown:
+        ratio = ours.get(entry.weights, 0.0) / speed(workload, figures)
+        disturbed = " !" if figures.get("other_cores", 0.0) > BIG_FOREIGN_LOAD_CORES else ""
+        cells = [f"**{entry.engine}**" if entry.engine == OURS else entry.engine, _form(entry)]
+        cells += [_cell(figures, key, digits) for _, key, digits in _COLUMNS]
+        cells += [f"{ratio:.2f} ×" if ratio and entry.engine != OURS else "", _rounds(figures) + disturbed]
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows
+
+
+def _form(entry: Entry) -> str:
+    return entry.name.partition("-")[2] if entry.weights == "bf16" else f"int8: {entry.name.partition('-')[2]}"
+
+
+def _rounds(figures: Line) -> str:
+    return f"{figures['rounds']}, {100 * figures['spread']:.0f} %" if figures["rounds"] > 1 else "1"
+
+
+def _cell(figures: Line, key: str, digits: int) -> str:
+    value = figures.get(key)
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _server_table(lines: list[Line], model: str) -> str:
+    rows: list[str] = []
+    offline = next((w for w in (line["workload"] for line in lines) if w.startswith("offline")), "")
+    alone = medians(lines, model, offline)
+    for workload in _SERVER_WORKLOADS:
+        for name, figures in sorted(medians(lines, model, workload).items()):
+            share = figures["output_tokens_per_s"] / alone[name]["output_tokens_per_s"] if name in alone else None
+            keys = (("output_tokens_per_s", 1), ("ttft_p50_ms", 0), ("itl_p50_ms", 1), ("itl_p99_ms", 1))
+            cells = [workload.removeprefix("server "), name, *(_cell(figures, key, digits) for key, digits in keys)]
+            rows.append("| " + " | ".join([*cells, f"{100 * share:.0f} %" if share else "–", _rounds(figures)]) + " |")
+    if not rows:
+        return ""
+    head = "| load | engine | output tok/s | TTFT p50 | ITL p50 | ITL p99 | of the engine alone | rounds, spread |"
+    title = "### Through the server: 32 streaming clients, 64 requests, 32 tokens in, 128 out"
+    return "\n".join([title, "", head, "|---|---|--:|--:|--:|--:|--:|--:|", *rows, ""])
+
+
+def _failures(lines: list[Line]) -> str:
+    failed = [line for line in lines if "error" in line]
+    if not failed:
+        return ""
+    rows = [f"- {line['entry']} on {line['model']} {line['workload']}: {line['error']}" for line in failed]
+    return "\n".join(["## What did not run", "", *rows, ""])
+
+
+def read_results(path: Path) -> list[Line]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

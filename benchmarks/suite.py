@@ -1,0 +1,162 @@
+"""The engines in turns: a round runs every entry once, each in a process of its own, and there are several rounds.
+
+For: the command line. Does not know: how an engine works (drivers do), what the figures mean (the report does).
+Invariants: a result is on disk as soon as it is measured, and is not measured again by a run with the same results
+file; an engine that fails or takes too long is recorded as such, left out of later rounds, and the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .entries import ENTRIES, Entry
+from .environments import Environments
+from .models import Models
+
+LOAD_TIMEOUT_S = 600.0
+
+
+class Results:
+    """A file of JSON lines: measurements, and what went wrong."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.lines: list[dict[str, Any]] = []
+        if path.exists():
+            self.lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def has(self, **wanted: Any) -> bool:
+        return any(all(line.get(key) == value for key, value in wanted.items()) for line in self.lines)
+
+    def failed(self, **wanted: Any) -> bool:
+        return any("error" in line and wanted.items() <= line.items() for line in self.lines)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What to run. `timeout_s` is for one workload, loading apart."""
+
+    environments: Environments
+    results: Results
+    models: tuple[str, ...]
+    workloads: tuple[str, ...]
+    entries: tuple[str, ...]
+    rounds: int
+    timeout_s: float
+
+    def run(self) -> None:
+        ready = {(model, name): path for model, name, path in self._prepare()}
+        for round_number in range(self.rounds):
+            for (model, name), path in ready.items():
+                entry = ENTRIES[name]
+                if round_number < entry.max_rounds:
+                    self._measure(entry, model, path, round_number)
+
+    def _prepare(self) -> Iterator[tuple[str, str, Path]]:
+        """Installs and converts all that is needed before anything is measured."""
+        models = Models(self.environments)
+        for model in self.models:
+            for name in self.entries:
+                entry = ENTRIES[name]
+                try:
+                    _say(f"preparing {name} on {model}")
+                    self.environments.install(entry.environment)
+                    yield model, name, models.path(entry.model.format(model))
+                except (OSError, subprocess.CalledProcessError, StopIteration, ValueError) as error:
+                    self._fail(entry, model, "", 0, f"cannot be prepared: {error}")
+
+    def _measure(self, entry: Entry, model: str, path: Path, round_number: int) -> None:
+        key = {"entry": entry.name, "model": model}
+        workloads = [
+            workload
+            for workload in self.workloads
+            if not self.results.has(**key, workload=workload, round=round_number)
+            and not self.results.failed(**key, workload=workload)
+        ]
+        while workloads:
+            done, error = self._run_driver(entry, path, workloads)
+            for line in done:
+                self.results.add({**key, "round": round_number, "time": time.time(), **line})
+                _say(f"{line['workload']} round {round_number} {entry.name} on {model}: {line['wall_s']:.2f} s")
+            workloads = workloads[len(done) :]
+            if not workloads:
+                return
+            self._fail(entry, model, workloads.pop(0), round_number, error or "no result")
+
+    def _run_driver(self, entry: Entry, path: Path, workloads: list[str]) -> tuple[list[dict[str, Any]], str]:
+        """The results of the workloads that were measured, and why the next one was not."""
+        python = self.environments.python(entry.environment)
+        with tempfile.TemporaryDirectory() as directory:
+            output, log = Path(directory) / "results", Path(directory) / "log"
+            command = [python, "-m", f"benchmarks.drivers.{entry.driver}", "--model", path]
+            command += ["--workloads", ",".join(workloads), "--json", output, *self._extra(entry), *entry.options]
+            timeout_s = LOAD_TIMEOUT_S + self.timeout_s * len(workloads)
+            error = run_process([str(word) for word in command], self._environ(entry), log, timeout_s)
+            lines = output.read_text().splitlines() if output.exists() else []
+        return [json.loads(line) for line in lines], error
+
+    def _extra(self, entry: Entry) -> list[str]:
+        if entry.environment != "llama.cpp":
+            return []
+        (bindings,) = self.environments.llama_cpp_source.glob("llama_cpp_python-*/llama_cpp")
+        return ["--bindings", str(bindings)]
+
+    def _environ(self, entry: Entry) -> dict[str, str]:
+        return os.environ | environ_of(self.environments, entry.environment) | entry.environ
+
+    def _fail(self, entry: Entry, model: str, workload: str, round_number: int, error: str) -> None:
+        line = {"entry": entry.name, "model": model, "workload": workload, "round": round_number, "error": error}
+        self.results.add(line)
+        _say(f"{workload} round {round_number} {entry.name} on {model} FAILED: {error}")
+
+
+def environ_of(environments: Environments, name: str) -> dict[str, str]:
+    """What an engine's documentation asks for."""
+    root = str(Path(__file__).resolve().parent.parent)
+    common = {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    if name == "vllm":
+        cache = str(environments.scratch / "vllm-cache")
+        return common | {"LD_PRELOAD": environments.preload(), "VLLM_CACHE_ROOT": cache, "VLLM_NO_USAGE_STATS": "1"}
+    if name == "llama.cpp":
+        return common | {"LLAMA_CPP_LIB_PATH": str(environments.llama_cpp_binaries)}
+    return common
+
+
+def run_process(command: list[str], environ: dict[str, str], log: Path, timeout_s: float) -> str:
+    """Runs it in a group of its own; "" or why it failed."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env=environ, stdout=file, stderr=file, start_new_session=True)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"took more than {timeout_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return "" if code == 0 else f"exit code {code}: {_last_line(log)}"
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
