@@ -129,11 +129,8 @@ class Ranking {
     double mass_of(Segment& segment) {
         if (segment.mass == kUnknown) {
             WideSum sum;
-            int i = segment.begin;
-            for (; i + kLanes <= segment.end; i += kLanes) sum.add(weights(i));
-            Floats rest = i < segment.end ? weights(i) : Floats{};
-            for (int j = 0; j < kLanes; j++) rest[j] = i + j < segment.end ? rest[j] : 0.0f;
-            sum.add(rest);
+            for (int i = segment.begin; i < segment.end; i += kLanes)
+                sum.add(lane_numbers() < segment.end - i ? weights(i) : Floats{});
             segment.mass = sum.total();
         }
         return segment.mass;

@@ -208,18 +208,72 @@ class Draw {
         return among_ranked(ranking, limits.top_p < 1 ? limits.top_p * ranking.mass() : kInfinity, uniform);
     }
 
-    // Most often some hundreds of the likeliest hold the share. If not, all that can be among the kept are looked at:
-    // what is left out weighs less than the share leaves over, were it the whole vocabulary.
+    // Most often some hundreds of the likeliest hold the share. In a flat distribution the two places that matter, where
+    // the kept end and the drawn one, are searched for one after the other. If a search fails, all that can be among the
+    // kept are ranked: what is left out weighs less than the share leaves over, were it the whole vocabulary.
     int among_top_p(double top_p, double uniform) {
         const Summary& summary = space_.summary;
         const double share = top_p * summary.total;
         const int some = std::max(1, num_blocks(vocab_) / 4);
         Ranking ranking = candidates(reached_by(some, summary, vocab_, space_.peaks_again), 0);
-        if (ranking.mass() < share * (1 + kSlack)) {
-            const double weight = std::max((1 - top_p - kSlack) * summary.total / vocab_, kLeast);
-            ranking = candidates(bound_of(weight, summary.peak, temperature_), 0);
-        }
+        if (ranking.mass() >= share * (1 + kSlack)) return among_ranked(ranking, share, uniform);
+        Place last, drawn;
+        if (find(share, false, last) && find(uniform * last.upto, true, drawn)) return drawn.id;
+        const double weight = std::max((1 - top_p - kSlack) * summary.total / vocab_, kLeast);
+        ranking = candidates(bound_of(weight, summary.peak, temperature_), 0);
         return among_ranked(ranking, share, uniform);
+    }
+
+    // A token, and what all up to it in the order of likelihood weigh, itself included.
+    struct Place {
+        int id;
+        double upto;
+    };
+
+    // As Ranking::first_reaching among all tokens, in one look at them: what lies above the place only counts by its
+    // mass, and what lies around it is ranked. False if the place is not where a sample of the logits suggests.
+    bool find(double target, bool beyond, Place& place) {
+        const auto [low, high] = around(target / space_.summary.total);
+        Candidates& found = space_.found;
+        found.count = 0;
+        WideSum above;
+        const Divisor divide(temperature_);
+        for (int b = 0; b < num_blocks(vocab_); b++) {
+            if (!(space_.summary.peaks[b] / temperature_ >= low)) continue;
+            const int begin = b * kBlock, size = std::min(kBlock, vocab_ - begin);
+            with_block(x_, vocab_, b, [&](const auto* block) {
+                for (int i = 0; i < size; i += kLanes) {
+                    const Floats v = divide(load(block + i));
+                    const Ints is_above = v >= splat(high);
+                    above.add(is_above ? exp(v - splat(peak_)) : Floats{});
+                    found.push(v, lane_numbers() + (begin + i), (v >= splat(low)) & ~is_above, std::min(kLanes, size - i));
+                }
+            });
+        }
+        Ranking ranking(found, space_.spare, peak_);
+        const double before = above.total(), upto = before + ranking.mass();
+        if (found.count == 0 || before >= target * (1 - kSlack) || upto <= target * (1 + kSlack)) return false;
+        const int at = ranking.first_reaching(target - before, beyond);
+        ranking.keep_first(at + 1);
+        place = {ranking.id(at), before + ranking.mass()};
+        return true;
+    }
+
+    // Two quotients (low, high) between which the running sum most likely reaches this share, by a sample of the logits.
+    std::pair<float, float> around(double share) const {
+        constexpr int kSamples = 256, kMargin = 24;
+        float samples[kSamples], weights[kSamples];
+        for (int64_t i = 0; i < kSamples; i++)
+            samples[i] = to_float(x_[vocab_ * (2 * i + 1) / (2 * kSamples)]) / temperature_;
+        std::sort(samples, samples + kSamples, [](float a, float b) { return a > b; });
+        for (int i = 0; i < kSamples; i += kLanes) store(weights + i, exp(load(samples + i) - splat(samples[0])));
+        double total = 0, upto = 0;
+        for (float weight : weights) total += weight;
+        int middle = 0;
+        while (middle < kSamples - 1 && (upto += weights[middle]) < share * total) middle++;
+        const float low = middle + kMargin < kSamples ? samples[middle + kMargin] : -kInfinity;
+        const float high = middle >= kMargin ? samples[middle - kMargin] : kInfinity;
+        return {low, std::max(high, std::nextafter(low, kInfinity))};
     }
 
     int among_ranked(Ranking& ranking, double share, double uniform) const {
@@ -233,9 +287,10 @@ class Draw {
         const Candidates all = space_.found;
         Candidates kept = all;
         kept.count = 0;
-        const Floats temperature = splat(temperature_), least = splat(at_least(std::max(min_p, kLeast)));
+        const Floats least = splat(at_least(std::max(min_p, kLeast)));
+        const Divisor divide(temperature_);
         for (int i = 0; i < all.count; i += kLanes) {
-            const Floats logits = load(all.logits + i) / temperature;
+            const Floats logits = divide(load(all.logits + i));
             const Ints chosen = exp(logits - splat(peak_)) >= least;
             kept.push(logits, load_ints(all.ids + i), chosen, std::min(kLanes, all.count - i));
         }
