@@ -7,17 +7,18 @@ blocks are free when that output is emitted; an error belongs to the request tha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Sequence as Items
 
 import numpy as np
 
+from . import lean_imports
 from .config import EngineConfig
 from .fault_injection import Faults, FaultyRunner
 from .infer_request import EngineStats, FinishReason, InferRequest, ModelInfo, StepOutput, StepResult, TokenLogprobs
 from .kv_cache import KVCacheManager
-from .lean_imports import import_transformers
 from .scheduler import Scheduler
 from .sequence import Rows, Sequence, refusal
 from .speculation import Speculator, runs_that_hold
@@ -37,7 +38,13 @@ def _make_sound_runner(config: EngineConfig) -> Runner:
         from .mock_model import MockRunner
 
         return MockRunner(config)
-    import_transformers(config.model)
+    if config.device == "cpu":
+        with contextlib.suppress(AttributeError, ImportError), lean_imports.without_compiler():
+            return _model_runner(config)
+    return _model_runner(config)
+
+
+def _model_runner(config: EngineConfig) -> Runner:
     from .model_runner import ModelRunner
 
     return ModelRunner(config)

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from pathlib import Path
 
 import msgspec
 import zmq
 
+from . import lean_imports
 from .config import EngineConfig
 from .engine_loop import load, run
 
@@ -58,12 +57,9 @@ def _import_all_of(model: str) -> None:
     if model == "mock":
         return
     with contextlib.suppress(Exception):
-        import transformers
-
+        lean_imports.import_for(model)
         from . import model_runner  # noqa: F401
 
-        for architecture in json.loads((Path(model) / "config.json").read_text())["architectures"]:
-            getattr(transformers, architecture)
     gc.collect()
     gc.freeze()  # the collector of an engine must not touch, and so copy, what is shared
 
