@@ -12,13 +12,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+from torch import nn
 
+from llmbackend.engine.attention.interface import AttentionOptions
+from llmbackend.engine.attention.kv_cache import LayerKVCache, LayerShape
+from llmbackend.engine.attention.native import NativePagedAttention
+from llmbackend.engine.attention.ragged_batch import RaggedBatch
+from llmbackend.engine.attention.reference import PagedAttention
+from llmbackend.engine.flat_step import FlatStep
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.abi import AttentionOp, Kind, RotaryOp, Step, Type
 from llmbackend.engine.kernels.library import NativeEngine, op_pointers
+from llmbackend.engine.native_kv_cache import NativeLayerCache
 
-VARIANTS = [name for name in library.available() if name not in ("amx", "avx512_vnni")]
-"""The two left out compile attention exactly as avx512 does."""
+VARIANTS = [name for name in library.available() if name != "avx512_vnni"] or list(library.available())
+"""The one left out compiles attention as avx512 does."""
 Array = npt.NDArray[Any]
 STALE = 3e38
 """What unwritten slots hold: a weight of zero must not let it through."""
@@ -455,3 +464,41 @@ def test_a_token_is_rotated_alike_in_any_company(variant: str, shape: Rotation, 
     alone = rotate_natively(shape, engine(variant), (1,), first=5)
     assert one[0].tobytes() == alone[0].tobytes()
     assert one[2][0].tobytes() == alone[2][0].tobytes()
+
+
+OPTIONS = {
+    "plain": AttentionOptions(scaling=0.2),
+    "all": AttentionOptions(scaling=0.2, sliding_window=20, softcap=4.0, sinks=torch.linspace(-2, 3, 6)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_modules_attend_as_with_the_reference(dtype: torch.dtype, options: AttentionOptions) -> None:
+    """Two steps: prompts of three rows, then one token of each, with queries strided as transformers passes them."""
+    shape, block_size, cpu = LayerShape(2, 16, 16), 32, torch.device("cpu")
+    layer, team = nn.Identity(), engine(VARIANTS[0])
+    reference_cache = LayerKVCache(shape, 8, block_size, dtype, cpu)
+    attention = NativePagedAttention(team, {layer: NativeLayerCache(team.library, shape, 8, block_size, dtype)})
+    table = np.array([[4, 0], [7, 1], [2, 5]], np.int32)
+    generator = torch.Generator().manual_seed(0)
+    for starts, counts in (([0, 0, 0], [3, 33, 40]), ([3, 33, 40], [1, 1, 1])):
+        positions = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)]).astype(np.int32)
+        rows = np.repeat(np.arange(3), counts)
+        slots = (table[rows, positions // block_size] * block_size + positions % block_size).astype(np.int32)
+        lens = np.array(starts, np.int32) + np.array(counts, np.int32)
+        query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        none = np.empty(0, np.int32)
+        q, k, v = (
+            torch.randn(heads, len(rows), 16, generator=generator).to(dtype).transpose(0, 1) for heads in (6, 2, 2)
+        )
+        flat = FlatStep(none, np.array(counts, np.int32), lens, query_start, none, positions, slots, none)
+        attention.begin(flat, table)
+        got = attention.attend(layer, q, k, v, options)
+        batch = RaggedBatch(
+            np.array(counts, np.int64), lens.astype(np.int64), table, slots.astype(np.int64), block_size, cpu
+        )
+        wanted = PagedAttention({layer: reference_cache}, batch).attend(layer, q, k, v, options)
+        assert got.dtype == dtype
+        tolerance = 1e-5 if dtype == torch.float32 else 2.0**-7
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <utility>
 
 #include "attention_tile.h"
 #include "numbers.h"
@@ -96,13 +97,112 @@ inline size_t attention_scratch_bytes(const AttentionOp& op, const Step& step, i
     return worker_bytes(op, count_tiles(op, step)) * num_threads;
 }
 
+struct Range {
+    int begin;
+    int end;
+};
+
+// Which positions tiles see and where those lie.
+class Places {
+  public:
+    Places(const AttentionOp& op, const Step& step) : op_(op), step_(step) {}
+
+    // Of a tile's first query.
+    int position(const Tile& tile) const {
+        const int num_queries = step_.query_start[tile.row + 1] - step_.query_start[tile.row];
+        return step_.seq_lens[tile.row] - num_queries + tile.first_query;
+    }
+
+    int oldest_seen(int position) const { return op_.window > 0 ? std::max(0, position - op_.window + 1) : 0; }
+
+    int first_chunk(const Tile& tile) const { return oldest_seen(position(tile)) / kChunk * kChunk; }
+
+    int end(const Tile& tile) const { return position(tile) + tile.num_queries; }
+
+    // The sub-blocks of the chunk at `start` that some query of the tile sees.
+    Range seen_of(const Tile& tile, int start) const {
+        const int oldest = oldest_seen(position(tile)) - start, seen = end(tile) - start;
+        return {std::max(0, oldest / kSubBlock), std::min(kChunkBlocks, (seen + kSubBlock - 1) / kSubBlock)};
+    }
+
+    // The memory of a position's block and of the tile's head, as an element offset.
+    size_t slab(const Tile& tile, int position) const {
+        const size_t block =
+            step_.block_table[static_cast<size_t>(tile.row) * step_.block_table_stride + position / op_.block_size];
+        return (block * op_.num_kv_heads + tile.kv_head) * op_.head_dim * op_.block_size;
+    }
+
+  private:
+    const AttentionOp& op_;
+    const Step& step_;
+};
+
+// The sub-blocks of keys and values in the order in which they will be read, some of them ahead of the arithmetic and
+// into the tile after this one: blocks lie anywhere, so the CPU cannot guess them.
+template <class T>
+class LookAhead {
+  public:
+    LookAhead(const AttentionOp& op, const Places& places) : op_(op), places_(places) {}
+
+    // `tile` is computed now and `following`, which may be null, afterwards.
+    void begin(const Tile& tile, const Tile* following) {
+        following_ = following;
+        if (tile_ == &tile) return;
+        enter(&tile);
+        const int slab_bytes = kSubBlock * op_.head_dim * static_cast<int>(sizeof(T));
+        for (int i = std::max(1, kDistanceBytes / slab_bytes); i > 0; i--) next();
+    }
+
+    // Where kSubBlock positions' worth of memory begins that will be wanted soon; any address when there is none.
+    const char* next() {
+        if (tile_ == nullptr) return nullptr;
+        const int position = start_ + sub_ * kSubBlock;
+        const size_t at = places_.slab(*tile_, position) + static_cast<size_t>(position % op_.block_size) * op_.head_dim;
+        const T* found = static_cast<const T*>(values_ ? op_.values : op_.keys) + at;
+        advance();
+        return reinterpret_cast<const char*>(found);
+    }
+
+  private:
+    static constexpr int kDistanceBytes = 16384;
+
+    void enter(const Tile* tile) {
+        tile_ = tile;
+        if (tile) enter_chunk(places_.first_chunk(*tile));
+    }
+
+    void enter_chunk(int start) {
+        start_ = start;
+        subs_ = places_.seen_of(*tile_, start);
+        sub_ = subs_.begin;
+        values_ = false;
+    }
+
+    void advance() {
+        if (++sub_ < subs_.end) return;
+        sub_ = subs_.begin;
+        if (!values_) values_ = true;
+        else if (start_ + kChunk < places_.end(*tile_)) enter_chunk(start_ + kChunk);
+        else enter(std::exchange(following_, nullptr));
+    }
+
+    const AttentionOp& op_;
+    const Places& places_;
+    const Tile* tile_ = nullptr;
+    const Tile* following_ = nullptr;
+    int start_ = 0;
+    Range subs_{};
+    int sub_ = 0;
+    bool values_ = false;
+};
+
 // Computes tiles, one after the other, with one worker's memory.
 template <class T>
 class TileRunner {
   public:
     TileRunner(const AttentionOp& op, const Step& step, const TileMemory& memory)
         : op_(op), step_(step), memory_(memory), group_(op.num_heads / op.num_kv_heads),
-          shape_{op.head_dim, padded_dim(op), op.block_size, op.softcap} {}
+          shape_{op.head_dim, padded_dim(op), op.block_size, op.softcap}, places_(op, step), ahead_(op, places_) {}
 
     // `next` is what this worker will do afterwards, or null.
     void run(const Tile& tile, const Tile* next) {
@@ -110,11 +210,12 @@ class TileRunner {
         rows_per_block_ = even_blocks(num_rows_);
         place_queries(tile);
         clear_state(memory_.state, num_rows_, shape_.padded_dim);
-        const int start = first_chunk(tile), end = memory_.last[num_rows_ - 1] + 1;
+        ahead_.begin(tile, next);
+        const int start = places_.first_chunk(tile), end = places_.end(tile);
         bool merged = false;
         for (int at = start; at < end; at += kChunk) {
             if (at % kPartition == 0 && at > start) finish_partition(merged);
-            visit(tile, at, at + kChunk < end ? &tile : next, at + kChunk < end ? at + kChunk : -1);
+            visit(tile, at);
         }
         if (merged) finish_partition(merged);
         write_out(tile, merged ? memory_.total : memory_.state);
@@ -126,15 +227,6 @@ class TileRunner {
         return (num_rows + blocks - 1) / blocks;
     }
 
-    int position(const Tile& tile) const {
-        const int num_queries = step_.query_start[tile.row + 1] - step_.query_start[tile.row];
-        return step_.seq_lens[tile.row] - num_queries + tile.first_query;
-    }
-
-    int oldest_seen(int position) const { return op_.window > 0 ? std::max(0, position - op_.window + 1) : 0; }
-
-    int first_chunk(const Tile& tile) const { return oldest_seen(position(tile)) / kChunk * kChunk; }
-
     const float* query(const Tile& tile, int row) const {
         const size_t token = step_.query_start[tile.row] + tile.first_query + row / group_;
         return op_.q + token * op_.q_stride + (tile.kv_head * group_ + row % group_) * op_.head_dim;
@@ -142,10 +234,10 @@ class TileRunner {
 
     // Row r of the tile is head r % group of query r / group. Queries are scaled, and transposed block by block.
     void place_queries(const Tile& tile) {
-        const int start = position(tile);
+        const int start = places_.position(tile);
         for (int r = 0; r < num_rows_; r++) {
             memory_.last[r] = start + r / group_;
-            memory_.first[r] = oldest_seen(memory_.last[r]);
+            memory_.first[r] = places_.oldest_seen(memory_.last[r]);
             const int block = r / rows_per_block_ * rows_per_block_, size = std::min(rows_per_block_, num_rows_ - block);
             const float* q = query(tile, r);
             float* to = memory_.q + static_cast<size_t>(block) * op_.head_dim + (r - block);
@@ -153,38 +245,18 @@ class TileRunner {
         }
     }
 
-    // The slab of a KV block and head, as an element offset.
-    size_t slab(const Tile& tile, int position) const {
-        const size_t block =
-            step_.block_table[static_cast<size_t>(tile.row) * step_.block_table_stride + position / op_.block_size];
-        return (block * op_.num_kv_heads + tile.kv_head) * op_.head_dim * op_.block_size;
-    }
-
-    // What sub-blocks of a chunk take up when they are contiguous: exact for values, and a share of the block for keys.
-    const char* share(const void* memory, const Tile& tile, int position) const {
-        const size_t at = slab(tile, position) + static_cast<size_t>(position % op_.block_size) * op_.head_dim;
-        return reinterpret_cast<const char*>(static_cast<const T*>(memory) + at);
-    }
-
-    int end_of(const Tile& tile) const {
-        return step_.seq_lens[tile.row];
-    }
-
-    Chunk<T> chunk_at(const Tile& tile, int start, const Tile* next, int next_start) const {
+    Chunk<T> chunk_at(const Tile& tile, int start) {
         Chunk<T> chunk{};
         chunk.start = start;
-        if (next && next_start < 0) next_start = first_chunk(*next);
-        for (int sub = 0; sub < kChunkBlocks; sub++) {
-            const int position = start + sub * kSubBlock, ahead = next_start + sub * kSubBlock;
-            if (position < end_of(tile)) {
-                const int offset = position % op_.block_size;
-                chunk.keys[sub] = static_cast<const T*>(op_.keys) + slab(tile, position) + kColumnStep<T> * offset;
-                chunk.values_ahead[sub] = share(op_.values, tile, position);
-                chunk.values[sub] = reinterpret_cast<const T*>(chunk.values_ahead[sub]);
-                chunk.keys_ahead[sub] = next && ahead < end_of(*next) ? share(op_.keys, *next, ahead)
-                                                                      : chunk.values_ahead[sub];
-            }
+        const Range subs = places_.seen_of(tile, start);
+        for (int sub = subs.begin; sub < subs.end; sub++) {
+            const int position = start + sub * kSubBlock, offset = position % op_.block_size;
+            const size_t slab = places_.slab(tile, position);
+            chunk.keys[sub] = static_cast<const T*>(op_.keys) + slab + kColumnStep<T> * offset;
+            chunk.values[sub] = static_cast<const T*>(op_.values) + slab + static_cast<size_t>(offset) * op_.head_dim;
         }
+        for (int sub = subs.begin; sub < subs.end; sub++) chunk.ahead_of_keys[sub] = ahead_.next();
+        for (int sub = subs.begin; sub < subs.end; sub++) chunk.ahead_of_values[sub] = ahead_.next();
         return chunk;
     }
 
@@ -209,8 +281,8 @@ class TileRunner {
                  memory_.state.weighted + static_cast<size_t>(r) * shape_.padded_dim}};
     }
 
-    void visit(const Tile& tile, int start, const Tile* next, int next_start) {
-        Chunk<T> chunk = chunk_at(tile, start, next, next_start);
+    void visit(const Tile& tile, int start) {
+        Chunk<T> chunk = chunk_at(tile, start);
         if (shape_.padded_dim != shape_.dim) pad_values(chunk);
         for (int r = 0; r < num_rows_; r += rows_per_block_) {
             const int size = std::min(rows_per_block_, num_rows_ - r);
@@ -253,6 +325,8 @@ class TileRunner {
     const TileMemory& memory_;
     const int group_;
     const TileShape shape_;
+    const Places places_;
+    LookAhead<T> ahead_;
     int num_rows_ = 0;
     int rows_per_block_ = 0;
 };
@@ -267,10 +341,10 @@ inline void list_tiles(const AttentionOp& op, const Step& step, Tile* tiles) {
             for (int first = 0; first < num_queries; first += size)
                 *end++ = {row, kv_head, first, std::min(size, num_queries - first)};
     }
+    const Places places(op, step);
     const auto cost = [&](const Tile& tile) {
-        const int num_queries = step.query_start[tile.row + 1] - step.query_start[tile.row];
-        const int position = step.seq_lens[tile.row] - num_queries + tile.first_query;
-        return int64_t{op.window > 0 ? std::min(position, op.window) : position} * tile.num_queries;
+        const int end = places.end(tile);
+        return int64_t{op.window > 0 ? std::min(end, op.window) : end} * tile.num_queries;
     };
     std::stable_sort(tiles, end, [&](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
 }

@@ -82,10 +82,9 @@ inline void rotate_neighbours(float* x, const float* cos, const float* sin, int 
     }
 }
 
-inline void rotate_heads(const RotaryOp& op, float* x, int first, int last, int position) {
-    if (op.cos_sin == nullptr) return;
+// `cos`: the token's row of cos_sin.
+inline void rotate_heads(const RotaryOp& op, float* x, int first, int last, const float* cos) {
     const int half = op.rotary_dim / 2;
-    const float* cos = op.cos_sin + static_cast<size_t>(position) * op.rotary_dim;
     for (int head = first; head < last; head++) {
         float* x_head = x + head * op.head_dim;
         if (op.interleaved) rotate_neighbours(x_head, cos, cos + half, half);
@@ -131,8 +130,11 @@ inline void rotary_part(const RotaryOp& op, const Step& step, int token, int fir
     float* k = op.k + row;
     if (op.q_norm) normalise_heads(op, q, op.q_norm, first * group, last * group);
     if (op.k_norm) normalise_heads(op, k, op.k_norm, first, last);
-    rotate_heads(op, q, first * group, last * group, step.positions[token]);
-    rotate_heads(op, k, first, last, step.positions[token]);
+    if (op.cos_sin) {
+        const float* cos = op.cos_sin + static_cast<size_t>(step.positions[token]) * op.rotary_dim;
+        rotate_heads(op, q, first * group, last * group, cos);
+        rotate_heads(op, k, first, last, cos);
+    }
     if (op.kv_type == Type::kBfloat16) write_heads<bf16>(op, k, op.v + row, first, last, step.slots[token]);
     else write_heads<float>(op, k, op.v + row, first, last, step.slots[token]);
 }

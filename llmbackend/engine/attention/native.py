@@ -1,0 +1,96 @@
+"""Paged attention on native kernels, for models that run as transformers modules on CPU.
+
+For: the module forward pass, in the place of the torch reference, when every layer of the model fits the native layout
+(`native_kv_cache.can_hold`); that is settled once, when the model is loaded. Does not know: which model calls it, or
+how attention is computed. Invariant: a step's keys and values are written before they are read; what a query gets
+depends on its own row alone, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from ..flat_step import FlatStep
+from ..kernels.abi import AttentionOp, Kind, RotaryOp, Step
+from ..kernels.library import NativeEngine, op_pointers
+from ..kernels.weights import TYPE_OF
+from ..native_kv_cache import NativeLayerCache
+from .interface import AttentionOptions
+
+
+class NativePagedAttention:
+    """The context of steps, one after the other: `begin` says which step the next calls of `attend` belong to."""
+
+    def __init__(self, engine: NativeEngine, caches: Mapping[nn.Module, NativeLayerCache]) -> None:
+        self._engine = engine
+        self._layers = {layer: _LayerOps(cache) for layer, cache in caches.items()}
+        self._step = Step()
+        self._arrays: tuple[npt.NDArray[np.int32], ...] = ()
+
+    def begin(self, step: FlatStep, block_table: npt.NDArray[np.int32]) -> None:
+        """block_table int32 [rows, blocks]: of the step's rows, contiguous."""
+        self._arrays = (step.positions, step.slots, step.query_start, step.seq_lens, block_table)
+        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in self._arrays)
+        positions, slots, query_start, seq_lens, table = (array.ctypes.data for array in self._arrays)
+        self._step = Step(
+            num_tokens=len(step.positions),
+            num_rows=len(step.seq_lens),
+            block_table_stride=block_table.shape[1],
+            positions=positions,
+            slots=slots,
+            query_start=query_start,
+            seq_lens=seq_lens,
+            block_table=table,
+        )
+
+    def attend(
+        self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        ops = self._layers[layer]
+        rows = torch.cat((query, key, value), dim=1).float()
+        output = torch.empty(query.shape, dtype=query.dtype if query.dtype in TYPE_OF else torch.float32)
+        ops.point_at(rows, query.shape[1], output, options)
+        self._engine.run(ops.pointers, 2, self._step)
+        return output.to(query.dtype)
+
+
+class _LayerOps:
+    """The two operations of one layer: write its keys and values, and attend."""
+
+    def __init__(self, cache: NativeLayerCache) -> None:
+        self._cache = cache
+        self._sinks: torch.Tensor | None = None
+        common = {
+            "kv_type": cache.type,
+            "num_kv_heads": cache.num_kv_heads,
+            "head_dim": cache.head_dim,
+            "block_size": cache.block_size,
+            "keys": cache.keys,
+            "values": cache.values,
+        }
+        # Without an angle and norms, this is the write alone: queries and keys come rotated.
+        self._write = RotaryOp(kind=Kind.ROTARY, **common)
+        self._attend = AttentionOp(kind=Kind.ATTENTION, **common)
+        self.pointers = op_pointers([self._write, self._attend])
+
+    def point_at(self, rows: torch.Tensor, num_heads: int, output: torch.Tensor, options: AttentionOptions) -> None:
+        """rows float32 [tokens, heads + 2 * kv_heads, dim]: queries, keys and values side by side; output [tokens,
+        heads, dim]."""
+        write, attend, dim = self._write, self._attend, self._cache.head_dim
+        address, head_bytes = rows.data_ptr(), 4 * dim
+        write.q = attend.q = address
+        write.k = address + num_heads * head_bytes
+        write.v = write.k + self._cache.num_kv_heads * head_bytes
+        write.stride = attend.q_stride = rows.shape[1] * dim
+        write.num_heads = attend.num_heads = num_heads
+        attend.out, attend.out_stride, attend.out_type = output.data_ptr(), num_heads * dim, TYPE_OF[output.dtype]
+        attend.scaling = options.scaling
+        attend.softcap = options.softcap or 0.0
+        attend.window = options.sliding_window or 0
+        self._sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
+        attend.sinks = None if self._sinks is None else self._sinks.data_ptr()
