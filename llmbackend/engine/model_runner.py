@@ -50,7 +50,7 @@ class ModelRunner:
         self._device = loaded.device
         num_blocks = _num_blocks(config, loaded)
         self._forward, how = _make_forward(config, loaded, num_blocks)
-        self._sampler = Sampler(config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids)
+        self._sampler = Sampler(config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids, loaded.engine)
         self._info = ModelInfo(
             model_type=loaded.model_type,
             vocab_size=loaded.vocab_size,

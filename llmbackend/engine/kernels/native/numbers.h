@@ -115,9 +115,13 @@ inline float sum(Floats v) {
 }
 
 inline float max(Floats v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
     float best = v[0];
     for (int i = 1; i < kLanes; i++) best = v[i] > best ? v[i] : best;
     return best;
+#endif
 }
 
 // In a vector of pairs of bf16 (one pair per 32-bit lane): the even and the odd element of each pair, widened.

@@ -150,8 +150,8 @@ class Ranking {
             low = v < low ? v : low;
             high = max(high, v);
         }
-        segment.high = largest(high);
-        segment.low = -largest(-low);
+        segment.high = max(high);
+        segment.low = -max(-low);
         for (; i < segment.end; i++) {
             segment.high = std::max(segment.high, logits[i]);
             segment.low = std::min(segment.low, logits[i]);

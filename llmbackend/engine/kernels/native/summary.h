@@ -47,14 +47,6 @@ class WideSum {
     Half high_{};
 };
 
-inline float largest(Floats v) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)v);
-#else
-    return max(v);
-#endif
-}
-
 // x / temperature. With a fused multiply-add the quotient is rounded as by a division at a fraction of its price; an
 // infinity becomes a NaN, which exp() takes for minus infinity.
 class Divisor {
@@ -99,7 +91,7 @@ inline float block_peak(const T* x, Ints& nan) {
             top[j] = max(top[j], v);
         }
     }
-    return largest(max(max(top[0], top[1]), max(top[2], top[3])));
+    return max(max(max(top[0], top[1]), max(top[2], top[3])));
 }
 
 template <class T>
