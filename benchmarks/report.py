@@ -213,10 +213,16 @@ def _server_table(lines: list[Line], model: str) -> str:
 
 
 def _failures(lines: list[Line]) -> str:
-    failed = [line for line in lines if "error" in line]
-    if not failed:
+    """Of each entry, model and workload that was never measured, the last error."""
+
+    def key(line: Line) -> tuple[str, ...]:
+        return line["entry"], line["model"], line["workload"]
+
+    measured = {key(line) for line in lines if "error" not in line}
+    errors = {key(line): line["error"] for line in lines if "error" in line and key(line) not in measured}
+    if not errors:
         return ""
-    rows = [f"- {line['entry']} on {line['model']} {line['workload']}: {line['error']}" for line in failed]
+    rows = [f"- {entry} on {model} {workload}: {error}" for (entry, model, workload), error in errors.items()]
     return "\n".join(["## What did not run", "", *rows, ""])
 
 

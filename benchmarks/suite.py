@@ -27,10 +27,11 @@ LOAD_TIMEOUT_S = 600.0
 
 
 class Results:
-    """A file of JSON lines: measurements, and what went wrong."""
+    """A file of JSON lines: measurements, and what went wrong. What went wrong in an earlier run is tried again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._new_failures: list[dict[str, Any]] = []
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lines: list[dict[str, Any]] = []
         if path.exists():
@@ -38,14 +39,18 @@ class Results:
 
     def add(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
+        if "error" in line:
+            self._new_failures.append(line)
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def has(self, **wanted: Any) -> bool:
-        return any(all(line.get(key) == value for key, value in wanted.items()) for line in self.lines)
+        """Whether this was measured."""
+        return any("error" not in line and wanted.items() <= line.items() for line in self.lines)
 
     def failed(self, **wanted: Any) -> bool:
-        return any("error" in line and wanted.items() <= line.items() for line in self.lines)
+        """Whether this has failed since the file was opened."""
+        return any(wanted.items() <= line.items() for line in self._new_failures)
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,7 @@ class Suite:
         while workloads:
             done, error = self._run_driver(entry, path, workloads)
             for line in done:
-                self.results.add({**key, "round": round_number, "time": time.time(), **line})
+                self.results.add({**line, **key, "round": round_number, "time": time.time()})
                 _say(f"{line['workload']} round {round_number} {entry.name} on {model}: {line['wall_s']:.2f} s")
             workloads = workloads[len(done) :]
             if not workloads:

@@ -22,7 +22,10 @@ def run(model: str, name: str, options: list[str]) -> dict[str, Any]:
         write_workload(workload(name), requests)
         command = [sys.executable, "-m", "llmbackend.cli", "bench", "--model", model, "--workload", str(requests)]
         start_s, busy_s = time.perf_counter(), machine_busy_s()
-        subprocess.run([*command, "--json", str(result), *options], check=True, stdout=subprocess.DEVNULL)
+        command += ["--json", str(result), *options]
+        process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if process.returncode:
+            sys.exit(process.stderr)
         elapsed_s, busy_s = time.perf_counter() - start_s, machine_busy_s() - busy_s
         figures: dict[str, Any] = json.loads(result.read_text())
     figures["load_s"] = figures["ready_s"]
