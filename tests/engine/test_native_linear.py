@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import shutil
+import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,26 +99,27 @@ class Layer:
             y[:rows, : self.n] = np.random.default_rng(1).standard_normal((rows, self.n))
         return y
 
-    def run(self, x: Array, y: Array | None = None, rows: Rows = Rows.TOKENS, threads: int = 1) -> Array:
+    def run(
+        self, x: Array, y: Array | None = None, rows: Rows = Rows.TOKENS, runner: NativeEngine | None = None
+    ) -> Array:
         count = len(x)
         y = self.old_y(count) if y is None else y
         before = y.copy()
-        addresses = dict(
-            weight=self.packed[0].ctypes.data,
-            weight2=self.packed[1].ctypes.data if self.two() else None,
-            bias=self.biases[0].ctypes.data if self.with_bias else None,
-            bias2=self.biases[1].ctypes.data if self.with_bias and self.two() else None,
-            x=x.ctypes.data,
-            y=y.ctypes.data,
-        )
+        addresses = {
+            "weight": self.packed[0].ctypes.data,
+            "weight2": self.packed[1].ctypes.data if self.two() else None,
+            "bias": self.biases[0].ctypes.data if self.with_bias else None,
+            "bias2": self.biases[1].ctypes.data if self.with_bias and self.two() else None,
+            "x": x.ctypes.data,
+            "y": y.ctypes.data,
+        }
         op = LinearOp(
             kind=Kind.LINEAR, rows=rows, n=self.n, k=self.k, x_stride=x.shape[1], y_stride=y.shape[1],
             weight_type=self.weight_type, x_type=self.x_type, y_type=self.y_type, epilogue=self.epilogue,
             factor=self.factor, **addresses,
         )  # fmt: skip
         tokens, sampled = (count, 0) if rows is Rows.TOKENS else (0, count)
-        runner = self.engine if threads == 1 else engine(self.engine.library.variant, threads)
-        runner.run(op_pointers([op]), 1, Step(num_tokens=tokens, num_sampled=sampled))
+        (runner or self.engine).run(op_pointers([op]), 1, Step(num_tokens=tokens, num_sampled=sampled))
         bits = np.uint32 if self.y_type is Type.FLOAT32 else np.uint16
         assert np.array_equal(y[:, self.n :].view(bits), before[:, self.n :].view(bits)), "wrote past the columns"
         assert np.array_equal(y[count:].view(bits), before[count:].view(bits)), "wrote past the rows"
@@ -124,13 +127,16 @@ class Layer:
 
     def expected(self, x: Array) -> Array:
         wide = numbers(x[:, : self.k], self.x_type).astype(np.float64)
+        first: Array
+        second: Array
         first, second = (wide @ w.T.astype(np.float64) + b for w, b in zip(self.weights, self.biases, strict=True))
         if self.epilogue is Epilogue.ADD:
-            return self.old_y(len(x))[: len(x), : self.n] + first * self.factor
+            return np.asarray(self.old_y(len(x))[: len(x), : self.n] + first * self.factor)
         if self.epilogue is Epilogue.SILU_MUL:
-            return first / (1 + np.exp(-first)) * second
+            return np.asarray(first / (1 + np.exp(-first)) * second)
         if self.epilogue is Epilogue.GELU_MUL:
-            return 0.5 * first * (1 + np.tanh((2 / np.pi) ** 0.5 * (first + 0.044715 * first**3))) * second
+            tanh = np.tanh((2 / np.pi) ** 0.5 * (first + 0.044715 * first**3))
+            return np.asarray(0.5 * first * (1 + tanh) * second)
         return first
 
 
@@ -214,7 +220,7 @@ def test_a_row_does_not_know_its_batch(variant: str, weight_type: Type, epilogue
         first = (count * 37) % (most - count + 1)
         for threads in (1, 2, 3) if count in (1, 2, 13, 64, 70, 300) else (1,):
             rows = np.arange(first, first + count)
-            y = layer.run(x[rows], old[[*rows, most]], threads=threads)
+            y = layer.run(x[rows], old[[*rows, most]], runner=engine(variant, threads))
             assert np.array_equal(y, alone[rows]), f"{count} rows from {first} on, {threads} threads"
 
 
@@ -228,8 +234,9 @@ def test_packing(variant: str, weight_type: Type, packed_type: Type) -> None:
     packed = loaded.memory(packed_bytes(n, k, packed_type))
     packed[:] = 0xFF
     engine(variant).pack(weight.ctypes.data, weight_type, (n, k), stride, packed.ctypes.data, packed_type)
-    padded = np.zeros((64, 64), np.float32)
+    padded: Array = np.zeros((64, 64), np.float32)
     padded[:n, :k] = numbers(weight, weight_type)[:, :k]
+    expected: Array
     if packed_type is Type.FLOAT32:
         expected = padded[:, :k].reshape(2, 32, k).transpose(0, 2, 1)
     else:
@@ -237,7 +244,57 @@ def test_packing(variant: str, weight_type: Type, packed_type: Type) -> None:
     assert packed.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
-def test_the_structure_is_passed_by_address() -> None:
-    """A program holds pointers to operations; sizes are checked at load."""
-    assert ctypes.sizeof(LinearOp) % 8 == 0
-    assert isinstance(library.load(VARIANTS[0]), Library)
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory: pytest.TempPathFactory) -> NativeEngine:
+    """The library with the tile unit emulated in plain C++, and otherwise generic."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    source = Path(library.__file__).parent / "native" / "library.cpp"
+    target = tmp_path_factory.mktemp("tiles") / "tiles.so"
+    flags = "-std=c++20 -O1 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -shared -fPIC"
+    subprocess.run([compiler, *flags.split(), "-DLLMB_EMULATE_AMX", "-o", target, source], check=True)
+    return NativeEngine(Library("emulated tiles", target), 1)
+
+
+def tile_product(x: Array, weight: Array) -> Array:
+    """What Intel documents for TDPBF16PS, chained over k: in each 32 of k, even and odd ones are summed apart."""
+    k = -(-x.shape[1] // 32) * 32
+    x, weight = (np.pad(matrix, ((0, 0), (0, k - matrix.shape[1]))).astype(np.float32) for matrix in (x, weight))
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for begin in range(0, k, 32):
+        halves = [np.zeros_like(total), np.zeros_like(total)]
+        for i in range(32):
+            halves[i % 2] += x[:, begin + i, None] * weight[None, :, begin + i]
+        total += halves[0] + halves[1]
+    return total
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (33, 7), (70, 1100)])
+@pytest.mark.parametrize("rows", [1, 16, 17, 53])
+def test_tiles_compute_what_is_documented(tiles: NativeEngine, shape: tuple[int, int], rows: int) -> None:
+    layer = Layer(tiles, *shape, x_type=Type.BFLOAT16, with_bias=False)
+    x = layer.x(rows)
+    assert np.array_equal(layer.run(x), tile_product(from_bf16(x[:, : layer.k]), layer.weights[0]))
+
+
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("y_type", [Type.FLOAT32, Type.BFLOAT16])
+def test_epilogues_on_tiles(tiles: NativeEngine, epilogue: Epilogue, y_type: Type) -> None:
+    if epilogue is Epilogue.ADD and y_type is Type.BFLOAT16:
+        pytest.skip("the residual stream is float32")
+    layer = Layer(tiles, 70, 70, x_type=Type.BFLOAT16, y_type=y_type, epilogue=epilogue)
+    x = layer.x(21)
+    assert_close(layer, layer.run(x), layer.expected(x))
+
+
+def test_a_row_on_tiles_does_not_know_its_batch(tiles: NativeEngine) -> None:
+    layer = Layer(tiles, 40, 1090, x_type=Type.BFLOAT16, epilogue=Epilogue.SILU_MUL)
+    x = layer.x(290)
+    y = layer.run(x)
+    pair = NativeEngine(tiles.library, 2)
+    for count in (*range(1, 36), 257):
+        first = (count * 37) % (len(x) - count + 1)
+        assert np.array_equal(layer.run(x[first : first + count]), y[first : first + count]), f"{count} from {first} on"
+    assert np.array_equal(layer.run(x[:99], runner=pair), y[:99])
+    pair.close()

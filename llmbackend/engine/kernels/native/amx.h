@@ -1,4 +1,4 @@
-// The CPU's tile unit: eight tiles of 16 rows times 64 bytes, and products of bfloat16 tiles.
+// The CPU's tile unit: eight tiles of 16 rows times 64 bytes, and products of bfloat16 or int8 tiles.
 //
 // For: kernels on tiles. Does not know: matrices. Invariant: compiled with LLMB_EMULATE_AMX, the same functions compute
 // in plain C++ what Intel documents for the instructions, bit by bit (but for subnormal numbers, which those flush to
@@ -11,18 +11,33 @@
 
 #include "numbers.h"
 
-#if defined(LLMB_EMULATE_AMX) || (defined(__AMX_TILE__) && defined(__AMX_BF16__))
-#define LLMB_TILES 1
+#if defined(LLMB_EMULATE_AMX) || (defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__))
+#define LLMB_HAS_TILES 1
+#endif
 
 namespace llmb {
 
+namespace amx {
 constexpr int kTileRows = 16;
-constexpr int kTileRowBytes = 64;
+constexpr int kTileBytes = 64;  // of a row
+}  // namespace amx
 
 #if defined(LLMB_EMULATE_AMX)
 
 struct EmulatedTile {
-    char row[kTileRows][kTileRowBytes];
+    char row[amx::kTileRows][amx::kTileBytes];
+
+    template <class T>
+    T at(int r, int i) const {
+        T x;
+        std::memcpy(&x, row[r] + i * sizeof(T), sizeof x);
+        return x;
+    }
+    template <class T>
+    void add(int r, int i, T x) {
+        x += at<T>(r, i);
+        std::memcpy(row[r] + i * sizeof(T), &x, sizeof x);
+    }
 };
 inline thread_local EmulatedTile emulated_tiles[8];
 
@@ -36,39 +51,43 @@ inline void tile_zero() {
 
 template <int kTile>
 inline void tile_load(const void* memory, ptrdiff_t stride_bytes) {
-    for (int r = 0; r < kTileRows; r++)
-        std::memcpy(emulated_tiles[kTile].row[r], static_cast<const char*>(memory) + r * stride_bytes, kTileRowBytes);
+    for (int r = 0; r < amx::kTileRows; r++)
+        std::memcpy(emulated_tiles[kTile].row[r], static_cast<const char*>(memory) + r * stride_bytes, amx::kTileBytes);
 }
 
 template <int kTile>
 inline void tile_store(void* memory, ptrdiff_t stride_bytes) {
-    for (int r = 0; r < kTileRows; r++)
-        std::memcpy(static_cast<char*>(memory) + r * stride_bytes, emulated_tiles[kTile].row[r], kTileRowBytes);
+    for (int r = 0; r < amx::kTileRows; r++)
+        std::memcpy(static_cast<char*>(memory) + r * stride_bytes, emulated_tiles[kTile].row[r], amx::kTileBytes);
 }
 
-// C += A·B for 16 pairs of k: even and odd ones are summed apart from zero, then together, then added.
+// float32 C += bfloat16 A·B for 16 pairs of k: even and odd ones are summed apart, then together, then added.
 template <int kC, int kA, int kB>
 inline void tile_dot() {
-    const auto element = [](int tile, int row, int i) {
-        bf16 x;
-        std::memcpy(&x, emulated_tiles[tile].row[row] + 2 * i, sizeof x);
-        return to_float(x);
-    };
-    for (int m = 0; m < kTileRows; m++) {
+    const EmulatedTile &a = emulated_tiles[kA], &b = emulated_tiles[kB];
+    for (int m = 0; m < amx::kTileRows; m++) {
         for (int n = 0; n < 16; n++) {
-            float even = 0, odd = 0, c;
+            float even = 0, odd = 0;
             for (int k = 0; k < 16; k++) {
-                even += element(kA, m, 2 * k) * element(kB, k, 2 * n);  // products of bfloat16 are exact
-                odd += element(kA, m, 2 * k + 1) * element(kB, k, 2 * n + 1);
+                even += to_float(a.at<bf16>(m, 2 * k)) * to_float(b.at<bf16>(k, 2 * n));  // these products are exact
+                odd += to_float(a.at<bf16>(m, 2 * k + 1)) * to_float(b.at<bf16>(k, 2 * n + 1));
             }
-            std::memcpy(&c, emulated_tiles[kC].row[m] + 4 * n, sizeof c);
-            c += even + odd;
-            std::memcpy(emulated_tiles[kC].row[m] + 4 * n, &c, sizeof c);
+            emulated_tiles[kC].add(m, n, even + odd);
         }
     }
 }
 
-#else
+// int32 C += uint8 A · int8 B for 16 quads of k.
+template <int kC, int kA, int kB>
+inline void tile_dot_u8_s8() {
+    const EmulatedTile &a = emulated_tiles[kA], &b = emulated_tiles[kB];
+    for (int m = 0; m < amx::kTileRows; m++)
+        for (int n = 0; n < 16; n++)
+            for (int k = 0; k < 64; k++)
+                emulated_tiles[kC].add<int32_t>(m, n, a.at<uint8_t>(m, k) * b.at<int8_t>(k / 4, 4 * n + k % 4));
+}
+
+#elif defined(LLMB_HAS_TILES)
 
 struct TileConfiguration {
     uint8_t palette = 1, start_row = 0;
@@ -106,8 +125,16 @@ inline void tile_dot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
+template <int kC, int kA, int kB>
+inline void tile_dot_u8_s8() {
+    asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
+#else
+
+inline void tiles_begin() {}
+inline void tiles_end() {}
+
 #endif
 
 }  // namespace llmb
-
-#endif

@@ -10,13 +10,13 @@
 #include <cstdint>
 #include <utility>
 
-#include "epilogue.h"
+#include "linear_piece.h"
 #include "numbers.h"
 #include "pack.h"
 #include "step.h"
 #include "team.h"
 
-namespace llmb {
+namespace llmb::panels {
 
 // A block of rows whose sums over k are held in registers: kBlockRows rows, kBlockVectors vectors of columns.
 #if defined(__AVX512F__)
@@ -27,15 +27,15 @@ constexpr int kBlockRows = 6;
 constexpr int kBlockVectors = 2;
 constexpr int kBlockColumns = kBlockVectors * kLanes;
 
-constexpr int kChunkRows = 132;   // of x at a time, so that a block of x stays in the L2 cache
-constexpr int kOuterK = 1024;     // likewise
-constexpr int kInnerK = 256;      // of a panel at a time, so that it stays in the L1 cache while row after row needs it
-constexpr int kPiecePanels = 16;  // at most in one piece of work
+constexpr int kChunkRows = 132;  // of x at a time: with kOuterK of k, half of the L2 cache
+constexpr int kInnerK = 256;     // of a panel at a time: with a block of rows, what the L1 cache holds
 
 // Rows of x as the kernels read them.
 struct RowsOfX {
     const float* data;
     int64_t stride;
+
+    RowsOfX from(int row, int k) const { return {data + row * stride + k, stride}; }
 };
 
 // The weights of vector v of columns for an even k, and for the k after it.
@@ -43,18 +43,6 @@ inline Floats load_first(const float* w, int v) { return load(w + v * kLanes); }
 inline Floats load_second(const float* w, int v) { return load(w + kPanel + v * kLanes); }
 inline Floats load_first(const bf16* w, int v) { return even(load_pairs(w + 2 * v * kLanes)); }
 inline Floats load_second(const bf16* w, int v) { return odd(load_pairs(w + 2 * v * kLanes)); }
-
-// Weights that will be needed next, fetched into the L2 cache bit by bit while others are multiplied.
-struct Ahead {
-    const char* at;
-    int step;  // bytes for each two k
-
-    template <int kLines>
-    void fetch() {
-        for (int line = 0; line < kLines; line++) __builtin_prefetch(at + 64 * line, 0, 2);
-        at += step;
-    }
-};
 
 // f(0) ... f(N - 1), written out before anything is optimised: only then does an array that f indexes become registers.
 #define LLMB_INLINE __attribute__((always_inline))
@@ -151,69 +139,47 @@ BlockFunction<W> block_function(int rows) {
 inline size_t column_offset(const float*, int column) { return column; }
 inline size_t column_offset(const bf16*, int column) { return 2 * column; }
 
-// k cut into the fewest parts of at most `most`, as even as can be, all but the last a multiple of 32.
-inline int part_of_k(int k, int most) {
-    const int parts = (k + most - 1) / most;
-    return padded_k((k + parts - 1) / parts, 32);
-}
-
-// All rows times k of one panel, in blocks of rows as even in size as can be. `next` are the weights of the next call.
+// One chunk of rows of x times k of weights of type W.
 template <class W>
-void multiply_panel(RowsOfX x, int rows, const W* w, int k, float* sums, bool resume, const W* next) {
+struct Chunk {
+    using Weight = W;
+    RowsOfX x;
+    int rows;
+    int k;
+
+    int sum_rows() const { return rows; }
+};
+
+// sums (+)= all rows times k_begin..k_end of one panel, in blocks of rows as even in size as can be. `w` is the panel's
+// k_begin; `next` are the weights after these.
+template <class W>
+void multiply_panel(const Chunk<W>& chunk, int k_begin, int k_end, const W* w, float* sums, const W* next) {
     constexpr int kColumnBlocks = kPanel / kBlockColumns;
-    const int blocks = (rows + kBlockRows - 1) / kBlockRows;
-    const int step = kPanel * 2 * static_cast<int>(sizeof(W)) / (blocks * kColumnBlocks);
-    const int part = part_of_k(k, kInnerK);
-    for (int i = 0; i < k; i += part) {
-        const int inner = std::min(part, k - i);
-        const char* target = reinterpret_cast<const char*>(i + part < k ? w + (i + part) * kPanel : next);
+    const int blocks = (chunk.rows + kBlockRows - 1) / kBlockRows;
+    const int step_bytes = kPanel * 2 * static_cast<int>(sizeof(W)) / (blocks * kColumnBlocks);
+    const int part = part_of_k(k_end - k_begin, kInnerK);
+    for (int k = k_begin; k < k_end; k += part, w += part * kPanel) {
+        const int inner = std::min(part, k_end - k);
+        const char* target = reinterpret_cast<const char*>(k + part < k_end ? w + part * kPanel : next);
         for (int block = 0; block < blocks; block++) {
-            const int begin = rows * block / blocks;
-            const int end = rows * (block + 1) / blocks;
+            const int begin = chunk.rows * block / blocks;
+            const int end = chunk.rows * (block + 1) / blocks;
             const auto multiply = block_function<W>(end - begin);
-            for (int column = 0; column < kPanel; column += kBlockColumns, target += inner / 2 * step)
-                multiply({x.data + begin * x.stride + i, x.stride}, w + i * kPanel + column_offset(w, column), inner,
-                         sums + begin * kPanel + column, resume || i > 0, {target, step});
+            for (int column = 0; column < kPanel; column += kBlockColumns, target += inner / 2 * step_bytes)
+                multiply(chunk.x.from(begin, k), w + column_offset(w, column), inner, sums + begin * kPanel + column,
+                         k > 0, {target, step_bytes});
         }
     }
 }
 
-// A piece of work: some panels, some rows.
 template <class W>
-void linear_piece(const LinearOp& op, RowsOfX x, int first_row, int rows, int begin, int end, float* sums) {
-    const auto* weights = static_cast<const W*>(op.weight);
-    const auto* weights2 = static_cast<const W*>(op.weight2);
-    const size_t size = panel_size(weights, op.k);
-    const int part = part_of_k(op.k, kOuterK);
-    const bool whole = part >= op.k;  // then sums need not outlive a panel, and stay in the L1 cache
-    for (int k = 0; k < op.k; k += part) {
-        const int outer = std::min(part, op.k - k);
-        const RowsOfX x_part{x.data + k, x.stride};
-        for (int panel = begin; panel < end; panel++) {
-            float* own = sums + (whole ? 0 : static_cast<size_t>(panel - begin) * 2 * rows * kPanel);
-            float* own2 = own + static_cast<size_t>(rows) * kPanel;
-            const size_t at = panel * size + static_cast<size_t>(k) * kPanel;
-            const size_t next = panel + 1 < end || whole ? at + size : begin * size + (k + part) * kPanel;
-            multiply_panel(x_part, rows, weights + at, outer, own, k > 0, weights + next);
-            if (weights2) multiply_panel(x_part, rows, weights2 + at, outer, own2, k > 0, weights2 + next);
-            if (k + outer == op.k) finish_panel(op, panel, first_row, rows, own, own2);
-        }
-    }
-}
-
-inline size_t piece_sums_bytes(int rows) {
-    return sizeof(float) * kPiecePanels * 2 * std::min(rows, kChunkRows) * kPanel;
-}
-
-template <class W>
-void linear_rows(Worker& worker, const LinearOp& op, RowsOfX x, int rows, char* scratch) {
-    float* sums = reinterpret_cast<float*>(scratch + worker.rank * piece_sums_bytes(rows));
+void linear_rows(Worker& worker, const LinearOp& op, RowsOfX x, int rows, float* sums) {
     const int chunks = (rows + kChunkRows - 1) / kChunkRows;
-    worker.share(num_panels(op.n), 4, [&](int begin, int end) {
+    share_panels(worker, op, panel_size(static_cast<const W*>(nullptr), op.k) * sizeof(W), [&](int begin, int end) {
         for (int chunk = 0; chunk < chunks; chunk++) {
             const int first = static_cast<int>(static_cast<int64_t>(rows) * chunk / chunks);
             const int last = static_cast<int>(static_cast<int64_t>(rows) * (chunk + 1) / chunks);
-            linear_piece<W>(op, {x.data + first * x.stride, x.stride}, first, last - first, begin, end, sums);
+            linear_piece(op, Chunk<W>{x.from(first, 0), last - first, op.k}, first, begin, end, sums);
         }
     });
 }
@@ -239,15 +205,17 @@ inline RowsOfX rows_of_x(Worker& worker, const LinearOp& op, int rows, char* scr
     return {wide, stride};
 }
 
+inline size_t float_sums_bytes(int rows) { return sums_bytes(std::min(rows, kChunkRows)); }
+
 inline size_t linear_float_scratch_bytes(const LinearOp& op, int rows, int num_threads) {
-    return widened_bytes(op, rows) + num_threads * piece_sums_bytes(rows);
+    return widened_bytes(op, rows) + num_threads * float_sums_bytes(rows);
 }
 
 inline void linear_float(Worker& worker, const LinearOp& op, int rows, char* scratch) {
     const RowsOfX x = rows_of_x(worker, op, rows, scratch);
-    char* rest = scratch + widened_bytes(op, rows);
-    if (op.weight_type == Type::kFloat32) linear_rows<float>(worker, op, x, rows, rest);
-    if (op.weight_type == Type::kBfloat16) linear_rows<bf16>(worker, op, x, rows, rest);
+    auto* sums = reinterpret_cast<float*>(scratch + widened_bytes(op, rows) + worker.rank * float_sums_bytes(rows));
+    if (op.weight_type == Type::kFloat32) linear_rows<float>(worker, op, x, rows, sums);
+    if (op.weight_type == Type::kBfloat16) linear_rows<bf16>(worker, op, x, rows, sums);
 }
 
-}  // namespace llmb
+}  // namespace llmb::panels

@@ -22,6 +22,8 @@
 namespace llmb {
 namespace int8 {
 
+using amx::kTileBytes, amx::kTileRows;
+
 constexpr int kKBlock = 6144;                     // elements of K at a time: a panel's part stays in the L2 cache
 constexpr int kChunkBytes = 384 << 10;            // quantised rows at a time: they stay in the L2 cache beside it
 constexpr int kOwnCopyRows = 2;                   // up to so many rows, every thread quantises all: no barrier

@@ -1,0 +1,83 @@
+// How the work of a linear layer is cut: over threads by panels of weights, then by k, so that what is used again is near.
+//
+// For: the float32 and the tile kernels. Does not know: how a panel is multiplied. Invariant: sums are cut by the shape of
+// the weights alone and resumed exactly where they were left.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "epilogue.h"
+#include "pack.h"
+#include "step.h"
+#include "team.h"
+
+namespace llmb::panels {
+
+constexpr int kOuterK = 1024;      // of x at a time, for as many panels as a piece has: it stays in the L2 cache
+constexpr int kPiecePanels = 16;   // at most in one piece of work
+constexpr int kPieceBytes = 512 << 10;  // about this much of the weights, unless that leaves too few pieces
+
+// Weights that will be needed next, fetched into the L2 cache bit by bit while others are multiplied.
+struct Ahead {
+    const char* at;
+    int step_bytes;
+
+    // The next step, of up to kMost bytes.
+    template <int kMost>
+    void fetch() {
+        for (int byte = 0; byte < kMost; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+        at += step_bytes;
+    }
+    void fetch_step() {
+        for (int byte = 0; byte < step_bytes; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+        at += step_bytes;
+    }
+};
+
+// k cut into the fewest parts of at most `most`, as even as can be, all but the last a multiple of 32.
+inline int part_of_k(int k, int most) {
+    const int parts = (k + most - 1) / most;
+    return padded_k((k + parts - 1) / parts, 32);
+}
+
+// Panels begin..end-1 times one chunk x of rows, which are y's from first_row on. X tells its number of `rows`, how many
+// of them its sums have room for (`sum_rows`), and `k`; multiply_panel knows the rest.
+template <class X>
+void linear_piece(const LinearOp& op, const X& x, int first_row, int begin, int end, float* sums) {
+    using W = typename X::Weight;
+    const auto* weights = static_cast<const W*>(op.weight);
+    const auto* weights2 = static_cast<const W*>(op.weight2);
+    const size_t size = panel_size(weights, x.k);
+    const size_t sums_size = static_cast<size_t>(x.sum_rows()) * kPanel;
+    const int part = part_of_k(x.k, kOuterK);
+    const bool whole = part >= x.k;  // then sums need not outlive a panel, and stay in the L1 cache
+    for (int k = 0; k < x.k; k += part) {
+        const int k_end = std::min(k + part, x.k);
+        for (int panel = begin; panel < end; panel++) {
+            float* own = sums + (whole ? 0 : (panel - begin) * 2 * sums_size);
+            const size_t at = panel * size + static_cast<size_t>(k) * kPanel;
+            const size_t next = panel + 1 < end || whole ? at + size : begin * size + static_cast<size_t>(k_end) * kPanel;
+            multiply_panel(x, k, k_end, weights + at, own, weights + next);
+            if (weights2) multiply_panel(x, k, k_end, weights2 + at, own + sums_size, weights2 + next);
+            if (k_end == x.k) finish_panel(op, panel, first_row, x.rows, own, own + sums_size);
+        }
+    }
+}
+
+// Bytes of a thread's sums for chunks of this many rows.
+inline size_t sums_bytes(int sum_rows) { return sizeof(float) * kPiecePanels * 2 * sum_rows * kPanel; }
+
+// Calls f(begin, end) for ranges of panels until all are done by somebody. Pieces are long, because memory streams best
+// in one direction, but there are some for each thread, so that all end at about the same time.
+template <class F>
+void share_panels(Worker& worker, const LinearOp& op, size_t panel_bytes, F&& f) {
+    const int panels = num_panels(op.n);
+    const int by_bytes = static_cast<int>(kPieceBytes / panel_bytes);
+    const int by_threads = panels / (worker.size * 4);
+    const int grain = worker.size == 1 ? kPiecePanels : std::clamp(std::min(by_bytes, by_threads), 1, kPiecePanels);
+    worker.share(panels, grain, f);
+}
+
+}  // namespace llmb::panels
