@@ -27,6 +27,12 @@ class FlatStep:
     slots: Int32Array
     sampled_tokens: Int32Array
 
+    def blocks_in_use(self, table: RowTable) -> Int32Array:
+        """The block tables of the step's rows, as wide as the longest of them needs; int32 [rows, blocks]."""
+        width = -(-int(self.seq_lens.max()) // table.block_size)
+        blocks: Int32Array = np.take(table.block_table[:, :width], self.rows, axis=0)
+        return blocks
+
 
 def flatten(plan: StepPlan, table: RowTable, order: Int32Array | None = None) -> FlatStep:
     """The plan's rows in the given order (default: their own), and their tokens one after the other."""

@@ -6,45 +6,42 @@ rows were chosen. Invariant: the KV of a step's tokens is written before it is r
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
-from .attention.interface import active_context
+from .attention.interface import AttentionContext, active_context
 from .attention.kv_cache import LayerKVCache
+from .attention.native import NativePagedAttention
 from .attention.ragged_batch import RaggedBatch
 from .attention.reference import PagedAttention
 from .flat_step import FlatStep, flatten
 from .loader import LoadedModel
+from .native_kv_cache import native_caches
 from .step import Int32Array, RowTable, StepPlan
+
+
+class _Attention(Protocol):
+    def begin(self, plan: StepPlan, table: RowTable) -> tuple[FlatStep, AttentionContext]:
+        """The plan as one flat batch, in the order this attention wants, and what attends to it."""
 
 
 class ModuleForward:
     def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
         self._model = loaded.model
         self._device = loaded.device
-        self._block_size = block_size
-        self._caches = {
-            layer: LayerKVCache(shape, num_blocks, block_size, loaded.dtype, loaded.device)
-            for layer, shape in loaded.layer_shapes.items()
-        }
+        self._attention = _make_attention(loaded, num_blocks, block_size)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan, table: RowTable) -> torch.Tensor | None:
         """Logits [samples, vocab] in the model's dtype; None when no row samples (the output head is skipped)."""
-        step = flatten(plan, table, _by_length(plan, table))
-        batch = RaggedBatch(
-            step.query_lens.astype(np.int64),
-            step.seq_lens.astype(np.int64),
-            table.block_table[step.rows],
-            step.slots.astype(np.int64),
-            self._block_size,
-            self._device,
-        )
-        with active_context(PagedAttention(self._caches, batch)):
+        step, context = self._attention.begin(plan, table)
+        with active_context(context):
             return self._run(step)
 
     def close(self) -> None:
-        self._caches.clear()
+        del self._attention
         self._model = None
 
     def _run(self, step: FlatStep) -> torch.Tensor | None:
@@ -62,6 +59,46 @@ class ModuleForward:
 
     def _to_device(self, array: Int32Array) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
+
+
+def _make_attention(loaded: LoadedModel, num_blocks: int, block_size: int) -> _Attention:
+    """Native where every layer fits its layout."""
+    if loaded.engine is not None:
+        caches = native_caches(loaded.engine, loaded.layer_shapes, num_blocks, block_size, loaded.dtype)
+        if caches is not None:
+            return _OnNative(NativePagedAttention(loaded.engine, caches))
+    return _OnTorch(loaded, num_blocks, block_size)
+
+
+class _OnNative:
+    def __init__(self, attention: NativePagedAttention) -> None:
+        self._attention = attention
+
+    def begin(self, plan: StepPlan, table: RowTable) -> tuple[FlatStep, AttentionContext]:
+        step = flatten(plan, table)
+        self._attention.begin(step, step.blocks_in_use(table))
+        return step, self._attention
+
+
+class _OnTorch:
+    def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
+        self._device = loaded.device
+        self._caches = {
+            layer: LayerKVCache(shape, num_blocks, block_size, loaded.dtype, loaded.device)
+            for layer, shape in loaded.layer_shapes.items()
+        }
+
+    def begin(self, plan: StepPlan, table: RowTable) -> tuple[FlatStep, AttentionContext]:
+        step = flatten(plan, table, _by_length(plan, table))
+        batch = RaggedBatch(
+            step.query_lens.astype(np.int64),
+            step.seq_lens.astype(np.int64),
+            table.block_table[step.rows],
+            step.slots.astype(np.int64),
+            table.block_size,
+            self._device,
+        )
+        return step, PagedAttention(self._caches, batch)
 
 
 def _by_length(plan: StepPlan, table: RowTable) -> Int32Array:

@@ -6,14 +6,29 @@ For: operations that write or read it. Does not know: which request owns a block
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import nn
 
 from .attention.kv_cache import LayerShape
 from .kernels.abi import Type
-from .kernels.library import Library
+from .kernels.library import Library, NativeEngine
 from .kernels.weights import TYPE_OF
 
 BLOCK_MULTIPLE = 32
+
+
+def native_caches(
+    engine: NativeEngine, shapes: Mapping[nn.Module, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype
+) -> dict[nn.Module, NativeLayerCache] | None:
+    """Memory for each layer, or None when one of them has no place in the native layout. Raises MemoryError."""
+    if not all(can_hold(shape, block_size, dtype) for shape in shapes.values()):
+        return None
+    return {
+        module: NativeLayerCache(engine.library, shape, num_blocks, block_size, dtype)
+        for module, shape in shapes.items()
+    }
 
 
 def can_hold(shape: LayerShape, block_size: int, dtype: torch.dtype) -> bool:

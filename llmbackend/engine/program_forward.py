@@ -15,7 +15,7 @@ from .decoder_description import UnrecognisedError
 from .decoder_program import DecoderProgram
 from .flat_step import FlatStep, flatten
 from .loader import LoadedModel
-from .native_kv_cache import NativeLayerCache, can_hold
+from .native_kv_cache import native_caches
 from .step import Int32Array, RowTable, StepPlan
 
 _LONGEST_PROBE = 8
@@ -26,13 +26,9 @@ class ProgramForward:
         """Raises UnrecognisedError when this model must run as modules."""
         if loaded.engine is None or loaded.decoder is None:
             raise UnrecognisedError(loaded.why_modules)
-        shapes = loaded.layer_shapes
-        if not all(can_hold(shape, config.block_size, loaded.dtype) for shape in shapes.values()):
+        caches = native_caches(loaded.engine, loaded.layer_shapes, num_blocks, config.block_size, loaded.dtype)
+        if caches is None:
             raise UnrecognisedError("its heads or its KV blocks do not fit the native layout")
-        caches = {
-            module: NativeLayerCache(loaded.engine.library, shape, num_blocks, config.block_size, loaded.dtype)
-            for module, shape in shapes.items()
-        }
         max_tokens = max(config.max_num_batched_tokens, _LONGEST_PROBE)
         max_samples = max(min(max_tokens, _most_samples(config)), _LONGEST_PROBE)
         self._program = DecoderProgram(loaded.engine, loaded.decoder, caches, max_tokens, max_samples)
@@ -41,7 +37,7 @@ class ProgramForward:
     def logits(self, plan: StepPlan, table: RowTable) -> torch.Tensor | None:
         """Logits float32 [samples, vocab], valid until the next step; None when no row samples."""
         step = flatten(plan, table)
-        logits = self._program.forward(step, _blocks_in_use(step, table))
+        logits = self._program.forward(step, step.blocks_in_use(table))
         return torch.from_numpy(logits) if len(logits) else None
 
     def close(self) -> None:
@@ -58,13 +54,6 @@ class ProgramForward:
 def _most_samples(config: EngineConfig) -> int:
     drafts = config.speculative_config.max_step_tokens if config.speculative_config else 0
     return config.max_num_seqs + drafts
-
-
-def _blocks_in_use(step: FlatStep, table: RowTable) -> Int32Array:
-    """The block tables of the step's rows, as wide as the longest of them needs."""
-    width = -(-int(step.seq_lens.max()) // table.block_size)
-    blocks: Int32Array = np.take(table.block_table[:, :width], step.rows, axis=0)
-    return blocks
 
 
 def _probe(token_ids: Int32Array) -> FlatStep:
