@@ -1,14 +1,14 @@
-// Causal attention over paged keys and values for a ragged batch: the step cut into tiles, shared by the team.
+// Causal attention over paged keys and values for a ragged batch: the step's tiles, shared by the team.
 //
-// For: the step's program. Does not know: how a tile is computed (attention_tile.h), what a block table's owner is.
-// Invariant: how queries are cut into tiles and who computes them has no influence on any result.
+// For: the step's program. Does not know: how a step is cut into tiles (attention_plan.h), or the arithmetic of a tile
+// (attention_tile.h). Invariant: who computes a tile has no influence on any result.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
-#include <utility>
 
+#include "attention_plan.h"
 #include "attention_tile.h"
 #include "numbers.h"
 #include "rotary.h"
@@ -17,32 +17,9 @@
 
 namespace llmb {
 
-constexpr int kTileRows = 192;     // queries times heads: enough to use what is in the cache often
-constexpr int kMaxTileQueries = 64;
-
-// Some neighbouring queries of a row, and the query heads of one KV head.
-struct Tile {
-    int32_t row;
-    int32_t kv_head;
-    int32_t first_query;  // within the row's queries
-    int32_t num_queries;
-};
-
-inline int tile_queries(const AttentionOp& op) {
-    return std::clamp(kTileRows / (op.num_heads / op.num_kv_heads), 1, kMaxTileQueries);
-}
-
 inline int padded_dim(const AttentionOp& op) { return (op.head_dim + kLanes - 1) / kLanes * kLanes; }
 
-inline int count_tiles(const AttentionOp& op, const Step& step) {
-    const int size = tile_queries(op);
-    int count = 0;
-    for (int row = 0; row < step.num_rows; row++)
-        count += (step.query_start[row + 1] - step.query_start[row] + size - 1) / size;
-    return count * op.num_kv_heads;
-}
-
-// One worker's memory, cut from a block of bytes. Sized by a dry run over a null block.
+// Cuts arrays from a block of memory; from a null block, only counts the bytes.
 class Carver {
   public:
     explicit Carver(char* memory) : memory_(memory) {}
@@ -54,6 +31,10 @@ class Carver {
         return taken;
     }
 
+    SoftmaxState take_state(size_t num_rows, int width) {
+        return {take<float>(num_rows * kLanes), take<float>(num_rows), take<float>(num_rows * width)};
+    }
+
     size_t used() const { return used_; }
 
   private:
@@ -61,170 +42,88 @@ class Carver {
     size_t used_ = 0;
 };
 
-inline SoftmaxState carve_state(Carver& carver, int num_rows, int width) {
-    return {carver.take<float>(num_rows * kLanes), carver.take<float>(num_rows),
-            carver.take<float>(static_cast<size_t>(num_rows) * width)};
-}
-
+// What one worker needs, and the results of parts, which the team shares.
 struct TileMemory {
-    TileMemory(const AttentionOp& op, int num_tiles, Carver& carver) {
-        const int num_rows = tile_queries(op) * (op.num_heads / op.num_kv_heads), width = padded_dim(op);
-        tiles = carver.take<Tile>(num_tiles);
-        q = carver.take<float>(static_cast<size_t>(num_rows) * op.head_dim);
-        first = carver.take<int32_t>(num_rows);
-        last = carver.take<int32_t>(num_rows);
-        state = carve_state(carver, num_rows, width);
-        total = carve_state(carver, num_rows, width);
-        padded_values = carver.take<char>(width == op.head_dim ? 0 : sizeof(float) * kChunk * width);
+    TileMemory(const AttentionOp& op, const TilePlan& plan, char* scratch, int rank) {
+        const int num_rows = tile_queries(op) * group_size(op), width = padded_dim(op);
+        Carver shared(scratch);
+        parts = shared.take_state(static_cast<size_t>(num_rows) * plan.num_parts, width);
+        Carver own(scratch + shared.used());
+        for (int i = 0; i <= rank; i++) {
+            tiles = own.take<Tile>(plan.num_tiles);
+            cut = own.take<CutTile>(plan.num_cut);
+            q = own.take<float>(static_cast<size_t>(num_rows) * op.head_dim);
+            first = own.take<int32_t>(num_rows);
+            last = own.take<int32_t>(num_rows);
+            state = own.take_state(num_rows, width);
+            total = own.take_state(num_rows, width);
+            padded_values = own.take<char>(width == op.head_dim ? 0 : sizeof(float) * kChunk * width);
+        }
+        end = shared.used() + own.used();
     }
 
+    SoftmaxState parts;  // [parts * rows of a tile]
     Tile* tiles;
+    CutTile* cut;
     float* q;
     int32_t* first;
     int32_t* last;
     SoftmaxState state;  // of the partition that is being visited
     SoftmaxState total;  // of those before it
     char* padded_values;
+    size_t end;  // bytes used
 };
-
-inline size_t worker_bytes(const AttentionOp& op, int num_tiles) {
-    Carver carver(nullptr);
-    TileMemory memory(op, num_tiles, carver);
-    return carver.used();
-}
 
 inline size_t attention_scratch_bytes(const AttentionOp& op, const Step& step, int num_threads) {
-    return worker_bytes(op, count_tiles(op, step)) * num_threads;
+    const TilePlan plan = plan_tiles(Places(op, step), num_threads);
+    return TileMemory(op, plan, nullptr, num_threads - 1).end;
 }
-
-struct Range {
-    int begin;
-    int end;
-};
-
-// Which positions tiles see and where those lie.
-class Places {
-  public:
-    Places(const AttentionOp& op, const Step& step) : op_(op), step_(step) {}
-
-    // Of a tile's first query.
-    int position(const Tile& tile) const {
-        const int num_queries = step_.query_start[tile.row + 1] - step_.query_start[tile.row];
-        return step_.seq_lens[tile.row] - num_queries + tile.first_query;
-    }
-
-    int oldest_seen(int position) const { return op_.window > 0 ? std::max(0, position - op_.window + 1) : 0; }
-
-    int first_chunk(const Tile& tile) const { return oldest_seen(position(tile)) / kChunk * kChunk; }
-
-    int end(const Tile& tile) const { return position(tile) + tile.num_queries; }
-
-    // The sub-blocks of the chunk at `start` that some query of the tile sees.
-    Range seen_of(const Tile& tile, int start) const {
-        const int oldest = oldest_seen(position(tile)) - start, seen = end(tile) - start;
-        return {std::max(0, oldest / kSubBlock), std::min(kChunkBlocks, (seen + kSubBlock - 1) / kSubBlock)};
-    }
-
-    // The memory of a position's block and of the tile's head, as an element offset.
-    size_t slab(const Tile& tile, int position) const {
-        const size_t block =
-            step_.block_table[static_cast<size_t>(tile.row) * step_.block_table_stride + position / op_.block_size];
-        return (block * op_.num_kv_heads + tile.kv_head) * op_.head_dim * op_.block_size;
-    }
-
-  private:
-    const AttentionOp& op_;
-    const Step& step_;
-};
-
-// The sub-blocks of keys and values in the order in which they will be read, some of them ahead of the arithmetic and
-// into the tile after this one: blocks lie anywhere, so the CPU cannot guess them.
-template <class T>
-class LookAhead {
-  public:
-    LookAhead(const AttentionOp& op, const Places& places) : op_(op), places_(places) {}
-
-    // `tile` is computed now and `following`, which may be null, afterwards.
-    void begin(const Tile& tile, const Tile* following) {
-        following_ = following;
-        if (tile_ == &tile) return;
-        enter(&tile);
-        const int slab_bytes = kSubBlock * op_.head_dim * static_cast<int>(sizeof(T));
-        for (int i = std::max(1, kDistanceBytes / slab_bytes); i > 0; i--) next();
-    }
-
-    // Where kSubBlock positions' worth of memory begins that will be wanted soon; any address when there is none.
-    const char* next() {
-        if (tile_ == nullptr) return nullptr;
-        const int position = start_ + sub_ * kSubBlock;
-        const size_t at = places_.slab(*tile_, position) + static_cast<size_t>(position % op_.block_size) * op_.head_dim;
-        const T* found = static_cast<const T*>(values_ ? op_.values : op_.keys) + at;
-        advance();
-        return reinterpret_cast<const char*>(found);
-    }
-
-  private:
-    static constexpr int kDistanceBytes = 16384;
-
-    void enter(const Tile* tile) {
-        tile_ = tile;
-        if (tile) enter_chunk(places_.first_chunk(*tile));
-    }
-
-    void enter_chunk(int start) {
-        start_ = start;
-        subs_ = places_.seen_of(*tile_, start);
-        sub_ = subs_.begin;
-        values_ = false;
-    }
-
-    void advance() {
-        if (++sub_ < subs_.end) return;
-        sub_ = subs_.begin;
-        if (!values_) values_ = true;
-        else if (start_ + kChunk < places_.end(*tile_)) enter_chunk(start_ + kChunk);
-        else enter(std::exchange(following_, nullptr));
-    }
-
-    const AttentionOp& op_;
-    const Places& places_;
-    const Tile* tile_ = nullptr;
-    const Tile* following_ = nullptr;
-    int start_ = 0;
-    Range subs_{};
-    int sub_ = 0;
-    bool values_ = false;
-};
 
 // Computes tiles, one after the other, with one worker's memory.
 template <class T>
 class TileRunner {
   public:
-    TileRunner(const AttentionOp& op, const Step& step, const TileMemory& memory)
-        : op_(op), step_(step), memory_(memory), group_(op.num_heads / op.num_kv_heads),
-          shape_{op.head_dim, padded_dim(op), op.block_size, op.softcap}, places_(op, step), ahead_(op, places_) {}
+    TileRunner(const AttentionOp& op, const Step& step, const Places& places, const TileMemory& memory)
+        : op_(op), step_(step), memory_(memory), places_(places), ahead_(op, places), group_(group_size(op)),
+          shape_{op.head_dim, padded_dim(op), op.block_size, op.softcap} {}
 
-    // `next` is what this worker will do afterwards, or null.
+    // `next` is what this worker will probably do afterwards, or null.
     void run(const Tile& tile, const Tile* next) {
-        num_rows_ = tile.num_queries * group_;
-        rows_per_block_ = even_blocks(num_rows_);
+        begin(tile);
         place_queries(tile);
-        clear_state(memory_.state, num_rows_, shape_.padded_dim);
         ahead_.begin(tile, next);
-        const int start = places_.first_chunk(tile), end = places_.end(tile);
+        state_ = tile.part == kWhole ? memory_.state : part(tile.part);
+        clear_state(state_, num_rows_, shape_.padded_dim);
         bool merged = false;
-        for (int at = start; at < end; at += kChunk) {
-            if (at % kPartition == 0 && at > start) finish_partition(merged);
+        for (int at = tile.key_begin; at < tile.key_end; at += kChunk) {
+            if (at % kPartition == 0 && at > tile.key_begin) finish_partition(merged);
             visit(tile, at);
         }
         if (merged) finish_partition(merged);
-        write_out(tile, merged ? memory_.total : memory_.state);
+        if (tile.part == kWhole) write_out(tile, merged ? memory_.total : state_);
+    }
+
+    // Puts a tile together from its parts.
+    void join(const CutTile& cut) {
+        begin(cut.tile);
+        clear_state(memory_.total, num_rows_, shape_.padded_dim);
+        for (int i = 0; i < cut.num_parts; i++) merge(part(cut.first_part + i));
+        write_out(cut.tile, memory_.total);
     }
 
   private:
-    static int even_blocks(int num_rows) {
-        const int blocks = (num_rows + kMaxRows - 1) / kMaxRows;
-        return (num_rows + blocks - 1) / blocks;
+    void begin(const Tile& tile) {
+        num_rows_ = tile.num_queries * group_;
+        const int blocks = (num_rows_ + kMaxRows - 1) / kMaxRows;
+        rows_per_block_ = (num_rows_ + blocks - 1) / blocks;
+    }
+
+    SoftmaxState part(int index) const {
+        return rows_of(memory_.parts, static_cast<size_t>(index) * tile_queries(op_) * group_);
+    }
+
+    SoftmaxState rows_of(const SoftmaxState& state, size_t r) const {
+        return {state.sums + r * kLanes, state.maxima + r, state.weighted + r * shape_.padded_dim};
     }
 
     const float* query(const Tile& tile, int row) const {
@@ -234,7 +133,7 @@ class TileRunner {
 
     // Row r of the tile is head r % group of query r / group. Queries are scaled, and transposed block by block.
     void place_queries(const Tile& tile) {
-        const int start = places_.position(tile);
+        const int start = places_.position(tile.row, tile.first_query);
         for (int r = 0; r < num_rows_; r++) {
             memory_.last[r] = start + r / group_;
             memory_.first[r] = places_.oldest_seen(memory_.last[r]);
@@ -277,8 +176,7 @@ class TileRunner {
 
     RowBlock rows_from(int r) const {
         return {memory_.q + static_cast<size_t>(r) * op_.head_dim, memory_.first + r, memory_.last + r,
-                {memory_.state.sums + r * kLanes, memory_.state.maxima + r,
-                 memory_.state.weighted + static_cast<size_t>(r) * shape_.padded_dim}};
+                rows_of(state_, r)};
     }
 
     void visit(const Tile& tile, int start) {
@@ -293,11 +191,14 @@ class TileRunner {
 
     // Moves what the last partition has given to the total.
     void finish_partition(bool& merged) {
-        const int width = shape_.padded_dim;
-        if (!merged) clear_state(memory_.total, num_rows_, width);
+        if (!merged) clear_state(memory_.total, num_rows_, shape_.padded_dim);
         merged = true;
-        for (int r = 0; r < num_rows_; r++) merge_row(memory_.total, memory_.state, r, width);
-        clear_state(memory_.state, num_rows_, width);
+        merge(state_);
+        clear_state(state_, num_rows_, shape_.padded_dim);
+    }
+
+    void merge(const SoftmaxState& part) const {
+        for (int r = 0; r < num_rows_; r++) merge_row(memory_.total, part, r, shape_.padded_dim);
     }
 
     void write_out(const Tile& tile, const SoftmaxState& state) const {
@@ -323,47 +224,34 @@ class TileRunner {
     const AttentionOp& op_;
     const Step& step_;
     const TileMemory& memory_;
+    const Places& places_;
+    LookAhead<T> ahead_;
     const int group_;
     const TileShape shape_;
-    const Places places_;
-    LookAhead<T> ahead_;
+    SoftmaxState state_{};
     int num_rows_ = 0;
     int rows_per_block_ = 0;
 };
 
-// All tiles of the step, those that take long first, so that the team ends together.
-inline void list_tiles(const AttentionOp& op, const Step& step, Tile* tiles) {
-    const int size = tile_queries(op);
-    Tile* end = tiles;
-    for (int row = 0; row < step.num_rows; row++) {
-        const int num_queries = step.query_start[row + 1] - step.query_start[row];
-        for (int kv_head = 0; kv_head < op.num_kv_heads; kv_head++)
-            for (int first = 0; first < num_queries; first += size)
-                *end++ = {row, kv_head, first, std::min(size, num_queries - first)};
-    }
-    const Places places(op, step);
-    const auto cost = [&](const Tile& tile) {
-        const int end = places.end(tile);
-        return int64_t{op.window > 0 ? std::min(end, op.window) : end} * tile.num_queries;
-    };
-    std::stable_sort(tiles, end, [&](const Tile& a, const Tile& b) { return cost(a) > cost(b); });
-}
-
 template <class T>
 inline void attend(Worker& worker, const AttentionOp& op, const Step& step, char* scratch) {
-    const int num_tiles = count_tiles(op, step);
-    Carver carver(scratch + worker_bytes(op, num_tiles) * worker.rank);
-    TileMemory memory(op, num_tiles, carver);
-    list_tiles(op, step, memory.tiles);
-    TileRunner<T> runner(op, step, memory);
-    // A tile is begun when the one after it is known, whose first keys are fetched meanwhile.
-    const Tile* claimed = nullptr;
-    worker.share(num_tiles, 1, [&](int begin, int) {
-        const Tile* next = memory.tiles + begin;
-        if (claimed) runner.run(*claimed, next);
-        claimed = next;
+    const Places places(op, step);
+    const TilePlan plan = plan_tiles(places, worker.size);
+    const TileMemory memory(op, plan, scratch, worker.rank);
+    list_tiles(places, plan, memory.tiles, memory.cut);
+    TileRunner<T> runner(op, step, places, memory);
+    // Whole pieces of several tiles, where there are many: a worker knows what comes next, and fetches its first keys.
+    const int grain = plan.num_tiles >= 32 * worker.size ? 4 : 1;
+    worker.share(plan.num_tiles, grain, [&](int begin, int end) {
+        for (int i = begin; i < end; i++) {
+            // After a piece, most likely the others have taken one each.
+            const int next = i + 1 < end ? i + 1 : end + grain * (worker.size - 1);
+            runner.run(memory.tiles[i], next < plan.num_tiles ? memory.tiles + next : nullptr);
+        }
     });
-    if (claimed) runner.run(*claimed, nullptr);
+    if (plan.num_cut == 0) return;
+    worker.barrier();
+    worker.share(plan.num_cut, 1, [&](int begin, int) { runner.join(memory.cut[begin]); });
 }
 
 inline void attention(Worker& worker, const AttentionOp& op, const Step& step, char* scratch) {
