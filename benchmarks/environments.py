@@ -76,7 +76,7 @@ class Environments:
             self.debian("libtcmalloc-minimal4")
 
     def _name_vllm(self) -> None:
-        """Its command line asks for a package named vllm, which this one is not; "cpu" in the version picks the device."""
+        """Its command line asks for a package named vllm, which this is not; "cpu" in the version picks the device."""
         (packages,) = self.folder("vllm").glob("lib/python*/site-packages")
         named = packages / f"vllm-{VLLM_VERSION}+cpu.dist-info"
         named.mkdir(exist_ok=True)
