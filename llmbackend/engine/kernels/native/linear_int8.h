@@ -189,15 +189,15 @@ void multiply_pair(const Stored* x, size_t stride, const int8_t* panel, int quad
         low[r] = fresh ? Ints{} : load_ints(sums + r * kPanel);
         high[r] = fresh ? Ints{} : load_ints(sums + r * kPanel + kLanes);
     }
-    for (int step = 0; step < quads; step += kStepQuads) {
+    for (int step = 0; step < quads; step += kStepQuads, panel += kStepQuads * kQuadBytes, x += kStepQuads * 4) {
         ahead.fetch();
 #pragma GCC unroll 4
-        for (int quad = step; quad < step + kStepQuads; quad++) {
-            const Weights first(panel + quad * kQuadBytes), second(panel + quad * kQuadBytes + kLanes * 4);
-            fetch_near(panel + quad * kQuadBytes);
+        for (int i = 0; i < kStepQuads; i++) {
+            const Weights first(panel + i * kQuadBytes), second(panel + i * kQuadBytes + kLanes * 4);
+            fetch_near(panel + i * kQuadBytes);
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; r++) {
-                const Quad four(x + r * stride + quad * 4);
+                const Quad four(x + r * stride + i * 4);
                 low[r] = first.times(four, low[r]);
                 high[r] = second.times(four, high[r]);
             }
@@ -227,7 +227,7 @@ MultiplyBlock block_of(int rows, std::integer_sequence<int, kRows...>) {
 }
 inline MultiplyBlock registers_block(int rows) { return block_of(rows, std::make_integer_sequence<int, kMaxBlock>()); }
 
-#if defined(LLMB_HAS_TILES)
+#if defined(LLMB_HAS_TILES) && defined(__AVX512VNNI__)
 
 // 16 or 32 rows, in tiles: sums in 0 to 3, x in 4 and 5, weights in 6 and 7.
 template <int kRows>
