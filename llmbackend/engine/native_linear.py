@@ -60,8 +60,8 @@ class NativeLinear(nn.Module):
 def swap_linears(model: Any, engine: NativeEngine, quantization: str | None) -> None:
     """Packs and replaces every plain linear layer of a float32 or bfloat16 model in place.
 
-    quantization "int8": all of these weights become int8, the output head's among them, which costs a tenth of a percent
-    of greedy agreement (benchmarks/quantization_quality.py) and saves a quarter of what one stream reads per token.
+    quantization "int8": all of these weights become int8, the output head's among them, which costs a tenth of a
+    percent of greedy agreement (benchmarks/quantization_quality.py) and saves a quarter of what a token reads.
     """
     found = list(_plain_linears(model))
     matrices = [_matrix(linear) for _, _, linear in found]
