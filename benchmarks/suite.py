@@ -24,6 +24,7 @@ from .environments import Environments
 from .models import Models
 
 LOAD_TIMEOUT_S = 600.0
+VLLM_KV_CACHE_GIB = "2"
 
 
 class Results:
@@ -136,8 +137,14 @@ def environ_of(environments: Environments, name: str) -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent)
     common = {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     if name == "vllm":
-        cache = str(environments.scratch / "vllm-cache")
-        return common | {"LD_PRELOAD": environments.preload(), "VLLM_CACHE_ROOT": cache, "VLLM_NO_USAGE_STATS": "1"}
+        return common | {
+            "LD_PRELOAD": environments.preload(),
+            "VLLM_CACHE_ROOT": str(environments.scratch / "vllm-cache"),
+            "VLLM_CPU_KVCACHE_SPACE": VLLM_KV_CACHE_GIB,
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
     if name == "llama.cpp":
         return common | {"LLAMA_CPP_LIB_PATH": str(environments.llama_cpp_binaries)}
     return common
