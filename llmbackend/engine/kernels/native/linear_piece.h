@@ -24,10 +24,10 @@ struct Ahead {
     const char* at;
     int step_bytes;
 
-    // The next step, of up to kMost bytes.
-    template <int kMost>
+    // The next step, of up to kMost bytes, a line out of every kEvery bytes.
+    template <int kMost, int kEvery>
     void fetch() {
-        for (int byte = 0; byte < kMost; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+        for (int byte = 0; byte < kMost; byte += kEvery) __builtin_prefetch(at + byte, 0, 2);
         at += step_bytes;
     }
     void fetch_step() {
