@@ -7,7 +7,6 @@ blocks are free when that output is emitted; an error belongs to the request tha
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Sequence as Items
@@ -38,9 +37,13 @@ def _make_sound_runner(config: EngineConfig) -> Runner:
         from .mock_model import MockRunner
 
         return MockRunner(config)
-    if config.device == "cpu":
-        with contextlib.suppress(AttributeError, ImportError), lean_imports.without_compiler():
+    if config.device != "cpu" or config.transport != "process":
+        return _model_runner(config)
+    try:
+        with lean_imports.without_compiler():  # for the whole process, which is the engine's own
             return _model_runner(config)
+    except (AttributeError, ImportError):
+        logger.warning("loading without torch's compiler failed; loading with it", exc_info=True)
     return _model_runner(config)
 
 

@@ -23,6 +23,8 @@ from unittest import mock
 _COMPILER = "torch._dynamo"
 _HELPER = f"{_COMPILER}._trace_wrapped_higher_order_op"
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
+# Where torch keeps, on a function, what the compiler's `disable` made of it at its first call.
+_KEPT_BY_TORCH = "__dynamo_disable"
 _lock = threading.RLock()
 
 
@@ -55,7 +57,8 @@ def without_compiler() -> Iterator[None]:
         if _COMPILER in sys.modules:
             yield
             return
-        compiler = _stand_in()
+        disabled: list[Any] = []
+        compiler = _stand_in(disabled)
         with (
             mock.patch.object(torch, "_dynamo", compiler, create=True),
             mock.patch.object(torch.compiler, "disable", _unchanged),
@@ -66,15 +69,24 @@ def without_compiler() -> Iterator[None]:
             finally:
                 for name in (_COMPILER, _HELPER):
                     sys.modules.pop(name, None)
+                for function in disabled:  # the real compiler must be asked when it is there
+                    vars(function).pop(_KEPT_BY_TORCH, None)
 
 
-def _stand_in() -> ModuleType:
-    """A compiler whose decorators leave functions as they are."""
+def _stand_in(disabled: list[Any]) -> ModuleType:
+    """A compiler whose decorators leave functions as they are; `disabled` collects those it was to leave alone."""
+
+    def disable(function: Any = None, *_arguments: Any, **_options: Any) -> Any:
+        if function is not None:
+            disabled.append(function)
+        return _unchanged(function)
+
     compiler: Any = ModuleType(_COMPILER)
     helper: Any = ModuleType(_HELPER)
     compiler.__path__ = []
     for name in _DECORATORS:
         setattr(compiler, name, _unchanged)
+    compiler.disable = disable
     helper.TransformGetItemToIndex = object
     sys.modules.update({_COMPILER: compiler, _HELPER: helper})
     return compiler  # type: ignore[no-any-return]

@@ -24,12 +24,17 @@ inline void pause_briefly() {
 #endif
 }
 
-// Returns when `word` no longer holds `old`.
+// Returns when `word` no longer holds `old`. Spins first; then offers the core to whoever wants it, again and again: a
+// thread that sleeps takes longer to wake, in a virtual machine above all, than most operations take; then sleeps.
 inline void wait_while(const std::atomic<uint32_t>& word, uint32_t old) {
-    constexpr int kSpins = 1000;  // about 50 microseconds
-    for (int i = 0; i < kSpins; i++) {
+    constexpr int kSpins = 400;    // tens of microseconds
+    constexpr int kYields = 2000;  // about a millisecond when nobody else wants the core
+    for (int i = 0; i < kSpins + kYields; i++) {
         if (word.load(std::memory_order_acquire) != old) return;
-        pause_briefly();
+        if (i < kSpins)
+            pause_briefly();
+        else
+            std::this_thread::yield();
     }
     word.wait(old, std::memory_order_acquire);
 }
@@ -44,8 +49,9 @@ struct Worker {
 
     void barrier();
 
-    // Calls f(begin, end) for pieces of at most `grain` items until all of 0..n-1 are done by somebody. At most one
-    // share between two barriers; the results of others may be read after the next barrier only.
+    // Calls f(begin, end) for pieces of at most `grain` items, smaller ones towards the end, until all of 0..n-1 are
+    // done by somebody. At most one share between two barriers; the results of others may be read after the next
+    // barrier only.
     template <class F>
     void share(int n, int grain, F&& f);
 };
@@ -124,10 +130,13 @@ inline void Worker::barrier() {
 
 template <class F>
 void Worker::share(int n, int grain, F&& f) {
-    while (true) {
-        const int begin = team.next_.fetch_add(grain, std::memory_order_relaxed);
-        if (begin >= n) return;
-        f(begin, std::min(begin + grain, n));
+    int begin = team.next_.load(std::memory_order_relaxed);
+    while (begin < n) {
+        const int fair = (n - begin) / (2 * size);  // leaves enough that all end at about the same time
+        const int end = std::min(begin + std::clamp(fair, 1, grain), n);
+        if (!team.next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+        f(begin, end);
+        begin = team.next_.load(std::memory_order_relaxed);
     }
 }
 

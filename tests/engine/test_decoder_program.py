@@ -1,0 +1,146 @@
+"""Which models run as one native program, and that it computes what their modules compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.kernels import library
+from llmbackend.engine.model_runner import ModelRunner
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
+PROGRAMS: dict[str, Any] = {
+    "llama": tf.LlamaConfig(**SIZES),
+    "qwen2": tf.Qwen2Config(**SIZES),
+    "qwen3": tf.Qwen3Config(**SIZES, head_dim=32),
+    "mistral": tf.MistralConfig(**SIZES, sliding_window=8),
+    "gemma3": tf.Gemma3TextConfig(**SIZES, **MIXED, head_dim=32),
+    "phi3": tf.Phi3Config(**SIZES),
+    "olmo2": tf.Olmo2Config(**SIZES),
+    "granite": tf.GraniteConfig(**SIZES, logits_scaling=3.0, attention_multiplier=0.2, residual_multiplier=0.7),
+    "smollm3": tf.SmolLM3Config(**SIZES),
+}
+MODULES: dict[str, Any] = {
+    "gemma2": tf.Gemma2Config(**SIZES, head_dim=32, sliding_window=8, attn_logit_softcapping=2.0),
+    "mixtral": tf.MixtralConfig(**SIZES, num_local_experts=4),
+    "cohere": tf.CohereConfig(**SIZES, logit_scale=0.5),
+    "starcoder2": tf.Starcoder2Config(**SIZES),
+    "head_dim 24": tf.Qwen3Config(**SIZES, head_dim=24),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def save(config: Any, path: Path) -> Any:
+    """A random model with weights spread wide enough that greedy output does not repeat one token."""
+    torch.manual_seed(5)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(4)
+    model.save_pretrained(path)
+    return model
+
+
+def runner(path: Path, **options: Any) -> ModelRunner:
+    return ModelRunner(EngineConfig(model=str(path), transport="inline", num_threads=1, num_kv_blocks=8, **options))
+
+
+def greedy(path: Path, prompt: tuple[int, ...], count: int, **options: Any) -> tuple[list[int], list[float]]:
+    """Tokens and their logprobs, the prompt in chunks of 7."""
+    config = EngineConfig(
+        model=str(path), transport="inline", num_threads=1, num_kv_blocks=8, max_num_batched_tokens=7, **options
+    )
+    core = EngineCore(config, ModelRunner(config))
+    core.add(
+        InferRequest(
+            request_id="r",
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True, logprobs=0),
+        )
+    )
+    chosen = []
+    while core.has_work:
+        chosen += [entry for output in core.step().outputs for entry in output.logprobs]
+    core.close()
+    return [entry.token_id for entry in chosen], [entry.logprob for entry in chosen]
+
+
+@pytest.mark.parametrize("family", PROGRAMS)
+def test_a_program_computes_what_transformers_computes(family: str, tmp_path: Path) -> None:
+    model = save(PROGRAMS[family], tmp_path)
+    assert runner(tmp_path).info.description.endswith("one native program")
+    prompt = tuple((7 * i + 3) % 128 for i in range(40))
+    tokens, logprobs = greedy(tmp_path, prompt, 12)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    assert tokens == logits.argmax(-1).tolist()
+    expected = torch.log_softmax(logits, -1).max(-1).values
+    assert torch.allclose(torch.tensor(logprobs), expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", MODULES)
+def test_other_models_run_as_modules_on_native_layers(family: str, tmp_path: Path) -> None:
+    model = save(MODULES[family], tmp_path)
+    assert runner(tmp_path).info.description.endswith("modules")
+    prompt = tuple(range(1, 21))
+    tokens, _ = greedy(tmp_path, prompt, 8)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    assert tokens == logits.argmax(-1).tolist()
+
+
+def test_what_a_description_misses_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(PROGRAMS["llama"], tmp_path)
+    layer = tf.models.llama.modeling_llama.LlamaDecoderLayer
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs) * 1.1)
+    assert runner(tmp_path).info.description.endswith("modules")
+
+
+def test_the_program_is_an_option(tmp_path: Path) -> None:
+    save(PROGRAMS["qwen2"], tmp_path)
+    assert runner(tmp_path, enforce_eager=True).info.description.endswith("modules")
+    assert "packed float32" in runner(tmp_path, kernels="torch").info.description
+    assert "int8" in runner(tmp_path, quantization="int8").info.description
+    with pytest.raises(ValueError, match="'quantization' is 'int8', which needs the native CPU kernels"):
+        runner(tmp_path, quantization="int8", kernels="torch")
+
+
+def test_bfloat16_lies_close_to_float32(tmp_path: Path) -> None:
+    """Weights are the same numbers; what differs is KV memory of 8 bits of mantissa, and on tiles the activations."""
+    config = PROGRAMS["qwen2"]
+    torch.manual_seed(5)
+    tf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    prompt = tuple((11 * i + 5) % 128 for i in range(60))
+    wide, narrow = (greedy(tmp_path, prompt, 1, dtype=dtype)[1][0] for dtype in ("float32", "bfloat16"))
+    assert narrow == pytest.approx(wide, abs=0.02)

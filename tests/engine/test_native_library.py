@@ -1,0 +1,109 @@
+"""Which native library is loaded, what happens without one, and the memory and layers that come with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from llmbackend.engine.kernels import library
+from llmbackend.engine.native_linear import NativeLinear, swap_linears
+
+native = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
+
+
+@pytest.fixture
+def unloaded() -> Iterator[None]:
+    library.load.cache_clear()
+    yield
+    library.load.cache_clear()
+
+
+def test_without_libraries_there_is_one_warning(
+    unloaded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "_path", lambda variant: None)
+    assert library.available() == ()
+    assert library.load() is None and library.load() is None
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "compiler" in caplog.text
+
+
+@native
+def test_a_library_of_other_sources_is_refused(
+    unloaded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(library, "STRUCTURES", library.STRUCTURES[::-1])
+    assert library.load("generic") is None
+    assert "built from other sources" in caplog.text
+
+
+@native
+def test_the_best_of_what_can_run_is_loaded() -> None:
+    names = library.available()
+    assert "generic" in names and names[-1] == "generic"
+    best = library.load()
+    assert best is not None and best.variant == names[0]
+
+
+@native
+def test_memory_is_zero_and_may_be_kept_longer_than_its_library() -> None:
+    loaded = library.load("generic")
+    assert loaded is not None
+    memory = loaded.memory(5 << 20)
+    assert memory.dtype == np.uint8 and memory.size == 5 << 20 and not memory.any()
+    part = memory[4096:8192].view(np.float32)
+    del memory
+    part[:] = 1.5
+    assert part.sum() == 1.5 * 1024
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.plain = nn.Linear(70, 40)
+        self.transposed = Conv1D(33, 70)
+        self.other = nn.Bilinear(2, 2, 2)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.plain
+
+
+@native
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "tolerance"),
+    [(torch.float32, None, 1e-5), (torch.bfloat16, None, 2e-2), (torch.float32, "int8", 2e-2)],
+)
+def test_swapped_layers_compute_the_same(dtype: torch.dtype, quantization: str | None, tolerance: float) -> None:
+    loaded = library.load()
+    assert loaded is not None
+    model = Small().to(dtype).eval()
+    x = torch.randn(3, 5, 70, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = [layer(x).float().detach() for layer in (model.plain, model.transposed)]
+    engine = library.NativeEngine(loaded, 1)
+    swap_linears(model, engine, quantization)
+    assert isinstance(model.plain, NativeLinear) and isinstance(model.transposed, NativeLinear)
+    assert isinstance(model.other, nn.Bilinear)
+    for layer, wanted in zip((model.plain, model.transposed), expected, strict=True):
+        got = layer(x)
+        assert got.dtype == dtype and got.shape == wanted.shape
+        assert (got.float() - wanted).abs().max() <= tolerance * wanted.abs().max()
+    engine.close()
+
+
+@native
+def test_a_team_ends_with_its_engine() -> None:
+    loaded = library.load("generic")
+    assert loaded is not None
+    before = len(list(Path("/proc/self/task").iterdir()))
+    engine = library.NativeEngine(loaded, 3)
+    assert len(list(Path("/proc/self/task").iterdir())) == before + 2
+    engine.close()
+    assert len(list(Path("/proc/self/task").iterdir())) == before
