@@ -96,6 +96,7 @@ class Decoder:
     logit_softcap: float
 
 
+@torch.no_grad()
 def describe(model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int) -> Decoder:
     """options: what each attention module asked for, in the order of the layers. Raises UnrecognisedError."""
     config = model.config.get_text_config(decoder=True)

@@ -36,6 +36,7 @@ PROGRAMS: dict[str, Any] = {
     "qwen2": tf.Qwen2Config(**SIZES),
     "qwen3": tf.Qwen3Config(**SIZES, head_dim=32),
     "mistral": tf.MistralConfig(**SIZES, sliding_window=8),
+    "gemma2": tf.Gemma2Config(**SIZES, head_dim=32, sliding_window=8, attn_logit_softcapping=2.0),
     "gemma3": tf.Gemma3TextConfig(**SIZES, **MIXED, head_dim=32),
     "phi3": tf.Phi3Config(**SIZES),
     "olmo2": tf.Olmo2Config(**SIZES),
@@ -43,7 +44,6 @@ PROGRAMS: dict[str, Any] = {
     "smollm3": tf.SmolLM3Config(**SIZES),
 }
 MODULES: dict[str, Any] = {
-    "gemma2": tf.Gemma2Config(**SIZES, head_dim=32, sliding_window=8, attn_logit_softcapping=2.0),
     "mixtral": tf.MixtralConfig(**SIZES, num_local_experts=4),
     "cohere": tf.CohereConfig(**SIZES, logit_scale=0.5),
     "starcoder2": tf.Starcoder2Config(**SIZES),
