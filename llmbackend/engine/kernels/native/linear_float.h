@@ -28,7 +28,7 @@ constexpr int kBlockVectors = 2;
 constexpr int kBlockColumns = kBlockVectors * kLanes;
 
 constexpr int kChunkRows = 132;  // of x at a time: with kOuterK of k, half of the L2 cache
-constexpr int kNearPairs = 8;
+constexpr int kNearPairs = 8;    // of k: so far ahead weights are brought from the L2 to the L1 cache
 constexpr int kInnerK = 448;     // of a panel at a time, which then stays in the L1 cache for all rows
 
 // Rows of x as the kernels read them.
