@@ -61,6 +61,7 @@ class DecoderProgram:
         # Tiles multiply bfloat16 by bfloat16; everything else widens weights and keeps activations in float32.
         tiles = engine.library.variant == "amx" and decoder.embedding.dtype == torch.bfloat16
         self._activation = Type.BFLOAT16 if tiles else Type.FLOAT32
+        self._max_tokens, self._max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
         self._kept: list[Any] = []
         """What operations point to."""
@@ -79,6 +80,8 @@ class DecoderProgram:
         )  # fmt: skip
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in arrays)
         num_samples = len(step.sampled_tokens)
+        if len(step.token_ids) > self._max_tokens or num_samples > self._max_samples:
+            raise RuntimeError(f"a step of {len(step.token_ids)} tokens and {num_samples} samples has no room")
         native_step = Step(
             len(step.token_ids), len(step.rows), num_samples, block_table.shape[1],
             *(array.ctypes.data for array in arrays),

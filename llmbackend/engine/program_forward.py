@@ -29,8 +29,9 @@ class ProgramForward:
         caches = native_caches(loaded.engine, loaded.layer_shapes, num_blocks, config.block_size, loaded.dtype)
         if caches is None:
             raise UnrecognisedError("its heads or its KV blocks do not fit the native layout")
-        max_tokens = max(config.max_num_batched_tokens, _LONGEST_PROBE)
-        max_samples = max(min(max_tokens, _most_samples(config)), _LONGEST_PROBE)
+        drafts = config.speculative_config.max_step_tokens if config.speculative_config else 0
+        max_tokens = max(config.max_num_batched_tokens, drafts, _LONGEST_PROBE)
+        max_samples = max(min(max_tokens, config.max_num_seqs + drafts), _LONGEST_PROBE)
         self._program = DecoderProgram(loaded.engine, loaded.decoder, caches, max_tokens, max_samples)
         self._prove(loaded.checked)
 
@@ -49,11 +50,6 @@ class ProgramForward:
                   (sequence.numpy().astype(np.int32) for sequence in checked.sequences)]  # fmt: skip
         if difference := checked.difference(torch.from_numpy(np.concatenate(logits))):
             raise UnrecognisedError(f"the program's logits differ from the modules' {difference}")
-
-
-def _most_samples(config: EngineConfig) -> int:
-    drafts = config.speculative_config.max_step_tokens if config.speculative_config else 0
-    return config.max_num_seqs + drafts
 
 
 def _probe(token_ids: Int32Array) -> FlatStep:
