@@ -6,7 +6,6 @@ median of the rounds of one run; failures are listed, not left out; what the pag
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import statistics
@@ -224,7 +223,3 @@ def _failures(lines: list[Line]) -> str:
         return ""
     rows = [f"- {entry} on {model} {workload}: {error}" for (entry, model, workload), error in errors.items()]
     return "\n".join(["## What did not run", "", *rows, ""])
-
-
-def read_results(path: Path) -> list[Line]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

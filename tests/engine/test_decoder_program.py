@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,10 @@ from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
 from llmbackend.engine.model_runner import ModelRunner
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not library.available(), reason="no native kernels are built here"),
+]
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -49,14 +51,6 @@ MODULES: dict[str, Any] = {
     "starcoder2": tf.Starcoder2Config(**SIZES),
     "head_dim 24": tf.Qwen3Config(**SIZES, head_dim=24),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def save(config: Any, path: Path) -> Any:

@@ -7,7 +7,6 @@ near-ties; for the native program, for modules on native kernels, and for plain 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams, TokenLogprobs
 from llmbackend.engine.model_runner import ModelRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Story = list[TokenLogprobs]
 OUTPUT_TOKENS = 16
@@ -59,14 +60,6 @@ WORDS: dict[str, dict[str, Any]] = {
     "presence": {"temperature": 0.7, "seed": 9, "top_k": 20, "presence_penalty": 0.4},
     "minimum": {"temperature": 0.8, "seed": 10, "min_p": 0.02, "frequency_penalty": 0.2},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

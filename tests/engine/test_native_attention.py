@@ -7,12 +7,11 @@ import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
+from native_engines import Array, engine, from_bf16, to_bf16
 from torch import nn
 
 from llmbackend.engine.attention.interface import AttentionOptions
@@ -28,28 +27,10 @@ from llmbackend.engine.native_kv_cache import NativeLayerCache
 
 VARIANTS = [name for name in library.available() if name != "avx512_vnni"] or list(library.available())
 """The one left out compiles attention as avx512 does."""
-Array = npt.NDArray[Any]
 STALE = 3e38
 """What unwritten slots hold: a weight of zero must not let it through."""
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
-
-
-@functools.cache
-def engine(variant: str, num_threads: int = 1) -> NativeEngine:
-    loaded = library.load(variant)
-    assert loaded is not None
-    return NativeEngine(loaded, num_threads)
-
-
-def to_bf16(x: Array) -> Array:
-    """Bits of the nearest bfloat16, ties to even."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def from_bf16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def rounded(x: Array, kind: Type) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -10,42 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from native_engines import Array, engine, from_bf16, numbers, stored, to_bf16
 
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
 from llmbackend.engine.kernels.library import Library, NativeEngine, op_pointers, packed_bytes
 
 VARIANTS = [name for name in library.available() if name != "amx"]
-Array = npt.NDArray[Any]
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
-
-
-@functools.cache
-def engine(variant: str, num_threads: int = 1) -> NativeEngine:
-    loaded = library.load(variant)
-    assert loaded is not None
-    return NativeEngine(loaded, num_threads)
-
-
-def to_bf16(x: Array) -> Array:
-    """Bits of the nearest bfloat16, ties to even."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def from_bf16(bits: Array) -> Array:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-def stored(x: Array, kind: Type) -> Array:
-    return np.ascontiguousarray(x, np.float32) if kind is Type.FLOAT32 else to_bf16(x)
-
-
-def numbers(x: Array, kind: Type) -> Array:
-    return x if kind is Type.FLOAT32 else from_bf16(x)
 
 
 def poison(rows: int, stride: int, kind: Type) -> Array:

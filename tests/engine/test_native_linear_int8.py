@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from native_engines import Array, engine, numbers, stored
 
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
 from llmbackend.engine.kernels.library import NativeEngine, op_pointers, packed_bytes
 
 VARIANTS = list(library.available())
-Array = npt.NDArray[Any]
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
-
-
-@functools.cache
-def engine(variant: str, num_threads: int = 1) -> NativeEngine:
-    loaded = library.load(variant)
-    assert loaded is not None
-    return NativeEngine(loaded, num_threads)
-
-
-def to_bf16(x: Array) -> Array:
-    """Bits of the nearest bfloat16, ties to even."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def stored(x: Array, kind: Type) -> Array:
-    return np.ascontiguousarray(x, np.float32) if kind is Type.FLOAT32 else to_bf16(x)
-
-
-def numbers(x: Array, kind: Type) -> Array:
-    return x if kind is Type.FLOAT32 else (x.astype(np.uint32) << 16).view(np.float32)
 
 
 def quantised(x: Array) -> tuple[Array, Array]:

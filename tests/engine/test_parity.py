@@ -6,7 +6,7 @@ chunked and mixed with decodes), and KV memory so small that requests are preemp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.model_runner import ModelRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT_LENS = (13, 5, 21, 1, 30, 9)
 OUTPUT_TOKENS = 12
@@ -60,15 +62,6 @@ FAMILIES: dict[str, Any] = {
     "starcoder2": tf.Starcoder2Config(**BASE, **UNTIED),
     "smollm3": tf.SmolLM3Config(**BASE),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny products gain nothing from a second thread, and lose much when the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_model(config: Any) -> Any:

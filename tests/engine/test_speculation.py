@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -418,14 +418,6 @@ def test_drafts_take_free_blocks_only() -> None:
 
 
 # --- a real model -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def real_requests() -> list[InferRequest]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +17,8 @@ import torch
 
 from ..logit_edits import RowEdits
 from ..step import Int32Array, RowTable
-from .abi import Type
 from .library import NativeEngine
-
-_TYPES: Final = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
+from .weights import TYPE_OF
 
 
 class RowParameters:
@@ -110,11 +107,11 @@ class NativeSampling:
         """As Sampler.sample: token ids (NO_TOKEN where logits are not finite) and, if any row may ask, logprobs.
         Raises MemoryError."""
         rows, positions = (np.ascontiguousarray(array, np.int32) for array in (rows, positions))
-        if logits.dtype not in _TYPES or logits.stride(-1) != 1:
+        if logits.dtype not in TYPE_OF or logits.stride(-1) != 1:
             logits = logits.float().contiguous()
         token_ids = np.empty(len(rows), np.int32)
         samples = self._samples
-        samples.logits, samples.stride, samples.logits_type = logits.data_ptr(), logits.stride(0), _TYPES[logits.dtype]
+        samples.logits, samples.stride, samples.logits_type = logits.data_ptr(), logits.stride(0), TYPE_OF[logits.dtype]
         samples.rows, samples.positions = rows.ctypes.data, positions.ctypes.data
         samples.token_ids, samples.num_samples = token_ids.ctypes.data, len(rows)
         logprobs = self._room_for_logprobs(rows) if wants_logprobs else None
