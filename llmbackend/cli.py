@@ -15,7 +15,18 @@ import typer
 
 from llmbackend import __version__
 
-from .cli_flags import DoorFlags, GrpcFlags, HttpFlags, LifeFlags, LogFlags, MetricsFlags, ModelFlags, server_options
+from .cli_flags import (
+    DoorFlags,
+    GrpcFlags,
+    HttpFlags,
+    LifeFlags,
+    LogFlags,
+    MetricsConfigFlags,
+    MetricsFlags,
+    ModelFlags,
+    SharedMemoryFlags,
+    server_options,
+)
 from .flag_groups import takes_flag_groups
 from .limit_flags import LimitFlags
 from .settings import ServerSettings
@@ -43,6 +54,8 @@ def serve(
     http: HttpFlags,
     grpc: GrpcFlags,
     metrics: MetricsFlags,
+    metrics_config: MetricsConfigFlags,
+    shared_memory: SharedMemoryFlags,
     doors: DoorFlags,
     limits: LimitFlags,
     log: LogFlags,
@@ -52,7 +65,9 @@ def serve(
 
     settings = ServerSettings(
         log=log.settings(),
-        options=server_options(models, life),
+        options=server_options(
+            models, life, metrics_config.options(), shared_memory.allowed(http.endpoint(), grpc.endpoint())
+        ),
         http=http.endpoint(),
         grpc=grpc.endpoint(),
         metrics=metrics.endpoint(http.http_address),

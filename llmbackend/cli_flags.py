@@ -15,6 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from llmbackend.core.messages import ServerOptions
+from llmbackend.core.metrics_options import MetricsOptions, with_metrics_config
+from llmbackend.frontends.doors.exposure import is_loopback
 from llmbackend.frontends.doors.rate_limit import Limits
 from llmbackend.frontends.doors.restrictions import parse_restrictions
 from llmbackend.frontends.doors.settings import DoorSettings
@@ -131,6 +133,44 @@ class MetricsFlags:
 
 
 @dataclass(frozen=True)
+class MetricsConfigFlags:
+    """Which metrics there are."""
+
+    metrics_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metrics-config",
+            help="counter_latencies=BOOL, histogram_latencies=BOOL, summary_latencies=BOOL or "
+            "summary_quantiles=Q:ERROR,Q:ERROR; repeatable.",
+        ),
+    ] = None
+    metrics_interval_ms: Annotated[int, typer.Option(min=1, help="How old the metrics of the machine may be.")] = 2000
+    allow_cpu_metrics: Annotated[Any, _switch("--allow-cpu-metrics", "Metrics of the machine's CPU and memory.")] = True
+
+    def options(self) -> MetricsOptions:
+        options = MetricsOptions(interval_ms=self.metrics_interval_ms, cpu_metrics=self.allow_cpu_metrics)
+        try:
+            return with_metrics_config(options, self.metrics_config or ())
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+
+@dataclass(frozen=True)
+class SharedMemoryFlags:
+    """Whether clients may have the server read and write shared memory."""
+
+    allow_client_shm: Annotated[
+        Any, _switch("--allow-client-shm", "Clients may register shared memory; default: if only loopback is served.")
+    ] = None
+
+    def allowed(self, *endpoints: Endpoint) -> bool:
+        """What the flag says; without it, whether nobody but this machine can reach the `endpoints`."""
+        if self.allow_client_shm is not None:
+            return bool(self.allow_client_shm)
+        return all(is_loopback(endpoint.address) for endpoint in endpoints if endpoint.enabled)
+
+
+@dataclass(frozen=True)
 class DoorFlags:
     """Who may enter (docs/security.md)."""
 
@@ -227,7 +267,9 @@ class LogFlags:
         )
 
 
-def server_options(models: ModelFlags, life: LifeFlags) -> ServerOptions:
+def server_options(
+    models: ModelFlags, life: LifeFlags, metrics: MetricsOptions, allow_client_shm: bool
+) -> ServerOptions:
     """What the host is told."""
     _one_of("--model-control-mode", models.model_control_mode, ("none", "explicit"))
     return ServerOptions(
@@ -242,6 +284,8 @@ def server_options(models: ModelFlags, life: LifeFlags) -> ServerOptions:
         model_load_thread_count=models.model_load_thread_count,
         model_load_retry_count=models.model_load_retry_count,
         auto_complete_config=not models.disable_auto_complete_config,
+        allow_client_shm=allow_client_shm,
+        metrics=metrics,
     )
 
 

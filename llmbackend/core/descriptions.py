@@ -16,10 +16,13 @@ from .model import LoadedModel
 from .tensors import DATATYPE_OF_CONFIG_TYPE
 
 EXTENSIONS = (
+    "classification",
     "model_repository",
     "model_repository(unload_dependents)",
     "schedule_policy",
     "model_configuration",
+    "system_shared_memory",
+    "cuda_shared_memory",
     "binary_tensor_data",
     "parameters",
     "statistics",

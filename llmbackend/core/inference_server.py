@@ -37,11 +37,12 @@ from .messages import (
     ServerOptions,
 )
 from .metric_family import MetricFamilies
-from .metrics import CpuMetrics, ModelMetrics
+from .metrics import register_metrics
 from .model_lifecycle import STOPPING
 from .model_loading import ModelLoader
 from .model_versions import UNLOADED, ModelState
 from .reaper import Reaper
+from .shared_memory import SharedMemory
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class InferenceServer:
         self._state_lock = threading.Lock()
         self._registry = CollectorRegistry(auto_describe=False)
         families = MetricFamilies(self._registry)
-        self._services = HostServices(Reaper(), Timer(), BreachLog(families))
+        self._services = HostServices(Reaper(), Timer(), BreachLog(families), options.metrics)
+        self._shared_memory = SharedMemory(options.allow_client_shm)
         self._backends = BackendManager(
             options.backend_directory, options.backend_config, options.auto_complete_config, families
         )
@@ -75,12 +77,15 @@ class InferenceServer:
         self._repository = self._loader.repository
         self._lifecycle = self._loader.lifecycle
         self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
-        self._registry.register(ModelMetrics(self._lifecycle.ready_models))
-        self._registry.register(CpuMetrics())
+        register_metrics(self._registry, self._lifecycle.ready_models, options.metrics)
 
     @property
     def metrics_registry(self) -> CollectorRegistry:
         return self._registry
+
+    @property
+    def shared_memory(self) -> SharedMemory:
+        return self._shared_memory
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -131,6 +136,7 @@ class InferenceServer:
             cut(self._lifecycle.live_models())
         is_unloaded = self._lifecycle.close(max(deadline_s - time.monotonic(), UNLOAD_GRACE_S))
         self._repository.close()
+        self._shared_memory.close()
         if not is_unloaded:
             left = {what: count for what, count in self._lifecycle.left_behind().items() if count}
             log.error("Unloading did not end: %s", ", ".join(f"{count} {what}" for what, count in left.items()))
@@ -234,8 +240,11 @@ class InferenceServer:
     def infer_async(self, request: InferenceRequest) -> InferenceHandle:
         """Validates and enqueues. Raises TritonError when refused synchronously (then the callback is never called)."""
         self._check_serving()
-        model = self._lifecycle.acquire(request.model_name, request.model_version)
-        return model.infer(request)
+        if request.shared_inputs:
+            request = self._shared_memory.with_inputs(request)
+        if request.output_places:
+            return self._shared_memory.lend(request, self._infer)
+        return self._infer(request)
 
     def cancel_requests(self, model_name: str, version: int = -1, request_id: str = "") -> int:
         """Asks every live request of the model with that client id to stop; how many there were. Version -1 = every
@@ -264,10 +273,18 @@ class InferenceServer:
             left = {"in-flight inferences": model.in_flight.count, **model.left_behind()}
             found += breaches_of(f"model '{model.name}' version {model.version}", left)
         timers = max(len(self._services.timer) - len(models), 0)  # a queue may keep one
-        left = {**self._loader.left_behind(), "actions for its reaper": self._services.reaper.backlog}
+        left = {
+            **self._loader.left_behind(),
+            **self._shared_memory.left_behind(),
+            "actions for its reaper": self._services.reaper.backlog,
+        }
         return found + breaches_of("the server", {**left, "timers without a model": timers})
 
     # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _infer(self, request: InferenceRequest) -> InferenceHandle:
+        model = self._lifecycle.acquire(request.model_name, request.model_version)
+        return model.infer(request)
 
     def _fail_to_start(self, timeout_s: float) -> None:
         self.stop(timeout_s)

@@ -15,7 +15,8 @@ from typing import Literal, Protocol
 
 from .backend_api import ParameterValue, RequestFlag, ResponseFlag
 from .errors import TritonError
-from .tensors import RawTensor, Tensor
+from .metrics_options import MetricsOptions
+from .tensors import Place, RawTensor, SharedInput, Tensor
 
 __all__ = [
     "InferenceHandle",
@@ -24,10 +25,12 @@ __all__ = [
     "LoadParameters",
     "ModelIndex",
     "ModelMetadata",
+    "Place",
     "RawTensor",
     "ResponseCallback",
     "ServerMetadata",
     "ServerOptions",
+    "SharedInput",
     "TensorMetadata",
 ]
 
@@ -56,6 +59,8 @@ class InferenceRequest:
 
     `raw_input` marks a tensor whose shape the host deduces from the model's single input (Triton's raw binary request):
     then `inputs` is empty. A RawTensor in `inputs` is checked against the model's configuration before it is decoded.
+    `shared_inputs` lie in shared memory; SharedMemory.with_inputs makes `inputs` of them. `output_places` says which
+    outputs are written there, `classes` of which outputs only the so many largest elements are wanted, as text.
     """
 
     model_name: str
@@ -70,6 +75,9 @@ class InferenceRequest:
     priority: int = 0
     timeout_us: int = 0
     raw_input: bytes | None = None
+    shared_inputs: tuple[SharedInput, ...] = ()
+    output_places: Mapping[str, Place] = field(default_factory=dict)
+    classes: Mapping[str, int] = field(default_factory=dict)
 
 
 class InferenceHandle(Protocol):
@@ -133,6 +141,8 @@ class ServerOptions:
     model_load_thread_count: int = 4
     model_load_retry_count: int = 0
     auto_complete_config: bool = True
+    allow_client_shm: bool = False
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
 
 
 LoadParameters = Mapping[str, str | bytes]

@@ -7,11 +7,14 @@ statistics RPC reads, so the two can not disagree. Source: Triton's metrics.cc; 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
+from .latency_metrics import FirstResponseMetrics, SummaryMetrics
+from .machine_metrics import CpuMetrics, PinnedMemoryMetrics
+from .metrics_options import MetricsOptions
 from .model import LoadedModel
 from .statistics import FailureReason, Statistics
 
@@ -84,23 +87,41 @@ MODEL_METRICS: tuple[tuple[str, str, str, Reader], ...] = (
         lambda statistics: statistics.load_duration_s,
     ),
 )
+LATENCY_COUNTERS = frozenset(name for name, *_ in MODEL_METRICS if name.endswith("_duration_us"))
+"""What `--metrics-config counter_latencies=false` switches off."""
+
+
+def register_metrics(
+    registry: CollectorRegistry, models: Callable[[], Iterable[LoadedModel]], options: MetricsOptions
+) -> None:
+    """The collectors in the order in which Triton prints: counters, gauges, histograms, summaries."""
+    registry.register(ModelMetrics(models, options))
+    registry.register(PinnedMemoryMetrics())
+    if options.cpu_metrics:
+        registry.register(CpuMetrics(options))
+    if options.histogram_latencies:
+        registry.register(FirstResponseMetrics(models, labels_of))
+    if options.summary_latencies:
+        registry.register(SummaryMetrics(models, labels_of, options))
 
 
 class ModelMetrics:
     """A collector of one sample per family and serving model version."""
 
-    def __init__(self, models: Callable[[], Iterable[LoadedModel]]) -> None:
+    def __init__(self, models: Callable[[], Iterable[LoadedModel]], options: MetricsOptions) -> None:
         self._models = models
+        hidden = () if options.counter_latencies else LATENCY_COUNTERS
+        self._metrics = [metric for metric in MODEL_METRICS if metric[0] not in hidden]
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
         models = list(self._models())
-        for name, kind, description, read in MODEL_METRICS:
+        for name, kind, description, read in self._metrics:
             metric = Metric(name, description, kind)
             for model in models:
-                metric.add_sample(name, _labels(model), read(model.statistics))
+                metric.add_sample(name, labels_of(model), read(model.statistics))
             yield metric
             if name == "nv_inference_request_success":
                 yield _failures(models)
@@ -111,63 +132,10 @@ def _failures(models: Iterable[LoadedModel]) -> Metric:
     metric = Metric(name, "Number of failed inference requests, all batch sizes", "counter")
     for model in models:
         for reason in FailureReason:
-            labels = {**_labels(model), "reason": reason.value}
+            labels = {**labels_of(model), "reason": reason.value}
             metric.add_sample(name, labels, model.statistics.failures[reason])
     return metric
 
 
-def _labels(model: LoadedModel) -> dict[str, str]:
-    return {"model": model.name, "version": str(model.version)}
-
-
-class CpuMetrics:
-    """A collector of the machine's CPU and memory use; utilisation is the mean since the last scrape."""
-
-    def __init__(self) -> None:
-        self._busy, self._total = _cpu_times()
-        self._utilization = 0.0
-
-    def describe(self) -> list[Metric]:
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        busy, total = _cpu_times()
-        if total > self._total:
-            self._utilization = (busy - self._busy) / (total - self._total)
-        self._busy, self._total = busy, total
-        memory_total, memory_available = _memory_bytes()
-        yield _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._utilization)
-        yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", memory_total)
-        yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", memory_total - memory_available)
-
-
-def _gauge(name: str, description: str, value: float) -> Metric:
-    metric = Metric(name, description, "gauge")
-    metric.add_sample(name, {}, value)
-    return metric
-
-
-def _cpu_times() -> tuple[float, float]:
-    """(busy, total) seconds of all processors since boot; (0, 0) where the system does not say."""
-    try:
-        with open("/proc/stat", encoding="ascii") as file:
-            ticks = [int(field) for field in file.readline().split()[1:9]]
-    except OSError:
-        return 0.0, 0.0
-    total = sum(ticks)
-    return float(total - ticks[3] - ticks[4]), float(total)
-
-
-def _memory_bytes() -> tuple[int, int]:
-    """(total, available)."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-    except OSError:
-        page_bytes = os.sysconf("SC_PAGE_SIZE")
-        return os.sysconf("SC_PHYS_PAGES") * page_bytes, os.sysconf("SC_AVPHYS_PAGES") * page_bytes
-    return _kib_field(fields["MemTotal"]), _kib_field(fields["MemAvailable"])
-
-
-def _kib_field(text: str) -> int:
-    return int(text.split()[0]) * 1024
+def labels_of(model: LoadedModel) -> dict[str, str]:
+    return {"model": model.name, "version": str(model.version), **model.metric_tags}

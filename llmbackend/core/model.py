@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
@@ -24,8 +25,10 @@ from .errors import ErrorCode, TritonError, unsupported
 from .host_services import HostServices
 from .in_flight import InFlight
 from .infer_request import InferRequest
+from .latencies import Latencies
 from .live_requests import LiveRequests
 from .messages import InferenceRequest
+from .metric_tags import metric_tags
 from .model_config import merge_auto_complete, set_instance_groups
 from .model_config_rules import validate_config, warn_of_ignored_fields
 from .model_instance import InstanceThread, LoadedInstance
@@ -34,10 +37,12 @@ from .readiness import Readiness
 from .reaper import Reaper
 from .request_validation import RequestValidator
 from .response_channel import ResponseChannel
+from .responses import Responses
 from .scheduling.dynamic_batcher import DynamicBatcher
 from .scheduling.request_queue import RequestQueue
 from .scheduling.scheduler import Scheduler
 from .statistics import Statistics
+from .warmup import warm_up, warmup_samples
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +66,8 @@ class LoadedModel:
         self.version_directory = spec.directory / str(version)
         self.auto_complete_config = auto_complete_config
         self.statistics = Statistics()
+        self.metric_tags = metric_tags(spec.config)
+        self.latencies: Latencies  # from `load` on
         self.in_flight = InFlight()
         self.live = LiveRequests()
         self.instances: list[LoadedInstance] = []
@@ -74,6 +81,7 @@ class LoadedModel:
         self._threads: list[InstanceThread] = []
         self._scheduler: Scheduler | None = None
         self._validator: RequestValidator | None = None
+        self._responses: Responses | None = None
 
     @property
     def reaper(self) -> Reaper:
@@ -100,6 +108,9 @@ class LoadedModel:
             self._initialize_model()
             validate_config(self._config)
             warn_of_ignored_fields(self._config)
+            self.latencies = Latencies(self._config, self._services.metrics)
+            self.statistics.summary = self.latencies.summary
+            self._responses = Responses(self._config, self.directory, self.latencies.first_response)
             self.instances = list(self._new_instances())
             self._initialize_instances(attributes.parallel_instance_loading)
             self._start_serving()
@@ -113,12 +124,13 @@ class LoadedModel:
 
         Raises TritonError when refused; then the callback is never called and `in_flight` is left.
         """
-        assert self._validator is not None and self._scheduler is not None, "load() comes first"
+        assert self._validator and self._scheduler is not None and self._responses, "load() comes first"
         try:
             valid = self._validator.validate(message)
         except BaseException:
             self._leave()
             raise
+        message = self._responses.around(message)
         channel = ResponseChannel(message, self)
         self.live.add(channel)
         request = InferRequest(message, channel, valid.inputs, valid.requested_outputs, valid.batch_size)
@@ -207,10 +219,13 @@ class LoadedModel:
     def _start_serving(self) -> None:
         self._validator = RequestValidator(self._config)
         self._scheduler = self._new_scheduler()
+        samples = warmup_samples(self._config, self.directory, self._validator)
         for instances in self._thread_groups():
-            thread = InstanceThread(instances, self._scheduler)
+            thread = InstanceThread(instances, self._scheduler, partial(warm_up, samples))
             thread.start()
             self._threads.append(thread)
+        for thread in self._threads:
+            thread.warmed_up.result()
 
     def _new_scheduler(self) -> Scheduler:
         timer = self._services.timer

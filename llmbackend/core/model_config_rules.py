@@ -23,6 +23,7 @@ from tritonclient.grpc.model_config_pb2 import (
 )
 
 from .errors import invalid_argument, unsupported
+from .reshape import validate_reshape
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +74,10 @@ def _validate_enums(model: str, message: Message) -> None:
 
 def validate_tensors(config: ModelConfig) -> None:
     """The rules for `input` and `output`. Raises TritonError INVALID_ARG."""
-    _validate_io(config.name, "input", config.input)
-    _validate_io(config.name, "output", config.output)
+    for what, tensors in (("input", config.input), ("output", config.output)):
+        _validate_io(config.name, what, tensors)
+        for tensor in tensors:
+            validate_reshape(config.name, what, tensor, config.max_batch_size)
 
 
 def _validate_io(model: str, what: str, tensors: Iterable[ModelInput | ModelOutput]) -> None:
@@ -154,18 +157,13 @@ def warn_of_ignored_fields(config: ModelConfig) -> None:
     batching = config.dynamic_batching
     ignored = {
         "response_cache": config.response_cache.enable,
-        "model_warmup": bool(config.model_warmup),
         "instance_group.rate_limiter": any(group.HasField("rate_limiter") for group in config.instance_group),
         "batch_input": bool(config.batch_input),
         "batch_output": bool(config.batch_output),
-        "input.reshape": any(tensor.HasField("reshape") for tensor in config.input),
-        "output.reshape": any(tensor.HasField("reshape") for tensor in config.output),
         "input.allow_ragged_batch": any(tensor.allow_ragged_batch for tensor in config.input),
         "dynamic_batching.preserve_ordering": batching.preserve_ordering,
         "model_repository_agents": bool(config.model_repository_agents.agents),
         "model_operations": bool(config.model_operations.op_library_filename),
-        "model_metrics": config.HasField("model_metrics"),
-        "metric_tags": bool(config.metric_tags),
     }
     for field, is_set in ignored.items():
         if is_set:

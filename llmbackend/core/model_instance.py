@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -112,10 +113,19 @@ class LoadedInstance:
 
 class InstanceThread:
     """The backend thread: takes batches until the scheduler has stopped. Serves one instance, or, for
-    DEVICE_BLOCKING, all instances of one device in turn."""
+    DEVICE_BLOCKING, all instances of one device in turn. `warm_up` is called first for each instance, on
+    the thread; `warmed_up` says how that went. (Where it failed, nobody sends requests.)"""
 
-    def __init__(self, instances: Sequence[LoadedInstance], scheduler: Scheduler) -> None:
-        self._thread = threading.Thread(target=partial(_serve, instances, scheduler), name=instances[0].name)
+    def __init__(
+        self,
+        instances: Sequence[LoadedInstance],
+        scheduler: Scheduler,
+        warm_up: Callable[[LoadedInstance], None] = lambda instance: None,
+    ) -> None:
+        self.warmed_up: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=partial(_live, instances, scheduler, warm_up, self.warmed_up), name=instances[0].name
+        )
         self._thread.daemon = True  # a backend that hangs in Execute must not keep a stopped process alive
 
     def start(self) -> None:
@@ -123,6 +133,21 @@ class InstanceThread:
 
     def join(self) -> None:
         self._thread.join()
+
+
+def _live(
+    instances: Sequence[LoadedInstance],
+    scheduler: Scheduler,
+    warm_up: Callable[[LoadedInstance], None],
+    warmed_up: Future[None],
+) -> None:
+    try:
+        for instance in instances:
+            warm_up(instance)
+        warmed_up.set_result(None)
+    except BaseException as error:
+        warmed_up.set_exception(error)
+    _serve(instances, scheduler)
 
 
 def _serve(instances: Sequence[LoadedInstance], scheduler: Scheduler) -> None:

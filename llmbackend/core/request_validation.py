@@ -16,6 +16,7 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput
 
 from .errors import TritonError, invalid_argument, request_tag
 from .messages import InferenceRequest
+from .reshape import input_reshapes, reshaped_inputs
 from .tensors import DATATYPE_OF_CONFIG_TYPE, NUMPY_DTYPE, RawTensor, Tensor, element_count, from_wire, split_strings
 
 AnyTensor = Tensor | RawTensor
@@ -47,6 +48,7 @@ class RequestValidator:
         self._inputs: dict[str, ModelInput] = {item.name: item for item in config.input}
         self._required = {item.name for item in config.input if not item.optional}
         self._outputs = tuple(sorted(item.name for item in config.output))
+        self._reshapes = input_reshapes(config)
 
     def validate(self, request: InferenceRequest) -> ValidRequest:
         """Raises TritonError INVALID_ARG with Triton's text for the first rule that is broken."""
@@ -57,7 +59,11 @@ class RequestValidator:
         batch_size = self._batch_size(tensors, tag)
         for name, tensor in tensors.items():
             self._check_type_and_shape(self._inputs[name], tensor, tag)
-        inputs = {name: self._sized(tensors[name], batch_size, names.get(name, name), tag) for name in tensors}
+        inputs: Mapping[str, Tensor] = {
+            name: self._sized(tensors[name], batch_size, names.get(name, name), tag) for name in tensors
+        }
+        if self._reshapes:
+            inputs = reshaped_inputs(self._reshapes, inputs)
         return ValidRequest(inputs, outputs, batch_size)
 
     def _tensors_by_name(self, request: InferenceRequest, tag: str) -> tuple[dict[str, AnyTensor], dict[str, str]]:

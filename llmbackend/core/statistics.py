@@ -16,6 +16,8 @@ from enum import Enum
 
 from tritonclient.grpc.service_pb2 import InferResponseStatistics, ModelStatistics, StatisticDuration
 
+from .latencies import Summary
+
 PhaseTimes = tuple[int, int, int, int]
 """exec_start, compute_start, compute_end, exec_end: monotonic ns."""
 
@@ -85,6 +87,7 @@ class Statistics:
         self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
         self._batches: dict[int, ComputeTimes] = {}
         self._responses: dict[int, ResponseTimes] = {}
+        self.summary: Summary | None = None
 
     def add_pending(self, change: int) -> None:
         with self._lock:
@@ -97,6 +100,10 @@ class Statistics:
             self.success.add(duration_ns)
             self.queue.add(queue_ns)
             self.compute.add(*times_ns)
+        if self.summary is not None:
+            begins = (0, 0, *times_ns[:3])
+            ends = (duration_ns, queue_ns, *times_ns[1:])
+            self.summary.observe(tuple((end - begin) // 1000 for begin, end in zip(begins, ends, strict=True)))
 
     def record_failure(self, duration_ns: int, reason: FailureReason) -> None:
         with self._lock:

@@ -91,6 +91,25 @@ class RawTensor:
     raw: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: `byte_size` bytes of a registered shared memory region, from `offset` on."""
+
+    region: str
+    offset: int
+    byte_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedInput:
+    """An input that lies in shared memory; it becomes a RawTensor when the region is read."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    place: Place
+
+
 def _to_bytes(value: Any) -> bytes:
     if isinstance(value, bytes):
         return value
@@ -123,6 +142,13 @@ def to_wire(tensor: Tensor) -> bytes:
         parts.append(struct.pack("<I", len(item)))
         parts.append(item)
     return b"".join(parts)
+
+
+def wire_view(tensor: Tensor) -> memoryview:
+    """What `to_wire` gives, without a copy where the data lies in memory as it travels."""
+    if tensor.datatype == "BYTES":
+        return memoryview(to_wire(tensor))
+    return np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data
 
 
 def split_strings(raw: bytes, limit: int) -> tuple[list[bytes], int]:

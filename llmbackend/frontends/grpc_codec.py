@@ -8,18 +8,19 @@ knows the model, checks them. Source: grpc_service.proto and Triton's infer_hand
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.backend_api import ParameterValue
-from llmbackend.core.errors import invalid_argument, unsupported
-from llmbackend.core.messages import InferenceRequest, InferenceResponse, RawTensor, ResponseCallback
+from llmbackend.core.errors import invalid_argument
+from llmbackend.core.messages import InferenceRequest, InferenceResponse, RawTensor, ResponseCallback, SharedInput
 from llmbackend.core.tensors import NUMPY_DTYPE, to_wire
 
 from .request_parameters import RequestOptions
+from .shared_memory_params import classes_from_proto, place_from_proto
 
 UNKNOWN_DATATYPE: Final = "<invalid>"
 """Triton's name for a datatype that it does not know."""
@@ -68,30 +69,53 @@ def decode_request(message: Any, options: RequestOptions, callback: ResponseCall
 
     Raises TritonError for an input without data or with two kinds of it.
     """
-    for output in message.outputs:
-        for key in ("classification", "shared_memory_region"):
-            if key in output.parameters:
-                raise unsupported(f"output '{output.name}': parameter '{key}' is not supported")
+    inputs, shared = _inputs(message)
+    special = [output for output in message.outputs if len(output.parameters)]
+    places = {output.name: place for output in special if (place := place_from_proto(output)) is not None}
+    classes = {output.name: count for output in special if (count := classes_from_proto(output))}
     return InferenceRequest(
         model_name=message.model_name,
         response_callback=callback,
         model_version=model_version(message.model_version),
         id=message.id,
-        inputs=tuple(_input(message, index) for index in range(len(message.inputs))),
+        inputs=tuple(inputs),
         requested_outputs=tuple(dict.fromkeys(output.name for output in message.outputs)),
         parameters=options.parameters,
         correlation_id=options.correlation_id,
         flags=options.flags,
         priority=options.priority,
         timeout_us=options.timeout_us,
+        shared_inputs=tuple(shared),
+        output_places=places,
+        classes=classes,
     )
 
 
-def _input(message: Any, index: int) -> RawTensor:
-    tensor = message.inputs[index]
+def _inputs(message: Any) -> tuple[list[RawTensor], list[SharedInput]]:
+    """Those with data, and those in shared memory. `raw_input_contents` has an entry for each of the former."""
+    inputs: list[RawTensor] = []
+    shared: list[SharedInput] = []
+    for tensor in message.inputs:
+        place = place_from_proto(tensor) if len(tensor.parameters) else None
+        if place is None:
+            inputs.append(_input(message, tensor, len(inputs)))
+        elif tensor.HasField("contents"):
+            raise invalid_argument(
+                f"unexpected 'content' provided when using shared memory for input tensor '{tensor.name}' for model "
+                f"'{message.model_name}'"
+            )
+        else:
+            shared.append(SharedInput(tensor.name, _datatype(tensor), tuple(tensor.shape), place))
+    return inputs, shared
+
+
+def _datatype(tensor: Any) -> str:
+    datatype: str = tensor.datatype
+    return datatype if datatype in NUMPY_DTYPE else UNKNOWN_DATATYPE
+
+
+def _input(message: Any, tensor: Any, index: int) -> RawTensor:
     where = f"'{tensor.name}' for model '{message.model_name}'"
-    if "shared_memory_region" in tensor.parameters:
-        raise unsupported(f"input {where}: shared memory is not supported")
     if message.raw_input_contents:
         if tensor.HasField("contents"):
             raise invalid_argument(f"contents field must not be specified when using raw_input_contents for {where}")
@@ -102,8 +126,7 @@ def _input(message: Any, index: int) -> RawTensor:
         raw = _contents(tensor, where)
     else:
         raise invalid_argument(f"unable to find data for input tensor {where} in request.")
-    datatype = tensor.datatype if tensor.datatype in NUMPY_DTYPE else UNKNOWN_DATATYPE
-    return RawTensor(tensor.name, datatype, tuple(tensor.shape), raw)
+    return RawTensor(tensor.name, _datatype(tensor), tuple(tensor.shape), raw)
 
 
 def _contents(tensor: Any, where: str) -> bytes:
@@ -124,8 +147,9 @@ def _contents(tensor: Any, where: str) -> bytes:
     return np.array(values, dtype=wide).astype(NUMPY_DTYPE[tensor.datatype]).tobytes()
 
 
-def fill_response(message: Any, response: InferenceResponse) -> None:
-    """Writes `response` (one without an error) into an empty ModelInferResponse."""
+def fill_response(message: Any, response: InferenceResponse, in_shared_memory: Collection[str] = ()) -> None:
+    """Writes `response` (one without an error) into an empty ModelInferResponse. The data of outputs that are in shared
+    memory is left out."""
     message.model_name = response.model_name
     message.model_version = str(response.model_version)
     message.id = response.request_id
@@ -133,7 +157,7 @@ def fill_response(message: Any, response: InferenceResponse) -> None:
         _set_parameter(message.parameters[name], value)
     for tensor in response.outputs:
         message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        message.raw_output_contents.append(to_wire(tensor))
+        message.raw_output_contents.append(b"" if tensor.name in in_shared_memory else to_wire(tensor))
 
 
 def _set_parameter(parameter: pb.InferParameter, value: ParameterValue) -> None:

@@ -12,7 +12,8 @@ Source: Triton's stream_infer_handler, as recorded from Triton 2.51.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -25,7 +26,7 @@ from .bug_log import log_bug
 from .grpc_codec import decode_request, fill_response, model_version
 from .grpc_errors import INTERNAL_ERROR, grpc_status
 from .grpc_malformed import check
-from .inference import Inference, InferenceGate
+from .inference import Inference, InferenceGate, nobody
 from .mailbox import Item, is_final
 from .request_parameters import options_from_proto
 
@@ -33,6 +34,15 @@ FINAL_PARAMETER: Final = "triton_final_response"
 _STRICT_ERRORS: Final = ("triton_grpc_error", "true")
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the responses of one request need to know of it."""
+
+    request: Any
+    empty_final: bool
+    in_shared_memory: Collection[str]
 
 
 class StreamSession:
@@ -76,7 +86,8 @@ class StreamSession:
             options = options_from_proto(request.parameters)
             version = model_version(request.model_version)
             config = self._gate.server.model_config(request.model_name, version)
-            inference = self._gate.submit(lambda callback: decode_request(request, options, callback), self._backlog)
+            given = await self._gate.with_shared_inputs(decode_request(request, options, nobody))
+            inference = self._gate.send(given, self._backlog)
         except TritonError as error:
             await self._write(_refusal(request, error))
             return
@@ -85,19 +96,18 @@ class StreamSession:
             await self._write(_refusal(request, internal(INTERNAL_ERROR)))
             return
         before = None if config.model_transaction_policy.decoupled else self._last_ordered
-        relay = group.create_task(self._relay(inference, request, options.empty_final_response, before))
+        asked = _Asked(request, options.empty_final_response, given.output_places)
+        relay = group.create_task(self._relay(inference, asked, before))
         relay.add_done_callback(lambda _: inference.close())  # also when the task was cancelled before its first step
         if not config.model_transaction_policy.decoupled:
             self._last_ordered = relay
 
-    async def _relay(
-        self, inference: Inference, request: Any, empty_final: bool, before: asyncio.Task[None] | None
-    ) -> None:
+    async def _relay(self, inference: Inference, asked: _Asked, before: asyncio.Task[None] | None) -> None:
         """Passes on the responses of one request, once the request `before` it has had all of its own."""
         if before is not None:
             await asyncio.wait([before])
         while (item := await inference.next()) is not None:
-            message = _safe_message(request, item, empty_final)
+            message = _safe_message(asked, item)
             if message is not None:
                 await self._write(message)
             if self._strict_errors and item[0] is not None and item[0].error is not None:
@@ -172,31 +182,31 @@ def _refusal(request: Any, error: TritonError) -> Any:
     return pb.ModelStreamInferResponse(error_message=error.message, infer_response=pb.ModelInferResponse(id=request.id))
 
 
-def _safe_message(request: Any, item: Item, empty_final: bool) -> Any | None:
+def _safe_message(asked: _Asked, item: Item) -> Any | None:
     """Like `_message`; a response that can not be coded becomes an error of its request and leaves the stream alone."""
     try:
-        return _message(request, item, empty_final)
+        return _message(asked, item)
     except Exception as error:
-        log_bug(f"a response of model '{request.model_name}' can not be coded", error)
-        return _message(request, (_uncodable(request), item[1]), empty_final)
+        log_bug(f"a response of model '{asked.request.model_name}' can not be coded", error)
+        return _message(asked, (_uncodable(asked.request), item[1]))
 
 
 def _uncodable(request: Any) -> InferenceResponse:
     return InferenceResponse(request.model_name, 0, request.id, error=internal(INTERNAL_ERROR))
 
 
-def _message(request: Any, item: Item, empty_final: bool) -> Any | None:
+def _message(asked: _Asked, item: Item) -> Any | None:
     """The message for one response; None for a flags-only completion that the client did not ask to see."""
     response, flags = item
     final = is_final(flags)
-    if response is None and not (final and empty_final):
+    if response is None and not (final and asked.empty_final):
         return None
     message = pb.ModelStreamInferResponse()
     if response is None or response.error is not None:
-        message.infer_response.model_name = request.model_name
-        message.infer_response.id = request.id
+        message.infer_response.model_name = asked.request.model_name
+        message.infer_response.id = asked.request.id
     else:
-        fill_response(message.infer_response, response)
+        fill_response(message.infer_response, response, asked.in_shared_memory)
     if response is not None and response.error is not None:
         message.error_message = response.error.message
     message.infer_response.parameters[FINAL_PARAMETER].bool_param = final

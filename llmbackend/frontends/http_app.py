@@ -19,6 +19,7 @@ from .infer_http import InferEndpoint
 from .inference import InferenceGate
 from .kserve_http import DescriptionEndpoints, HealthEndpoints, RepositoryEndpoints, add_unbuilt
 from .openapi import create_openapi_router
+from .shared_memory_http import SharedMemoryEndpoints
 from .stop_http import StopEndpoint
 
 DEFAULT_MAX_INPUT_SIZE_BYTES = 64 << 20
@@ -51,6 +52,7 @@ def create_kserve_router(
     gate = gate or InferenceGate(server)
     HealthEndpoints(server).add_to(router)
     add_unbuilt(router)  # before the models: /v2/models/{name} must not swallow them
+    SharedMemoryEndpoints(server).add_to(router)
     DescriptionEndpoints(server).add_to(router)
     RepositoryEndpoints(server, max_input_size_bytes).add_to(router)
     InferEndpoint(gate, max_input_size_bytes).add_to(router)

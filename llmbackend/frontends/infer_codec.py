@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmbackend.core.errors import internal, invalid_argument, unsupported
-from llmbackend.core.messages import InferenceRequest, InferenceResponse, RawTensor, ResponseCallback
-from llmbackend.core.tensors import NUMPY_DTYPE, Tensor, to_wire
+from llmbackend.core.errors import internal, invalid_argument
+from llmbackend.core.messages import InferenceRequest, InferenceResponse, RawTensor, ResponseCallback, SharedInput
+from llmbackend.core.tensors import NUMPY_DTYPE, Place, Tensor, to_wire
 
 from .json_reader import as_array, as_bool, as_object, as_string, as_unsigned, dump, member, parse, parsing
 from .json_tensors import has_nan_or_inf, json_from_tensor, tensor_from_json
 from .request_parameters import options_from_json
+from .shared_memory_params import check_output_parameters, classes_from_json, place_from_json
 
 _ONE_SOURCE = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
@@ -27,10 +28,12 @@ _ONE_SOURCE = (
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """Which outputs travel as raw bytes: those named, and all others as `binary_by_default` says."""
+    """Which outputs travel as raw bytes: those named, and all others as `binary_by_default` says. Those in shared
+    memory do not travel."""
 
     binary_by_default: bool = False
     binary: Mapping[str, bool] = field(default_factory=dict)
+    in_shared_memory: frozenset[str] = frozenset()
 
     def is_binary(self, name: str) -> bool:
         return self.binary.get(name, self.binary_by_default)
@@ -65,22 +68,24 @@ def decode_request(
     with parsing("inputs"):
         items = as_array(member(document, "inputs"))
     inputs = _Inputs(name, body.raw).decode(items)
-    outputs = _requested_outputs(document)
+    outputs = _RequestedOutputs.decode(document)
     request = InferenceRequest(
         model_name=name,
         response_callback=callback,
         model_version=version,
         id=request_id,
-        inputs=inputs,
-        requested_outputs=tuple(outputs),
+        inputs=tuple(item for item in inputs if not isinstance(item, SharedInput)),
+        requested_outputs=tuple(outputs.names),
         parameters=options.parameters,
         correlation_id=options.correlation_id,
         flags=options.flags,
         priority=options.priority,
         timeout_us=options.timeout_us,
+        shared_inputs=tuple(item for item in inputs if isinstance(item, SharedInput)),
+        output_places=outputs.places,
+        classes=outputs.classes,
     )
-    binary = {output: form for output, form in outputs.items() if form is not None}
-    return request, OutputForm(options.binary_data_output, binary)
+    return request, OutputForm(options.binary_data_output, outputs.binary, frozenset(outputs.places))
 
 
 def _optional_string(document: Any, key: str) -> str:
@@ -97,13 +102,13 @@ class _Inputs:
         self._model_name = model_name
         self._raw = raw
 
-    def decode(self, items: list[Any]) -> tuple[Tensor | RawTensor, ...]:
+    def decode(self, items: list[Any]) -> tuple[Tensor | RawTensor | SharedInput, ...]:
         inputs = tuple(self._input(item) for item in items)
         if self._raw.nbytes:
             raise invalid_argument(f"unexpected additional input data for model '{self._model_name}'")
         return inputs
 
-    def _input(self, item: Any) -> Tensor | RawTensor:
+    def _input(self, item: Any) -> Tensor | RawTensor | SharedInput:
         with parsing("name"):
             name = as_string(member(item, "name"))
         with parsing("datatype"):
@@ -114,8 +119,9 @@ class _Inputs:
             shape = tuple(as_unsigned(dim) for dim in as_array(member(item, "shape")))
         parameters = _parameters_of(item)
         _check_one_source(item, parameters)
-        if "shared_memory_region" in parameters:
-            raise unsupported(f"input '{name}': shared memory is not supported, send 'data' or 'binary_data_size'")
+        place = place_from_json(parameters)
+        if place is not None:
+            return SharedInput(name, datatype, shape, place)
         if "data" in item:
             return tensor_from_json(name, datatype, shape, item["data"])
         with parsing("binary_data_size"):
@@ -149,22 +155,38 @@ def _check_one_source(item: Any, parameters: Mapping[str, Any]) -> None:
         raise invalid_argument(_ONE_SOURCE + "these are set: " + ", ".join(f"'{source}'" for source in sources))
 
 
-def _requested_outputs(document: Any) -> dict[str, bool | None]:
-    """Output name → asked for as binary (True), as JSON (False), or either way (None), in the client's order."""
-    with parsing("outputs"):
-        items = as_array(document.get("outputs", []))
-    outputs: dict[str, bool | None] = {}
-    for item in items:
+@dataclass(frozen=True, slots=True)
+class _RequestedOutputs:
+    """What the client asks for, in its order: `binary` holds those asked for as binary or as JSON."""
+
+    names: dict[str, None] = field(default_factory=dict)
+    binary: dict[str, bool] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    classes: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def decode(cls, document: Any) -> _RequestedOutputs:
+        with parsing("outputs"):
+            items = as_array(document.get("outputs", []))
+        outputs = cls()
+        for item in items:
+            outputs._add(item)
+        return outputs
+
+    def _add(self, item: Any) -> None:
+        parameters = _parameters_of(item)
+        check_output_parameters(parameters)
         with parsing("name"):
             name = as_string(member(item, "name"))
-        parameters = _parameters_of(item)
-        for key in ("classification", "shared_memory_region"):
-            if key in parameters:
-                raise unsupported(f"output '{name}': parameter '{key}' is not supported")
-        binary = parameters.get("binary_data")
-        with parsing("binary_data"):
-            outputs[name] = None if binary is None else as_bool(binary)
-    return outputs
+        self.names[name] = None
+        if classes := classes_from_json(parameters):
+            self.classes[name] = classes
+        place = place_from_json(parameters)
+        if place is not None:
+            self.places[name] = place
+        elif "binary_data" in parameters:
+            with parsing("binary_data"):
+                self.binary[name] = as_bool(parameters["binary_data"])
 
 
 def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[bytes, bytes | None]:
@@ -180,14 +202,20 @@ def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[byte
     outputs: list[dict[str, Any]] = []
     for tensor in response.outputs:
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        outputs.append(output)
+        if tensor.name in form.in_shared_memory:
+            continue  # its data is there
         if form.is_binary(tensor.name):
             raws.append(to_wire(tensor))
             output["parameters"] = {"binary_data_size": len(raws[-1])}
         else:
             output["data"] = json_from_tensor(tensor)
-        outputs.append(output)
     document["outputs"] = outputs
-    in_json = [tensor for tensor in response.outputs if not form.is_binary(tensor.name)]
+    in_json = [
+        tensor
+        for tensor in response.outputs
+        if tensor.name not in form.in_shared_memory and not form.is_binary(tensor.name)
+    ]
     json = dump(document, has_nan_or_inf=has_nan_or_inf(in_json))
     return json, b"".join(raws) if raws else None
 

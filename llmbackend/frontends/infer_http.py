@@ -63,7 +63,7 @@ class InferEndpoint:
     async def _run(self, request: Request, body: InferBody, name: str, version: int) -> Response:
         size = 0 if body.json is None else len(body.json)
         message, form = await self._gate.decoded(size, partial(decode_request, body, name, version, nobody))
-        inference = self._gate.send(message)
+        inference = self._gate.send(await self._gate.with_shared_inputs(message))
         inference.cancel_on_disconnect(request.receive)
         try:
             response = single_response(await inference.collect(at_most=2))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from llmbackend.core.backend_api import ResponseFlag
@@ -127,9 +128,18 @@ class InferenceGate:
         async with self._large_body:
             return await asyncio.to_thread(decode)
 
-    def send(self, request: InferenceRequest) -> Inference:
+    async def with_shared_inputs(self, request: InferenceRequest) -> InferenceRequest:
+        """`request` with its inputs read from shared memory; large ones in a thread. Raises TritonError."""
+        if not request.shared_inputs:
+            return request
+        read = partial(self.server.shared_memory.with_inputs, request)
+        if sum(item.place.byte_size for item in request.shared_inputs) <= LARGE_BODY_BYTES:
+            return read()
+        return await asyncio.to_thread(read)
+
+    def send(self, request: InferenceRequest, backlog: Backlog | None = None) -> Inference:
         """`submit` for a request that was decoded with `nobody` as its callback."""
-        return self.submit(lambda callback: replace(request, response_callback=callback))
+        return self.submit(lambda callback: replace(request, response_callback=callback), backlog)
 
     def submit(
         self,

@@ -10,41 +10,34 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final, NoReturn, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final, NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from llmbackend.core.errors import TritonError, invalid_argument, unavailable, unsupported
+from llmbackend.core.errors import invalid_argument, unavailable, unsupported
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import TensorMetadata
 
-from .bug_log import log_bug
 from .grpc_codec import decode_request, fill_response, model_version
-from .grpc_errors import INTERNAL_ERROR, grpc_status
 from .grpc_health import HealthServicer
 from .grpc_malformed import MalformedRequests
+from .grpc_rpc import rpc
 from .grpc_stream import Context, StreamSession
 from .infer_codec import single_response
-from .inference import InferenceGate
+from .inference import InferenceGate, nobody
 from .limits import GrpcLimits
 from .request_parameters import options_from_proto
+from .shared_memory_grpc import SharedMemoryRpcs
 
 INT32_MAX: Final = (1 << 31) - 1
 _UNBUILT_RPCS: Final = (
-    "SystemSharedMemoryStatus",
-    "SystemSharedMemoryRegister",
-    "SystemSharedMemoryUnregister",
-    "CudaSharedMemoryStatus",
-    "CudaSharedMemoryRegister",
-    "CudaSharedMemoryUnregister",
     "TraceSetting",
     "LogSettings",
 )
-Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
 async def create_grpc_server(
@@ -79,23 +72,7 @@ async def create_grpc_server(
         raise
 
 
-def _rpc(handler: Handler) -> Handler:
-    """Turns what a unary handler raises into the RPC's status; a bug of ours is logged, and told without detail."""
-
-    @functools.wraps(handler)
-    async def guarded(self: Any, request: Any, context: Context) -> Any:
-        try:
-            return await handler(self, request, context)
-        except TritonError as error:
-            await context.abort(grpc_status(error), error.message)
-        except Exception as error:
-            log_bug(f"{handler.__name__} failed", error)
-            await context.abort(grpc.StatusCode.INTERNAL, INTERNAL_ERROR)
-
-    return guarded  # type: ignore[return-value]
-
-
-class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+class InferenceServicer(SharedMemoryRpcs, service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     def __init__(self, server: InferenceServer, gate: InferenceGate, write_timeout_s: float) -> None:
         self._server = server
         self._gate = gate
@@ -103,12 +80,12 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         for name in _UNBUILT_RPCS:
             setattr(self, name, functools.partial(_refuse_unbuilt, name))
 
-    @_rpc
+    @rpc
     async def ServerLive(self, request: Any, context: Context) -> Any:
         self._refuse_when_exiting()
         return pb.ServerLiveResponse(live=self._server.is_live())
 
-    @_rpc
+    @rpc
     async def ServerReady(self, request: Any, context: Context) -> Any:
         self._refuse_when_exiting()
         return pb.ServerReadyResponse(ready=await asyncio.to_thread(self._server.is_ready))
@@ -117,17 +94,17 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         if self._server.is_exiting:
             raise unavailable("Server exiting")
 
-    @_rpc
+    @rpc
     async def ModelReady(self, request: Any, context: Context) -> Any:
         version = model_version(request.version)
         return pb.ModelReadyResponse(ready=await asyncio.to_thread(self._server.model_is_ready, request.name, version))
 
-    @_rpc
+    @rpc
     async def ServerMetadata(self, request: Any, context: Context) -> Any:
         metadata = self._server.server_metadata()
         return pb.ServerMetadataResponse(name=metadata.name, version=metadata.version, extensions=metadata.extensions)
 
-    @_rpc
+    @rpc
     async def ModelMetadata(self, request: Any, context: Context) -> Any:
         metadata = self._server.model_metadata(request.name, model_version(request.version))
         return pb.ModelMetadataResponse(
@@ -138,16 +115,16 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             outputs=map(_tensor_metadata, metadata.outputs),
         )
 
-    @_rpc
+    @rpc
     async def ModelConfig(self, request: Any, context: Context) -> Any:
         return pb.ModelConfigResponse(config=self._server.model_config(request.name, model_version(request.version)))
 
-    @_rpc
+    @rpc
     async def ModelStatistics(self, request: Any, context: Context) -> Any:
         version = model_version(request.version)
         return pb.ModelStatisticsResponse(model_stats=self._server.model_statistics(request.name, version))
 
-    @_rpc
+    @rpc
     async def RepositoryIndex(self, request: Any, context: Context) -> Any:
         rows = await asyncio.to_thread(self._server.repository_index, request.ready)
         response = pb.RepositoryIndexResponse()
@@ -155,33 +132,33 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
             response.models.add(name=row.name, version=row.version, state=row.state, reason=row.reason)
         return response
 
-    @_rpc
+    @rpc
     async def RepositoryModelLoad(self, request: Any, context: Context) -> Any:
         _refuse_named_repository(request)
         parameters = {key: _load_parameter(key, value) for key, value in request.parameters.items()}
         await asyncio.wrap_future(self._server.start_load(request.model_name, parameters))
         return pb.RepositoryModelLoadResponse()
 
-    @_rpc
+    @rpc
     async def RepositoryModelUnload(self, request: Any, context: Context) -> Any:
         _refuse_named_repository(request)
         dependents = request.parameters["unload_dependents"].bool_param
         await asyncio.to_thread(self._server.unload_model, request.model_name, dependents)
         return pb.RepositoryModelUnloadResponse()
 
-    @_rpc
+    @rpc
     async def ModelInfer(self, request: Any, context: Context) -> Any:
         config = self._server.model_config(request.model_name, model_version(request.model_version))
         if config.model_transaction_policy.decoupled:
             raise unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-        options = options_from_proto(request.parameters)
-        inference = self._gate.submit(lambda callback: decode_request(request, options, callback))
+        given = decode_request(request, options_from_proto(request.parameters), nobody)
+        inference = self._gate.send(await self._gate.with_shared_inputs(given))
         try:
             response = single_response(await inference.collect(at_most=2))
         finally:
             inference.close()
         message = pb.ModelInferResponse()
-        fill_response(message, response)
+        fill_response(message, response, given.output_places)
         return message
 
     async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:

@@ -178,8 +178,6 @@ def _index_json(row: ModelIndex) -> dict[str, str]:
 
 
 _UNBUILT = (
-    "/v2/{kind:path}sharedmemory/status",
-    "/v2/{kind:path}sharedmemory/{rest:path}",
     "/v2/trace/setting",
     "/v2/models/{name}/trace/setting",
     "/v2/logging",

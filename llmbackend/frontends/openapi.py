@@ -29,7 +29,7 @@ _OPERATIONS: Final = (
     | openapi_openai.OPERATIONS
     | {("GET", PATH): operation("This document", {"200": plain_response("OpenAPI 3.1.", JSON)})}
 )
-_VARIANTS: Final = ("/versions/{version}", "/{repository}")
+_VARIANTS: Final = ("/versions/{version}", "/{repository}", "/region/{region}")
 """Parts of a path that select among the same things; their operation is that of the path without them."""
 
 _PARAMETERS: Final[dict[str, Json]] = {
@@ -37,6 +37,7 @@ _PARAMETERS: Final[dict[str, Json]] = {
     "model": {"type": "string", "minLength": 1},
     "version": {"type": "string", "pattern": "^[0-9]{1,18}$"},
     "repository": {"type": "string", "minLength": 1, "description": "Accepted by the index alone."},
+    "region": {"type": "string", "minLength": 1, "description": "Without it: every region."},
 }
 _AT_THE_DOOR: Final = (401, 403, 408, 413, 429, 431)
 """What the server may answer before an operation sees its request: see doors/ and http_protocol.py."""
@@ -81,7 +82,7 @@ def _documented(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
     for route in routes:
         assert isinstance(route, Route)
         path = _CONVERTER.sub(r"{\1}", route.path)
-        if path not in _CATCH_ALL and "sharedmemory" not in path:
+        if path not in _CATCH_ALL:
             yield from ((method, path) for method in (route.methods or ()) if method != "HEAD")
 
 

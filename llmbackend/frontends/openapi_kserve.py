@@ -29,6 +29,11 @@ _DATATYPES: Final = (
 _STRING: Final = {"type": "string"}
 _COUNT: Final = {"type": "integer", "minimum": 0}
 _SCALAR: Final = {"type": ["string", "integer", "number", "boolean"]}
+_PLACE: Final = {
+    "shared_memory_region": _STRING,
+    "shared_memory_offset": {**_COUNT, "default": 0},
+    "shared_memory_byte_size": _COUNT,
+}
 _TEXT: Final = {"anyOf": [_STRING, {"type": "array", "items": _STRING, "minItems": 1, "maxItems": 1}]}
 
 SCHEMAS: Final[dict[str, Any]] = {
@@ -88,6 +93,24 @@ SCHEMAS: Final[dict[str, Any]] = {
     "UnloadRequest": open_object({"parameters": open_object({"unload_dependents": {"type": "boolean"}})}),
     "StopRequest": open_object({"id": {"type": "string", "minLength": 1}}, required=["id"]),
     "StopResponse": open_object({"id": _STRING, "cancelled": _COUNT}, required=["id", "cancelled"]),
+    "SystemSharedMemoryStatus": array(closed({"name": _STRING, "key": _STRING, "offset": _COUNT, "byte_size": _COUNT})),
+    "CudaSharedMemoryStatus": array(closed({"name": _STRING, "device_id": _COUNT, "byte_size": _COUNT})),
+    "SystemSharedMemoryRegistration": open_object(
+        {
+            "key": {**_STRING, "description": "The name of the memory in /dev/shm, with a slash before it or without."},
+            "offset": {**_COUNT, "default": 0},
+            "byte_size": _COUNT,
+        },
+        required=["key", "byte_size"],
+    ),
+    "CudaSharedMemoryRegistration": open_object(
+        {
+            "raw_handle": open_object({"b64": {**_STRING, "contentEncoding": "base64"}}, required=["b64"]),
+            "device_id": _COUNT,
+            "byte_size": _COUNT,
+        },
+        required=["raw_handle", "device_id", "byte_size"],
+    ),
     "InferRequest": open_object(
         {
             "id": _STRING,
@@ -114,13 +137,28 @@ SCHEMAS: Final[dict[str, Any]] = {
             "name": _STRING,
             "datatype": {"enum": list(_DATATYPES)},
             "shape": array(_COUNT),
-            "parameters": open_object({"binary_data_size": _COUNT}),
-            "data": {"description": "Nested or flat, row-major; instead of `binary_data_size`."},
+            "parameters": open_object({"binary_data_size": _COUNT, **_PLACE}),
+            "data": {
+                "description": "Nested or flat, row-major; instead of `binary_data_size` or `shared_memory_region`."
+            },
         },
         required=["name", "datatype", "shape"],
     ),
     "InferRequestedOutput": open_object(
-        {"name": _STRING, "parameters": open_object({"binary_data": {"type": "boolean"}})}, required=["name"]
+        {
+            "name": _STRING,
+            "parameters": open_object(
+                {
+                    "binary_data": {"type": "boolean"},
+                    "classification": {
+                        **_COUNT,
+                        "description": "So many largest elements, each as text: `value:index[:label]`.",
+                    },
+                    **_PLACE,
+                }
+            ),
+        },
+        required=["name"],
     ),
     "InferResponse": open_object(
         {
@@ -204,6 +242,7 @@ _INFERRED: Final = {
 _MODEL: Final = refusals("Error", 400, 404, 503)
 _MODEL_BODY: Final = refusals("Error", 400, 404, 429, 500, 501, 503)
 _REPOSITORY: Final = refusals("Error", 400, 500, 501, 503)
+_SHARED_MEMORY: Final = refusals("Error", 400, 500, 501, 503)
 _EMPTY: Final = plain_response("Yes.", "text/plain")
 _NO: Final = plain_response("No; for a model with an `Error` that says so.", "text/plain")
 _DONE: Final = plain_response("Done; the body is empty.", "application/json")
@@ -237,6 +276,30 @@ OPERATIONS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("POST", "/v2/repository/models/{name}/unload"): operation(
         "Unload a model", {"200": _DONE} | _REPOSITORY, body=body("UnloadRequest", required=False)
     ),
+    ("GET", "/v2/systemsharedmemory/status"): operation(
+        "The registered regions of system shared memory",
+        {"200": json_response("SystemSharedMemoryStatus")} | refusals("Error", 404),
+    ),
+    ("GET", "/v2/cudasharedmemory/status"): operation(
+        "The registered regions of CUDA shared memory: none",
+        {"200": json_response("CudaSharedMemoryStatus")} | refusals("Error", 404),
+    ),
+    ("POST", "/v2/systemsharedmemory/register"): operation(
+        "Register a region, which the path must name",
+        {"200": _DONE} | _SHARED_MEMORY,
+        body=body("SystemSharedMemoryRegistration"),
+    ),
+    ("POST", "/v2/cudasharedmemory/register"): operation(
+        "Refused: this server maps no memory of GPUs",
+        {"200": _DONE} | _SHARED_MEMORY,
+        body=body("CudaSharedMemoryRegistration"),
+    ),
+    **{
+        ("POST", f"/v2/{kind}sharedmemory/unregister"): operation(
+            "Forget a region, once no running request writes to it", {"200": _DONE} | _SHARED_MEMORY
+        )
+        for kind in ("system", "cuda")
+    },
     ("POST", "/v2/models/{name}/infer"): operation(
         "One request, one response", {"200": _INFERRED} | _MODEL_BODY, body=_INFER_BODY, parameters=_INFER_PARAMETERS
     ),

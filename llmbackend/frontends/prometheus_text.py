@@ -38,10 +38,10 @@ def _family_name(metric: Metric) -> str:
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    """Sorted by name, but a bucket's bound last."""
+    """Sorted by name, but a bucket's bound or a quantile last."""
     if not labels:
         return ""
-    names = sorted(labels, key=lambda name: (name == "le", name))
+    names = sorted(labels, key=lambda name: (name in ("le", "quantile"), name))
     pairs = ",".join(f'{name}="{_escape(labels[name], quote=True)}"' for name in names)
     return f"{{{pairs}}}"
 

@@ -21,6 +21,8 @@ MODEL_FAMILIES = [
     ("nv_inference_compute_output_duration_us", "counter"),
     ("nv_inference_pending_request_count", "gauge"),
     ("nv_model_load_duration_secs", "gauge"),
+    ("nv_pinned_memory_pool_total_bytes", "gauge"),
+    ("nv_pinned_memory_pool_used_bytes", "gauge"),
     ("nv_cpu_utilization", "gauge"),
     ("nv_cpu_memory_total_bytes", "gauge"),
     ("nv_cpu_memory_used_bytes", "gauge"),

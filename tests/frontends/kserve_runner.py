@@ -27,8 +27,9 @@ class Running:
         root: Path,
         max_input_size_bytes: int = DEFAULT_MAX_INPUT_SIZE_BYTES,
         limits: FrontendLimits | None = None,
+        **options: Any,
     ) -> None:
-        self.host = start_host(root)
+        self.host = start_host(root, **options)
         self.limits = limits or FrontendLimits()
         self.gate = InferenceGate(self.host, self.limits.inference)
         self._loop = uvloop.new_event_loop()

@@ -71,8 +71,8 @@ class Record:
 RECORD = Record()
 
 
-def start_host(root: Path) -> InferenceServer:
-    """A started host with these models, files under `root`."""
+def start_host(root: Path, **options: Any) -> InferenceServer:
+    """A started host with these models, files under `root`; `options` are more of ServerOptions."""
     backend = root / "backends" / "scripted" / "backend.py"
     backend.parent.mkdir(parents=True)
     backend.write_text(BACKEND_FILE)
@@ -85,6 +85,7 @@ def start_host(root: Path) -> InferenceServer:
             model_control_mode="explicit",
             startup_models=LOADED,
             backend_directory=root / "backends",
+            **options,
         )
     )
     server.start()

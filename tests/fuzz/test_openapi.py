@@ -39,7 +39,7 @@ def test_the_documents_paths_are_the_routes(routers: tuple[Any, ...], described:
         for router in routers
         for route in router.routes
         for method in route.methods or ()
-        if method != "HEAD" and route.path not in CATCH_ALL and "sharedmemory" not in route.path
+        if method != "HEAD" and route.path not in CATCH_ALL
     }
     assert {(method, path) for path, item in described["paths"].items() for method in item} == served
 

@@ -56,10 +56,12 @@ def _counted(request: InferenceRequest, visit: Visit, max_batch_size: int) -> In
     for switch in _SWITCHES:
         inputs.setdefault(switch, Tensor.of(switch, np.ones(shape, np.bool_)))
     outputs = request.requested_outputs and tuple({*request.requested_outputs, *_SWITCHES.values()})
+    counts = frozenset(_SWITCHES.values())
     return replace(
         request,
         inputs=tuple(inputs.values()),
         requested_outputs=outputs,
+        classes={name: count for name, count in request.classes.items() if name not in counts},  # they stay numbers
         response_callback=_Meter(visit, request.response_callback, hidden),
     )
 

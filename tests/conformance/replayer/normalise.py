@@ -2,9 +2,9 @@
 
 For: compare.py, which applies it to both sides. Does not know: which side it sees. What varies: header order, header
 case, `Date` and `Server`; durations and the time of the last inference; gauges of the machine; the head of a log line;
-how many tokens a model sent before a disconnect reached it; which of two clocks noticed a deadline first. A
-Content-Length that is the length of the body that follows becomes a word, so that only the body is compared; a wrong
-one stays a number.
+how many tokens a model sent before a disconnect reached it; the order of a map; which of two clocks noticed a deadline
+first. A Content-Length that is the length of the body that follows becomes a word, so that only the body is compared; a
+wrong one stays a number.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ _VARYING = (
     (re.compile(r"'Stream removed \(Deadline Exceeded\)'"), "'Deadline Exceeded'"),
 )
 _CLOCK = re.compile(r"^ *\d+\.\d\ds ")
+_REGIONS = re.compile(r"(?:regions \{   key: .*?\} \} )+")
+"""A map of gRPC, which has no order, as a script prints it."""
 _TOKEN_EVENTS = re.compile(r'(?:data: \{"id":"gone"[^\n]*" tok\d+"\}\n\n)+')
 
 
@@ -34,6 +36,7 @@ def normalise(answer: str) -> str:
     for pattern, replacement in _VARYING:
         answer = pattern.sub(replacement, answer)
     answer = _TOKEN_EVENTS.sub("data: <tokens until the disconnect>\n\n", answer)
+    answer = _REGIONS.sub(lambda match: "".join(sorted(re.findall(r"regions \{.*?\} \} ", match[0]))), answer)
     answer = _without_clock(answer)
     answer = _HEAD.sub(lambda match: _normal_head(match, answer), answer)
     return _PRINTED_HEADERS.sub(_normal_printed_headers, answer)

@@ -1,0 +1,99 @@
+"""The latency families that `--metrics-config` switches on, as collectors of the server's registry.
+
+For: metrics.py, which registers them behind every counter and gauge, where Triton prints them. Does not know: how
+values are gathered (latencies.py). Invariant: a family without samples is not there, as in Triton.
+Source: Triton's metrics.cc; prometheus-cpp's text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from prometheus_client.core import Metric
+
+from .latencies import FIRST_RESPONSE
+from .metric_family import number_text
+from .metrics_options import MetricsOptions
+from .model import LoadedModel
+
+Models = Callable[[], Iterable[LoadedModel]]
+Labels = Callable[[LoadedModel], Mapping[str, str]]
+
+SUMMARIES = (
+    (
+        "nv_inference_request_summary_us",
+        "Summary of inference request duration in microseconds (includes cached requests)",
+    ),
+    (
+        "nv_inference_queue_summary_us",
+        "Summary of inference queuing duration in microseconds (includes cached requests)",
+    ),
+    (
+        "nv_inference_compute_input_summary_us",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+    ),
+    (
+        "nv_inference_compute_infer_summary_us",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+    ),
+    (
+        "nv_inference_compute_output_summary_us",
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+    ),
+)
+"""In the order of the columns that latencies.Summary has."""
+
+
+class FirstResponseMetrics:
+    """A collector of the histogram of decoupled models."""
+
+    def __init__(self, models: Models, labels: Labels) -> None:
+        self._models = models
+        self._labels = labels
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        description = "Duration from request to first response in milliseconds"
+        metric = Metric(FIRST_RESPONSE, description, "histogram")
+        for model in self._models():
+            histogram = model.latencies.first_response
+            if histogram is None:
+                continue
+            labels = dict(self._labels(model))
+            counts, total = histogram.snapshot()
+            metric.add_sample(f"{FIRST_RESPONSE}_count", labels, sum(counts))
+            metric.add_sample(f"{FIRST_RESPONSE}_sum", labels, total)
+            for bound, count in zip(histogram.bounds, itertools.accumulate(counts), strict=True):
+                metric.add_sample(f"{FIRST_RESPONSE}_bucket", {**labels, "le": number_text(bound)}, count)
+        if metric.samples:
+            yield metric
+
+
+class SummaryMetrics:
+    """A collector of the summaries of every model."""
+
+    def __init__(self, models: Models, labels: Labels, options: MetricsOptions) -> None:
+        self._models = models
+        self._labels = labels
+        self._quantiles = [quantile.quantile for quantile in options.summary_quantiles]
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        metrics = [Metric(name, description, "summary") for name, description in SUMMARIES]
+        for model in self._models():
+            summary = model.latencies.summary
+            if summary is None:
+                continue
+            labels = dict(self._labels(model))
+            count, sums, values = summary.snapshot(self._quantiles)
+            for metric, total, row in zip(metrics, sums, values, strict=True):
+                metric.add_sample(f"{metric.name}_count", labels, count)
+                metric.add_sample(f"{metric.name}_sum", labels, total)
+                for quantile, value in zip(self._quantiles, row, strict=True):
+                    metric.add_sample(metric.name, {**labels, "quantile": number_text(quantile)}, value)
+        yield from (metric for metric in metrics if metric.samples)
