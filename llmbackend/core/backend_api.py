@@ -67,6 +67,10 @@ __all__ = [
     "BackendAttributes",
     "ErrorCode",
     "ExecutionPolicy",
+    "InnerCallback",
+    "InnerHandle",
+    "InnerRequest",
+    "InnerResponse",
     "InstanceGroupKind",
     "MetricFamily",
     "MetricKind",
@@ -119,6 +123,9 @@ class RequestFlag(IntFlag):
     SEQUENCE_END = 2
 
 
+_NO_FLAGS = RequestFlag(0)
+
+
 class ReleaseFlag(IntFlag):
     ALL = 1
     RESCHEDULE = 2
@@ -143,6 +150,52 @@ class MetricFamily(Protocol):
     def observe(self, value: float, /, **labels: str) -> None: ...
     def remove(self, **labels: str) -> None:
         """Forgets the metric with exactly these labels, if it exists."""
+
+
+@dataclass(frozen=True, slots=True)
+class InnerRequest:
+    """A request that a model makes of another model of the host (or of itself), see `Model.infer_async`. The fields
+    mean what they mean in a client's request. model_version -1 = the highest READY version; no `requested_outputs` =
+    all of the model's outputs.
+    """
+
+    model_name: str
+    inputs: Sequence[Tensor] = ()
+    model_version: int = -1
+    id: str = ""
+    requested_outputs: Sequence[str] = ()
+    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    correlation_id: int | str = 0
+    flags: RequestFlag = _NO_FLAGS
+    priority: int = 0
+    timeout_us: int = 0
+
+
+class InnerResponse(Protocol):
+    """One response to an InnerRequest. With `error` set, `outputs` is empty."""
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def model_version(self) -> int: ...
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def outputs(self) -> Sequence[Tensor]: ...
+    @property
+    def parameters(self) -> Mapping[str, ParameterValue]: ...
+    @property
+    def error(self) -> TritonError | None: ...
+
+
+InnerCallback = Callable[[InnerResponse | None, ResponseFlag], None]
+"""(response, flags) as TRITONSERVER_InferenceResponseCompleteFn_t; response None is a flags-only completion. Exactly
+one call carries FINAL, and none comes after it. Any thread, amid that model's work: it must only enqueue."""
+
+
+class InnerHandle(Protocol):
+    def cancel(self) -> None:
+        """Asks that request to stop: idempotent, any thread. Its FINAL callback still comes."""
 
 
 class Backend(Protocol):
@@ -215,6 +268,32 @@ class Model(Protocol):
     @property
     def auto_complete_config(self) -> bool:
         """False under --disable-auto-complete-config: then set_config must not be called."""
+
+    def infer_async(self, request: InnerRequest, callback: InnerCallback) -> InnerHandle:
+        """Runs an inference on another model inside the host (BLS): TRITONSERVER_ServerInferAsync for backends.
+
+        Returns at once; the responses come through `callback`, from one for an ordinary model to any number for a
+        decoupled one. The request is validated, scheduled, counted and cancelled like a client's, and its model is
+        not unloaded before it ended. It is served while the server stops, too. Cancelling the request that it is made
+        for does not cancel it: register `handle.cancel` with Request.on_cancel where that is wanted.
+
+        Raises TritonError when it is refused (unknown or unready model, bad input, full queue, with Triton's texts);
+        then `callback` is never called.
+        """
+
+    def is_decoupled(self, name: str, version: int = -1) -> bool:
+        """Whether a READY model may answer with any number of responses. Raises TritonError as `infer_async` does."""
+
+    def is_model_ready(self, name: str, version: int = -1) -> bool:
+        """False also for a model that is unknown or not loaded."""
+
+    def load_model(self, name: str, parameters: Mapping[str, str | bytes] | None = None) -> None:
+        """Loads or reloads a model of the repository, as a client's load request does; blocks until done. For the
+        parameters see LoadParameters ("config", "file:<path>"). Raises TritonError when that fails, and UNAVAILABLE
+        where the model control mode is not explicit. A model must not load itself from its own ModelInitialize."""
+
+    def unload_model(self, name: str, unload_dependents: bool = False) -> None:
+        """Begins to unload a model; its requests in flight run to their end. Raises TritonError as `load_model`."""
 
 
 class ModelInstance(Protocol):

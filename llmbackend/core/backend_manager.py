@@ -76,6 +76,14 @@ class EntryPoints:
             log.error("failed to finalize backend '%s' (%s): %s", self.backend, name, error.status)
 
 
+class NoEntryPoints(EntryPoints):
+    """Those of a model without a backend: none."""
+
+    def __init__(self) -> None:
+        self._module = ModuleType("no backend")
+        self.backend = ""
+
+
 class LoadedBackend:
     """A backend as it sees itself (backend_api.Backend), with its entry points for the host."""
 
@@ -136,10 +144,12 @@ class BackendManager:
         self._backends: dict[tuple[str, str], LoadedBackend] = {}
 
     def get(self, backend: str, model: str, version_directory: Path, runtime: str) -> LoadedBackend:
-        """The backend for a model, loaded and initialised at its first use.
+        """The backend for a model, loaded and initialised at its first use; one that does nothing for the name "".
 
         Raises TritonError when it can not be found, lacks Execute, or fails to initialise.
         """
+        if not backend:
+            return LoadedBackend("", Path(), {}, NoEntryPoints(), self._families, "")
         location = find_backend(backend, model, version_directory, self._directory, runtime)
         with self._lock:
             key = (backend, location.key)

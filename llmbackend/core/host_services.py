@@ -1,4 +1,4 @@
-"""What the host lends to every model version: one reaper, one timer, one log of breaches, the options of its metrics.
+"""What the host lends to every model version: a reaper, a timer, a log of breaches, options of metrics, and itself.
 
 For: the server, which owns them, and model versions. Does not know: models. Invariant: started before the first model
 is loaded, stopped after the last one is finalised.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from llmbackend.waiting.timer import Timer
 
 from .conservation import BreachLog
+from .inner_door import ModelHost
 from .metrics_options import MetricsOptions
 from .reaper import Reaper
 
@@ -21,6 +22,7 @@ class HostServices:
     timer: Timer
     breaches: BreachLog
     metrics: MetricsOptions
+    host: ModelHost
 
     def start(self) -> None:
         self.reaper.start()

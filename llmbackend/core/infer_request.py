@@ -141,6 +141,8 @@ class InferResponse:
             error=None if error is None else TritonError(error.message, error.code),
         )
         try:
+            if self._channel.observer is not None:
+                self._channel.observer.make_room()
             self._channel.deliver(response, flags)
         finally:
             self._channel.drop()

@@ -38,6 +38,7 @@ from .messages import (
 )
 from .metric_family import MetricFamilies
 from .metrics import register_metrics
+from .model import LoadedModel
 from .model_lifecycle import STOPPING
 from .model_loading import ModelLoader
 from .model_versions import UNLOADED, ModelState
@@ -68,7 +69,7 @@ class InferenceServer:
         self._state_lock = threading.Lock()
         self._registry = CollectorRegistry(auto_describe=False)
         families = MetricFamilies(self._registry)
-        self._services = HostServices(Reaper(), Timer(), BreachLog(families), options.metrics)
+        self._services = HostServices(Reaper(), Timer(), BreachLog(families), options.metrics, host=self)
         self._shared_memory = SharedMemory(options.allow_client_shm)
         self._backends = BackendManager(
             options.backend_directory, options.backend_config, options.auto_complete_config, families
@@ -102,12 +103,10 @@ class InferenceServer:
         except TritonError:
             self._fail_to_start(timeout_s=0.0)
             raise
-        with ThreadPoolExecutor(max(len(names), 1), thread_name_prefix="startup") as pool:
-            futures = [pool.submit(self._loader.load, name) for name in names]
+        errors = self._loader.load_together(dict.fromkeys(names))
         if self.is_exiting:
             raise unavailable(STOPPING)
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in errors:
+        for error in errors.values():
             log.error("%s", error)
         if errors and self._options.exit_on_error:
             self._fail_to_start(timeout_s=30.0)
@@ -230,10 +229,11 @@ class InferenceServer:
             raise unavailable(STOPPING) from None
 
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
-        """Begins to unload; requests in flight run to their end. `unload_dependents` matters to ensembles only."""
+        """Begins to unload, with the ensembles that are made of it; requests in flight run to their end. With
+        `unload_dependents` also what an ensemble is made of, as far as nobody else needs it."""
         self._check_explicit()
         check_model_name(name)
-        self._lifecycle.unload(name)
+        self._loader.unload(name, unload_dependents)
 
     # --- inference --------------------------------------------------------------------------------------------------
 
@@ -245,6 +245,10 @@ class InferenceServer:
         if request.output_places:
             return self._shared_memory.lend(request, self._infer)
         return self._infer(request)
+
+    def acquire_model(self, name: str, version: int = -1) -> LoadedModel:
+        """A READY model for one inner request, also while the server stops (see ModelHost)."""
+        return self._lifecycle.acquire(name, version)
 
     def cancel_requests(self, model_name: str, version: int = -1, request_id: str = "") -> int:
         """Asks every live request of the model with that client id to stop; how many there were. Version -1 = every
@@ -283,8 +287,7 @@ class InferenceServer:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _infer(self, request: InferenceRequest) -> InferenceHandle:
-        model = self._lifecycle.acquire(request.model_name, request.model_version)
-        return model.infer(request)
+        return self.acquire_model(request.model_name, request.model_version).infer(request)
 
     def _fail_to_start(self, timeout_s: float) -> None:
         self.stop(timeout_s)

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from .backend_api import ParameterValue, RequestFlag, ResponseFlag
 from .errors import TritonError
 from .metrics_options import MetricsOptions
 from .tensors import Place, RawTensor, SharedInput, Tensor
+
+if TYPE_CHECKING:
+    from .statistics import PhaseTimes
 
 __all__ = [
     "InferenceHandle",
@@ -27,6 +30,7 @@ __all__ = [
     "ModelMetadata",
     "Place",
     "RawTensor",
+    "RequestObserver",
     "ResponseCallback",
     "ServerMetadata",
     "ServerOptions",
@@ -51,6 +55,19 @@ class InferenceResponse:
 
 ResponseCallback = Callable[[InferenceResponse | None, ResponseFlag], None]
 """(response, flags); response None is a flags-only completion. Any thread; must only enqueue."""
+
+
+class RequestObserver(Protocol):
+    """Who made a request inside the host and follows more of it than its responses: an ensemble. Any thread."""
+
+    def make_room(self) -> None:
+        """Called before each response of the backend is delivered; may block to hold a fast backend back."""
+
+    def computed(self, times: PhaseTimes) -> None:
+        """The request succeeded, and this is what its backend reported."""
+
+    def done(self) -> None:
+        """The last handle on the request is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +95,7 @@ class InferenceRequest:
     shared_inputs: tuple[SharedInput, ...] = ()
     output_places: Mapping[str, Place] = field(default_factory=dict)
     classes: Mapping[str, int] = field(default_factory=dict)
+    observer: RequestObserver | None = None
 
 
 class InferenceHandle(Protocol):

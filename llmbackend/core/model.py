@@ -25,6 +25,7 @@ from .errors import ErrorCode, TritonError, unsupported
 from .host_services import HostServices
 from .in_flight import InFlight
 from .infer_request import InferRequest
+from .inner_door import InnerDoor
 from .latencies import Latencies
 from .live_requests import LiveRequests
 from .messages import InferenceRequest
@@ -39,6 +40,7 @@ from .request_validation import RequestValidator
 from .response_channel import ResponseChannel
 from .responses import Responses
 from .scheduling.dynamic_batcher import DynamicBatcher
+from .scheduling.ensemble import EnsembleScheduler
 from .scheduling.request_queue import RequestQueue
 from .scheduling.scheduler import Scheduler
 from .statistics import Statistics
@@ -47,7 +49,7 @@ from .warmup import warm_up, warmup_samples
 log = logging.getLogger(__name__)
 
 
-class LoadedModel:
+class LoadedModel(InnerDoor):
     """A model version as the backend sees it (backend_api.Model). `load` it, then `infer`, then `finalize`."""
 
     def __init__(
@@ -58,6 +60,7 @@ class LoadedModel:
         services: HostServices,
         auto_complete_config: bool,
     ) -> None:
+        super().__init__(services.host)
         self.state: Any = None
         self.name = spec.name
         self.version = version
@@ -128,7 +131,7 @@ class LoadedModel:
         try:
             valid = self._validator.validate(message)
         except BaseException:
-            self._leave()
+            self.leave()
             raise
         message = self._responses.around(message)
         channel = ResponseChannel(message, self)
@@ -144,7 +147,16 @@ class LoadedModel:
 
     def request_done(self, channel: ResponseChannel) -> None:
         self.live.discard(channel)
-        self._leave()
+        self.leave()
+
+    def leave(self) -> None:
+        """Gives up one in-flight handle; the last one checks that nothing is left behind."""
+        entered = self.in_flight.leave()
+        if entered is None:
+            return
+        left = {what: count for what, count in self.left_behind().items() if count}
+        if left and self.in_flight.is_idle_since(entered):
+            self._services.breaches.report(self.name, self.version, left)
 
     def left_behind(self) -> dict[str, int]:
         """Counts that are 0 whenever no request is in flight."""
@@ -173,15 +185,6 @@ class LoadedModel:
         self.instances = []
         self.backend.entry_points.finalize("ModelFinalize", self)
         self._services.breaches.forget(self.name, self.version)
-
-    def _leave(self) -> None:
-        """Gives up one in-flight handle; the last one checks that nothing is left behind."""
-        entered = self.in_flight.leave()
-        if entered is None:
-            return
-        left = {what: count for what, count in self.left_behind().items() if count}
-        if left and self.in_flight.is_idle_since(entered):
-            self._services.breaches.report(self.name, self.version, left)
 
     def _check_ready(self) -> None:
         for instance in self.instances:
@@ -228,6 +231,8 @@ class LoadedModel:
             thread.warmed_up.result()
 
     def _new_scheduler(self) -> Scheduler:
+        if self._config.HasField("ensemble_scheduling"):
+            return EnsembleScheduler(self._config, self._services.host)
         timer = self._services.timer
         if self._config.HasField("dynamic_batching"):
             if self._config.max_batch_size > 1:

@@ -84,8 +84,9 @@ def set_defaults(config: ModelConfig) -> None:
     """The defaults that Triton shows in /config; instance groups are `set_instance_groups`."""
     if not config.version_policy.WhichOneof("policy_choice"):
         config.version_policy.latest.num_versions = 1
-    config.optimization.input_pinned_memory.enable = True
-    config.optimization.output_pinned_memory.enable = True
+    if not config.HasField("ensemble_scheduling"):
+        config.optimization.input_pinned_memory.enable = True
+        config.optimization.output_pinned_memory.enable = True
     if config.HasField("dynamic_batching"):
         batching = config.dynamic_batching
         if not batching.preferred_batch_size and config.max_batch_size > 0:
@@ -96,7 +97,10 @@ def set_instance_groups(config: ModelConfig, preferred: Sequence[tuple[InstanceG
     """Names, kinds and counts of instance groups; `preferred` is what the backend asks for when the model names none.
 
     A model without groups gets one named as the model; a group without a name becomes `<model>_<index>`.
+    An ensemble has none.
     """
+    if config.HasField("ensemble_scheduling"):
+        return
     if not config.instance_group:
         for kind, count in preferred:
             config.instance_group.add(kind=ModelInstanceGroup.Kind.Value(kind.value), count=count)

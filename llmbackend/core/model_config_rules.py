@@ -22,6 +22,7 @@ from tritonclient.grpc.model_config_pb2 import (
     ModelQueuePolicy,
 )
 
+from .ensemble_rules import is_ensemble, validate_scheduling
 from .errors import invalid_argument, unsupported
 from .reshape import validate_reshape
 
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 MOST_INSTANCES = 1024
 """Each has a thread at the least; a number from a client must not exhaust the machine."""
-REFUSED_FIELDS = ("sequence_batching", "ensemble_scheduling")
+REFUSED_FIELDS = ("sequence_batching",)
 
 
 def validate_config(config: ModelConfig) -> None:
@@ -38,7 +39,9 @@ def validate_config(config: ModelConfig) -> None:
     for field in REFUSED_FIELDS:
         if config.HasField(field):
             raise unsupported(f"model '{name}': '{field}' in the model configuration is not supported by this server")
-    if not config.backend:
+    if is_ensemble(config):
+        validate_scheduling(config)
+    elif not config.backend:
         raise invalid_argument(f"must specify 'backend' for '{name}'")
     if config.max_batch_size < 0:
         raise invalid_argument(

@@ -81,6 +81,8 @@ class LoadedInstance:
             if success:
                 duration_ns = final_ns - channel.start_ns
                 statistics.record_success(batch_size, duration_ns, exec_start_ns - queue_start_ns, times)
+                if channel.observer is not None:
+                    channel.observer.computed(times)
             else:
                 statistics.record_failure(final_ns - channel.start_ns, FailureReason.BACKEND)
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from .errors import TritonError, internal, invalid_argument, unavailable
+from .errors import ErrorCode, TritonError, internal, unavailable
 from .in_flight import InFlight
 from .model import LoadedModel, as_triton_error
 from .model_repository import ModelSpec
@@ -28,6 +28,14 @@ FIRST_DRAIN_LOG_S = 10.0
 LONGEST_DRAIN_LOG_S = 600.0
 ModelFactory = Callable[[ModelSpec, int], LoadedModel]
 """Makes and loads one version; raises TritonError."""
+
+
+class LoadError(TritonError):
+    """No version of a model was changed, because of `reason`. INVALID_ARG."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"load failed for model '{name}': {reason}", ErrorCode.INVALID_ARG)
+        self.reason = reason.rstrip("\n")
 
 
 class ModelLifecycle:
@@ -49,10 +57,8 @@ class ModelLifecycle:
         Raises TritonError INVALID_ARG with Triton's text when a version fails; what served before then still serves.
         """
         if not spec.versions:
-            raise invalid_argument(
-                f"load failed for model '{spec.name}': at least one version must be available under the version "
-                f"policy of model '{spec.name}'"
-            )
+            policy = f"policy of model '{spec.name}'"
+            raise LoadError(spec.name, f"at least one version must be available under the version {policy}")
         operation = self._begin_load(spec)
         try:
             self._finish_load(spec, operation)
@@ -74,12 +80,12 @@ class ModelLifecycle:
                 retired = self._swap(entry, spec, models)
             self._retire(retired)
         if is_outdated:
-            raise invalid_argument(f"load failed for model '{spec.name}': {OUTDATED}\n")
+            raise LoadError(spec.name, f"{OUTDATED}\n")
         if errors:
             details = "".join(
                 f"version {version} is at UNAVAILABLE state: {error.status};\n" for version, error in errors.items()
             )
-            raise invalid_argument(f"load failed for model '{spec.name}': {details}")
+            raise LoadError(spec.name, details)
         log.info("successfully loaded '%s'", spec.name)
 
     def unload(self, name: str) -> None:

@@ -48,6 +48,7 @@ class ResponseChannel:
         self.request_id = request.id
         self.owner = owner
         self.start_ns = time.monotonic_ns()
+        self.observer = request.observer
         self._callback = request.response_callback
         self._lock = threading.RLock()
         self._handles = 0
@@ -85,6 +86,8 @@ class ResponseChannel:
             log.error("%sreleased by the backend of model '%s' without a final response", tag, self.owner.name)
             self.fail(internal(f"{tag}the backend of model '{self.owner.name}' ended the request without a response"))
         self.owner.request_done(self)
+        if self.observer is not None:
+            self.observer.done()
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> bool:
         """Calls the client's callback; False when FINAL went before (logged, nothing delivered)."""
@@ -135,6 +138,7 @@ class ResponseChannel:
     def withdraw(self) -> None:
         """Ends a request that was refused synchronously: no callback will come."""
         with self._lock:
+            self.observer = None
             self._final_ns = time.monotonic_ns()
 
     def response(self, error: TritonError | None = None) -> InferenceResponse:

@@ -513,7 +513,7 @@ def TRITONBACKEND_ModelInitialize(model):
         assert server.model_is_ready("m") and STAGE.events == ["try"] * 3
 
 
-@pytest.mark.parametrize("field", ["sequence_batching {}", "ensemble_scheduling {}"])
+@pytest.mark.parametrize("field", ["sequence_batching {}"])
 def test_scheduling_that_is_not_served_is_refused_by_name(versioned: Repository, field: str) -> None:
     write(versioned, "one", config=field)
     with serving(versioned) as server, pytest.raises(TritonError) as caught:

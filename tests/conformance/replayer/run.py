@@ -53,7 +53,7 @@ GROUPS = (
         _explicit(["repo"], ["identity", "multi", "llm", "textid", "cached"]),
         (
             *("01", "02", "03", "04", "05", "06", "07", "08", "11", "12", "13"),
-            *("20", "21", "22", "23", "24", "30", "31", "32", "33", "34", "40", "09", "10"),
+            *("20", "21", "22", "23", "24", "30", "31", "32", "33", "34", "40", "43", "09", "10"),
         ),
     ),
     Group(
@@ -65,6 +65,8 @@ GROUPS = (
     Group("d1", ("--model-repository", "$WORK/repo_none"), ("55",)),
 )
 _EMPTY_EVENT_LOG_BEFORE = frozenset({"24", "34"})
+_UNRECORDED_BEFORE = {"43": "curl -s -X POST 127.0.0.1:18000/v2/repository/models/ens/load"}
+"""What the recording did between its transcripts without showing it."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ def _replay_group(
 def _replay_transcript(replay: Replay, transcript: Transcript, rules: Sequence[Rule]) -> TranscriptOutcome:
     if transcript.number in _EMPTY_EVENT_LOG_BEFORE:
         os.truncate(replay.server.event_log, 0)
+    if transcript.number in _UNRECORDED_BEFORE:
+        replay.answer(Command(_UNRECORDED_BEFORE[transcript.number], "", 0))
     return TranscriptOutcome(
         transcript.name,
         tuple(compare(transcript.number, command, replay.answer(command), rules) for command in transcript.commands),
