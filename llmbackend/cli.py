@@ -61,6 +61,8 @@ def serve(
     log: LogFlags,
 ) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
+    door_settings = doors.settings()  # takes keys out of the environment before there are processes to inherit them
+    models.begin_imports()
     from .serve import run_server
 
     settings = ServerSettings(
@@ -74,7 +76,7 @@ def serve(
         http_max_input_size_bytes=http.http_max_input_size,
         exit_timeout_s=life.exit_timeout_secs,
         limits=limits.limits(),
-        doors=doors.settings(),
+        doors=door_settings,
     )
     raise typer.Exit(run_server(settings))
 

@@ -22,6 +22,7 @@ from llmbackend.frontends.doors.restrictions import parse_restrictions
 from llmbackend.frontends.doors.settings import DoorSettings
 from llmbackend.frontends.doors.tls import TlsFiles
 
+from . import head_start
 from .settings import Endpoint, LogSettings
 
 
@@ -73,6 +74,11 @@ class ModelFlags:
     backend_config: Annotated[
         list[str] | None, typer.Option("--backend-config", help="<backend>,<key>=<value> or <key>=<value>; repeatable.")
     ] = None
+
+    def begin_imports(self) -> None:
+        """Lets the engine's imports begin, if a startup model needs them."""
+        if self.model or self.model_control_mode != "explicit" or self.load_model:
+            head_start.begin(self.model, self.model_repository or ())
 
     def repositories(self) -> list[Path]:
         """The repositories to serve; one is made for `--model`."""

@@ -28,6 +28,7 @@ from llmbackend.frontends.inference import InferenceGate
 from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.serving import FrontendServer
 
+from . import head_start
 from .log_format import configure_logging
 from .process_end import exit_now, in_thread, kill_children, stop_on_signal, temporary_directory
 from .settings import ServerSettings
@@ -63,7 +64,9 @@ async def _serve(settings: ServerSettings) -> int:
         return 1
     server = doors.host(settings.options)
     loading = in_thread(server.start)
-    if not await _ends_before(loading, stop):
+    loaded = await _ends_before(loading, stop)
+    head_start.end()
+    if not loaded:
         return await _stop_while_loading(server, loading, settings.exit_timeout_s)
     try:
         await loading

@@ -1,4 +1,4 @@
-"""The nursery's process and the engines it forks: `python -m llmbackend.engine.engine_process CONTROL_FD CONFIG_JSON`.
+"""The nursery's process and the engines it forks: `python -m llmbackend.engine.engine_process CONTROL_FD [ahead]`.
 
 For: Nursery, which starts it, and ProcessTransport, which speaks with the engine. Does not know: the host, beyond its
 sockets. Invariants: an engine never outlives its host: the lifeline is a socket pair whose other end only the host
@@ -23,28 +23,31 @@ import zmq
 from . import lean_imports
 from .config import EngineConfig
 from .engine_loop import load, run
+from .nursery import IMPORT_AHEAD, Order
 
 LINGER_MS = 1000
-ENDPOINT_BYTES = 4096
+ORDER_BYTES = 64 << 10
 
 
 def main(arguments: list[str]) -> None:
-    """Forks an engine for each message, one after the other, and tells its process id and then its exit status."""
-    control_fd, config_json = arguments
-    config = msgspec.json.decode(config_json, type=EngineConfig)
+    """Forks an engine for each order, one after the other, and tells its process id and then its exit status."""
+    control_fd, *words = arguments
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(control_fd))
     control.set_inheritable(False)
-    _import_all_of(config.model)
+    if IMPORT_AHEAD in words:
+        _import_all_of("")
     while True:
-        endpoint, descriptors, _, _ = socket.recv_fds(control, ENDPOINT_BYTES, 2)
-        if not endpoint:
+        message, descriptors, _, _ = socket.recv_fds(control, ORDER_BYTES, 2)
+        if not message:
             return
+        order = msgspec.json.decode(message, type=Order)
+        _import_all_of(order.config.model)
         pid = os.fork()
         if pid == 0:
             control.close()
-            _run_engine(config, endpoint.decode(), *descriptors)
+            _run_engine(order.config, order.endpoint, *descriptors)
             return
         for descriptor in descriptors:
             os.close(descriptor)
@@ -53,7 +56,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _import_all_of(model: str) -> None:
-    """Whatever cannot be imported is missed by the engine again, which says so."""
+    """Of "": what every model needs. Whatever cannot be imported is missed by the engine again, which says so."""
     if model == "mock":
         return
     with contextlib.suppress(Exception):

@@ -20,6 +20,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+_TYPICAL = "LlamaForCausalLM"
+"""An architecture that imports what nearly all of them do."""
 _COMPILER = "torch._dynamo"
 _HELPER = f"{_COMPILER}._trace_wrapped_higher_order_op"
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
@@ -29,7 +31,8 @@ _lock = threading.RLock()
 
 
 def import_for(model: str) -> None:
-    """Imports what loading the checkpoint in directory `model` takes, as far as that is known without loading it."""
+    """Imports what loading the checkpoint in directory `model` takes, as far as that is known without loading it; of
+    "", what every checkpoint takes."""
     try:
         with without_compiler():
             _import_architecture(model)
@@ -40,11 +43,14 @@ def import_for(model: str) -> None:
 
 def _import_architecture(model: str) -> None:
     transformers = importlib.import_module("transformers")
-    config = Path(model) / "config.json"
-    names = json.loads(config.read_text()).get("architectures") if config.is_file() else None
-    for name in ("AutoModelForCausalLM", *(names or ())):
+    for name in ("AutoModelForCausalLM", *(_architectures(model) if model else (_TYPICAL,))):
         with contextlib.suppress(AttributeError):
             getattr(transformers, name)
+
+
+def _architectures(model: str) -> list[str]:
+    config = Path(model) / "config.json"
+    return (json.loads(config.read_text()).get("architectures") or []) if config.is_file() else []
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 For: the transport. Does not know: messages, models. Why: importing torch and transformers takes seconds, which every
 client would wait for when an engine dies; a fork takes milliseconds and shares the imported memory. Invariants: at most
 one engine at a time lives in a nursery; the nursery's own process is started when it is first needed, or has died, and
-ends when the host does, however it ends; it holds no weights and runs no thread.
+ends when the host does, however it ends; it holds no weights and runs no thread. A host that will need an engine may
+start the process before it knows for which config (`start_ahead`): the first nursery that starts takes it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,78 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from typing import NamedTuple
 
 import msgspec
 
 from .config import EngineConfig
 
 CLOSE_TIMEOUT_S = 5.0
+IMPORT_AHEAD = "ahead"
+"""The word that makes a nursery's process import what every model needs before it is told of one."""
 _FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Neither BLAS threads nor an initialised CUDA driver would survive a fork: the import must make neither."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a nursery's process is asked for: an engine of this config that connects to `endpoint`. Its lifeline and
+    its output come as descriptors."""
+
+    endpoint: str
+    config: EngineConfig
+
+
+class Started(NamedTuple):
+    """A nursery's process, and our end of its control socket."""
+
+    process: subprocess.Popen[bytes]
+    control: socket.socket
+
+    def end(self) -> None:
+        """After its engine has ended."""
+        self.control.close()
+        try:
+            self.process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # it still imports
+            self.process.kill()
+            self.process.wait()
+
+
+_ahead: list[Started] = []
+_ahead_lock = threading.Lock()
+
+
+def start_ahead() -> None:
+    """Starts a process for a nursery that is to come, so that its imports and the caller's run side by side."""
+    with _ahead_lock:
+        if not _ahead:
+            _ahead.append(_start(IMPORT_AHEAD))
+
+
+def end_ahead() -> None:
+    """Ends what was started ahead and nobody took."""
+    while (started := _take_ahead()) is not None:
+        started.process.kill()
+        started.end()
+
+
+def _take_ahead() -> Started | None:
+    with _ahead_lock:
+        return _ahead.pop() if _ahead else None
+
+
+def _start(*words: str) -> Started:
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "llmbackend.engine.engine_process", str(theirs.fileno()), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=os.environ | _FORKS_WELL,
+        )
+    return Started(process, control)
 
 
 class Nursery:
@@ -29,42 +94,23 @@ class Nursery:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._started: Started | None = None
 
     def fork(self, endpoint: str, lifeline_fd: int, output_fd: int) -> EngineProcess:
         """Begins to start an engine that connects to `endpoint`, with its end of its lifeline and where its output
         goes; returns at once. The caller closes its copies of the descriptors. Raises OSError."""
-        if self._process is None or self._process.poll() is not None:
+        if self._started is None or self._started.process.poll() is not None:
             self.close()
-            self._start()
-        assert self._control is not None and self._process is not None
-        socket.send_fds(self._control, [endpoint.encode()], [lifeline_fd, output_fd])
-        return EngineProcess(self._process, self._control)
+            self._started = _take_ahead() or _start()
+        order = msgspec.json.encode(Order(endpoint, self.config))
+        socket.send_fds(self._started.control, [order], [lifeline_fd, output_fd])
+        return EngineProcess(*self._started)
 
     def close(self) -> None:
         """Ends the nursery's process, after its engine has ended."""
-        if self._process is None or self._control is None:
-            return
-        self._control.close()
-        try:
-            self._process.wait(CLOSE_TIMEOUT_S)
-        except subprocess.TimeoutExpired:  # it still imports
-            self._process.kill()
-            self._process.wait()
-        self._process = self._control = None
-
-    def _start(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        config_json = msgspec.json.encode(self.config).decode()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "llmbackend.engine.engine_process", str(theirs.fileno()), config_json],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=os.environ | _FORKS_WELL,
-            )
+        if self._started is not None:
+            self._started.end()
+            self._started = None
 
 
 class EngineProcess:

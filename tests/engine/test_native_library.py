@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from llmbackend.engine.kernels import library
+from llmbackend.engine.kernels.library import NativeEngine
+from llmbackend.engine.kernels.self_test import fault_of
 from llmbackend.engine.native_linear import NativeLinear, swap_linears
 
 native = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
@@ -42,6 +46,31 @@ def test_a_library_of_other_sources_is_refused(
     monkeypatch.setattr(library, "STRUCTURES", library.STRUCTURES[::-1])
     assert library.load("generic") is None
     assert "built from other sources" in caplog.text
+
+
+@native
+@pytest.mark.parametrize("variant", library.available())
+def test_every_library_passes_its_self_test(variant: str) -> None:
+    loaded = library.load(variant)
+    assert loaded is not None and fault_of(loaded) == ""
+
+
+@native
+def test_a_library_that_computes_wrongly_gives_way_to_the_next(
+    unloaded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    best, *others = library.available()
+    pack = NativeEngine.pack
+
+    def pack_wrongly(self: NativeEngine, *arguments: Any) -> None:
+        pack(self, *arguments)
+        if self.library.variant == best:
+            ctypes.memset(arguments[4], 0, 64)
+
+    monkeypatch.setattr(NativeEngine, "pack", pack_wrongly)
+    loaded = library.load()
+    assert (loaded and loaded.variant) == next(iter(others), None)
+    assert f"'{best}' cannot be used: FLOAT32 weights times FLOAT32: off by" in caplog.text
 
 
 @native

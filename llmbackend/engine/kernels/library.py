@@ -1,8 +1,8 @@
 """The native kernels: which library this CPU gets, and a Python handle on it.
 
 For: the model runner and the loader. Does not know: models; operations are handed over as structures (abi.py).
-Invariants: a library is loaded only when the CPU can execute it and its structures have the sizes of ours; calls
-release the GIL; memory and teams are freed with their Python owners.
+Invariants: a library is used only when the CPU can execute it, its structures have the sizes of ours and it passed its
+self-test; calls release the GIL; memory and teams are freed with their Python owners.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .abi import STRUCTURES, Step, Type
+from .self_test import fault_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +110,24 @@ def load(variant: str | None = None) -> Library | None:
     """The best library for this CPU, or the named variant; None, with one warning, when there is none to be had."""
     for name in available() if variant is None else (variant,):
         path = _path(name)
-        try:
-            if path is not None:
-                return Library(name, path)
-        except OSError as error:
-            logger.warning("the native kernels cannot be loaded: %s", error)
+        if path is not None and (library := _checked(name, path)) is not None:
+            return library
     logger.warning(
         "no native kernels (a C++ compiler builds them when the package is installed): torch computes, much more slowly"
     )
+    return None
+
+
+def _checked(variant: str, path: Path) -> Library | None:
+    """The library, unless it cannot be loaded or computes wrongly on this CPU: a warning says so."""
+    try:
+        library = Library(variant, path)
+        fault = fault_of(library)
+    except OSError as error:
+        fault = str(error)
+    if not fault:
+        return library
+    logger.warning("the native kernels '%s' cannot be used: %s", variant, fault)
     return None
 
 
