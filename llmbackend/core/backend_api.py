@@ -84,6 +84,7 @@ __all__ = [
     "Response",
     "ResponseFactory",
     "ResponseFlag",
+    "State",
     "Tensor",
     "TritonError",
     "cancelled",
@@ -374,9 +375,21 @@ class Request(Protocol):
     def response_factory(self) -> ResponseFactory:
         """A factory that outlives the request's release. INVALID_ARG after release."""
 
+    def new_state(self, tensor: Tensor) -> State:
+        """TRITONBACKEND_StateNew: a new value of an implicit state, by the state's output name. INVALID_ARG after
+        release, for a model without states, or for a name that is none of them."""
+
     def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
-        """Gives the request back; its inputs must not be touched afterwards. INVALID_ARG when released twice, or for
-        RESCHEDULE on a model without iterative sequences (the request then stays with the backend)."""
+        """Gives the request back; its inputs must not be touched afterwards. With RESCHEDULE the host gives it to
+        Execute again (iterative sequences only). INVALID_ARG when released twice, or for RESCHEDULE on a model without
+        iterative sequences or after its sequence ended (the request then stays with the backend)."""
+
+
+class State(Protocol):
+    """A new value of an implicit state, not yet seen by anybody."""
+
+    def update(self) -> None:
+        """TRITONBACKEND_StateUpdate: the next request of the sequence gets it as its input."""
 
 
 class Response(Protocol):

@@ -17,6 +17,7 @@ from .tensors import DATATYPE_OF_CONFIG_TYPE
 
 EXTENSIONS = (
     "classification",
+    "sequence",
     "model_repository",
     "model_repository(unload_dependents)",
     "schedule_policy",

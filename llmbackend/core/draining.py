@@ -2,7 +2,8 @@
 
 For: InferenceServer.stop. Does not know: signals, protocols, how models are unloaded. Invariants: waiting ends at the
 deadline, whatever a backend does; a request that is cut is answered with an error, so that its client sees an end and
-not a connection that breaks. Log lines of the wait are Triton's (golden 52, 53).
+not a connection that breaks; a sequence that runs is waited for until its client ends it or it was idle for too long.
+Log lines of the wait are Triton's (golden 52, 53).
 """
 
 from __future__ import annotations
@@ -26,20 +27,32 @@ CUT_REASON = "Server is stopping: the exit timeout expired before the request wa
 
 
 def wait_until_drained(live_models: Callable[[], Sequence[LoadedModel]], deadline_s: float) -> bool:
-    """Waits for every in-flight request, with a line of log each second. False at the deadline (monotonic)."""
+    """Waits for every in-flight request and open sequence, with a line of log each second. False at the deadline
+    (monotonic)."""
     while True:
-        busy = [model for model in live_models() if model.in_flight.count]
+        busy = [model for model in live_models() if _in_flight_count(model)]
         left_s = deadline_s - time.monotonic()
         shown_s = max(math.ceil(left_s), 0)
         log.info("Timeout %d: Found %d model versions that have in-flight inferences", shown_s, len(busy))
         for model in busy:
-            count = model.in_flight.count
+            count = _in_flight_count(model)
             log.info("Model '%s' (version %d) has %d in-flight inferences", model.name, model.version, count)
         if not busy:
             return True
         if left_s <= 0:
             return False
-        busy[0].in_flight.wait_for_zero(min(left_s, 1.0))
+        _wait_until_idle(busy[0], min(left_s, 1.0))
+
+
+def _in_flight_count(model: LoadedModel) -> int:
+    """For a model with sequences Triton counts those."""
+    return max(model.in_flight.count, model.sequences.open_count if model.sequences is not None else 0)
+
+
+def _wait_until_idle(model: LoadedModel, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    if model.in_flight.wait_for_zero(timeout_s) and model.sequences is not None:
+        model.sequences.wait_until_none_is_open(max(deadline_s - time.monotonic(), 0.0))
 
 
 def cut(models: Iterable[LoadedModel]) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
+from typing import Protocol
 
-from .backend_api import ParameterValue, ReleaseFlag, RequestFlag, ResponseFlag, Tensor
+from .backend_api import ParameterValue, ReleaseFlag, RequestFlag, ResponseFlag, State, Tensor
 from .errors import TritonError, invalid_argument, request_tag
 from .messages import InferenceRequest, InferenceResponse
 from .response_channel import ResponseChannel
@@ -20,12 +21,37 @@ from .statistics import FailureReason
 
 log = logging.getLogger(__name__)
 
+NOT_RESCHEDULABLE = (
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to handle "
+    "such a flag."
+)
+
+
+class SequenceStep(Protocol):
+    """What a request is to its sequence, once it has left the queue. It holds no reference to the request."""
+
+    def done(self) -> None:
+        """The request was released for good."""
+
+    def reschedule(self, request: InferRequest) -> None:
+        """Takes the request back. Raises TritonError INVALID_ARG, and leaves it with the backend."""
+
+
+class States(Protocol):
+    """The implicit states of a sequence."""
+
+    def new_state(self, tensor: Tensor) -> State: ...
+
 
 class InferRequest:
     """A validated request. The host owns it until Execute returns; then the backend does, until it releases it.
 
-    `batch_size` is 0 for a model that does not batch. Times are time.monotonic_ns(), set by the scheduler.
+    `batch_size` is 0 for a model that does not batch. Times are time.monotonic_ns(), set by the scheduler: when the
+    request was queued, and when the batcher got it that forms its batch. `step` and `states` are set by the sequence
+    batcher.
     """
+
+    collects_statistics = True
 
     def __init__(
         self,
@@ -38,6 +64,9 @@ class InferRequest:
         self.channel = channel
         self.batch_size = batch_size
         self.queue_start_ns = 0
+        self.batcher_start_ns = 0
+        self.step: SequenceStep | None = None
+        self.states: States | None = None
         self.id = message.id
         self.correlation_id = message.correlation_id
         self.flags: RequestFlag = message.flags
@@ -45,6 +74,7 @@ class InferRequest:
         self.timeout_us = message.timeout_us
         self.parameters: Mapping[str, ParameterValue] = message.parameters
         self.requested_outputs = requested_outputs
+        self._own_inputs = inputs
         self._inputs: Mapping[str, Tensor] | None = inputs
         channel.retain()
 
@@ -74,15 +104,43 @@ class InferRequest:
         self._check_owned("make a response factory")
         return InferResponseFactory(self.channel)
 
-    def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
-        """Gives the request back. Raises TritonError INVALID_ARG when released before, or for RESCHEDULE."""
-        if flags & ReleaseFlag.RESCHEDULE:
+    def new_state(self, tensor: Tensor) -> State:
+        """Raises TritonError INVALID_ARG for a model without implicit states, or a name that is none of them."""
+        self._check_owned("make a state")
+        if self.states is None:
             raise invalid_argument(
-                f"{request_tag(self.id)}request release flag RESCHEDULE is only for models with iterative sequences"
+                f"unable to add state '{tensor.name}'. State configuration is missing for model "
+                f"'{self.channel.owner.name}'."
             )
+        return self.states.new_state(tensor)
+
+    def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
+        """Gives the request back; with RESCHEDULE, to get it again. Raises TritonError INVALID_ARG when released
+        before, or for RESCHEDULE of a request that is no iterative sequence."""
         self._check_owned("release it again")
+        if flags & ReleaseFlag.RESCHEDULE:
+            if self.step is None:
+                raise invalid_argument(NOT_RESCHEDULABLE)
+            self.step.reschedule(self)
+            return
         self._inputs = None
+        self._own_inputs = {}
+        if self.step is not None:
+            self.step.done()  # before the last handle goes: the model may be idle then
         self.channel.drop()
+
+    def give_inputs(self, tensors: Mapping[str, Tensor]) -> None:
+        """Adds what the host tells the model: control inputs and states, in place of inputs of the same names."""
+        self._inputs = {**self._own_inputs, **tensors}
+
+    def take_back(self) -> None:
+        """The backend wants it again: as it came, but it starts and ends no sequence. What was reported so far is
+        counted."""
+        self.flags = RequestFlag(0)
+        self.step = None
+        self.states = None
+        self._inputs = self._own_inputs
+        self.channel.count_now()
 
     @cached_property
     def batch_key(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -105,7 +163,7 @@ class InferRequest:
 
     def __del__(self) -> None:
         if getattr(self, "_inputs", None) is not None:
-            self.channel.owner.reaper.submit(partial(_abandoned, self.channel, "request", "releasing"))
+            self.channel.owner.reaper.submit(partial(_abandoned, self.channel, "request", "releasing", self.step))
 
 
 class InferResponse:
@@ -191,7 +249,7 @@ class InferResponseFactory:
             self.channel.owner.reaper.submit(partial(_abandoned, self.channel, "response factory", "closing"))
 
 
-def _abandoned(channel: ResponseChannel, what: str, duty: str) -> None:
+def _abandoned(channel: ResponseChannel, what: str, duty: str, step: SequenceStep | None = None) -> None:
     log.error(
         "%sthe backend of model '%s' lost its %s without %s it",
         request_tag(channel.request_id),
@@ -199,4 +257,6 @@ def _abandoned(channel: ResponseChannel, what: str, duty: str) -> None:
         what,
         duty,
     )
+    if step is not None:
+        step.done()
     channel.drop()

@@ -238,8 +238,10 @@ class InferenceServer:
     # --- inference --------------------------------------------------------------------------------------------------
 
     def infer_async(self, request: InferenceRequest) -> InferenceHandle:
-        """Validates and enqueues. Raises TritonError when refused synchronously (then the callback is never called)."""
-        self._check_serving()
+        """Validates and enqueues. Raises TritonError when refused synchronously (then the callback is never called).
+        While the server exits, sequences that run may go on."""
+        if not (self.is_exiting and self._continues_sequence(request)):
+            self._check_serving()
         if request.shared_inputs:
             request = self._shared_memory.with_inputs(request)
         if request.output_places:
@@ -288,6 +290,13 @@ class InferenceServer:
 
     def _infer(self, request: InferenceRequest) -> InferenceHandle:
         return self.acquire_model(request.model_name, request.model_version).infer(request)
+
+    def _continues_sequence(self, request: InferenceRequest) -> bool:
+        try:
+            sequences = self._lifecycle.get(request.model_name, request.model_version).sequences
+        except TritonError:
+            return False
+        return sequences is not None and sequences.continues(request.correlation_id, request.flags)
 
     def _fail_to_start(self, timeout_s: float) -> None:
         self.stop(timeout_s)

@@ -17,8 +17,6 @@ from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
-from llmbackend.waiting.queue_policy import QueuePolicies
-
 from .backend_api import ExecutionPolicy, InstanceGroupKind
 from .backend_manager import LoadedBackend
 from .errors import ErrorCode, TritonError, unsupported
@@ -39,10 +37,9 @@ from .reaper import Reaper
 from .request_validation import RequestValidator
 from .response_channel import ResponseChannel
 from .responses import Responses
-from .scheduling.dynamic_batcher import DynamicBatcher
-from .scheduling.ensemble import EnsembleScheduler
-from .scheduling.request_queue import RequestQueue
+from .scheduling.factory import new_scheduler
 from .scheduling.scheduler import Scheduler
+from .scheduling.sequence_batcher import SequenceBatcher
 from .statistics import Statistics
 from .warmup import warm_up, warmup_samples
 
@@ -145,6 +142,11 @@ class LoadedModel(InnerDoor):
             raise
         return channel
 
+    @property
+    def sequences(self) -> SequenceBatcher | None:
+        """The scheduler, for a model with sequences."""
+        return self._scheduler if isinstance(self._scheduler, SequenceBatcher) else None
+
     def request_done(self, channel: ResponseChannel) -> None:
         self.live.discard(channel)
         self.leave()
@@ -221,31 +223,24 @@ class LoadedModel(InnerDoor):
 
     def _start_serving(self) -> None:
         self._validator = RequestValidator(self._config)
-        self._scheduler = self._new_scheduler()
+        self._scheduler = new_scheduler(self._config, self, self.directory, self._services.timer, self._services.host)
         samples = warmup_samples(self._config, self.directory, self._validator)
         for instances in self._thread_groups():
-            thread = InstanceThread(instances, self._scheduler, partial(warm_up, samples))
+            source = self._scheduler.source(instances[0].name)
+            thread = InstanceThread(instances, source, partial(warm_up, samples))
             thread.start()
             self._threads.append(thread)
         for thread in self._threads:
             thread.warmed_up.result()
 
-    def _new_scheduler(self) -> Scheduler:
-        if self._config.HasField("ensemble_scheduling"):
-            return EnsembleScheduler(self._config, self._services.host)
-        timer = self._services.timer
-        if self._config.HasField("dynamic_batching"):
-            if self._config.max_batch_size > 1:
-                return DynamicBatcher(self._config, self.statistics, timer)
-            return RequestQueue(QueuePolicies.of(self._config.dynamic_batching), self.statistics, timer)
-        return RequestQueue(QueuePolicies(), self.statistics, timer)
-
     def _thread_groups(self) -> list[list[LoadedInstance]]:
-        """Which instances share a thread: those of one GPU under DEVICE_BLOCKING, otherwise none. Passive ones have
-        none.
-        """
+        """Which instances share a thread: those of one GPU under DEVICE_BLOCKING, otherwise none, and none of a model
+        with sequences, which belong to one instance. Passive ones have no thread."""
         groups: dict[object, list[LoadedInstance]] = {}
         blocking = self.backend.execution_policy is ExecutionPolicy.DEVICE_BLOCKING
+        if blocking and self._config.HasField("sequence_batching"):
+            log.warning("model '%s': DEVICE_BLOCKING is ignored for a model with sequences", self.name)
+            blocking = False
         for instance in self.instances:
             if not instance.is_passive:
                 shared = blocking and instance.kind is InstanceGroupKind.GPU

@@ -19,6 +19,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from .backend_api import InstanceGroupKind
 from .errors import internal, invalid_argument
+from .sequence_rules import set_sequence_defaults
 
 CONFIG_FILE_NAME = "config.pbtxt"
 BACKEND_OF_PLATFORM = {
@@ -91,6 +92,7 @@ def set_defaults(config: ModelConfig) -> None:
         batching = config.dynamic_batching
         if not batching.preferred_batch_size and config.max_batch_size > 0:
             batching.preferred_batch_size.append(config.max_batch_size)
+    set_sequence_defaults(config)
 
 
 def set_instance_groups(config: ModelConfig, preferred: Sequence[tuple[InstanceGroupKind, int]]) -> None:

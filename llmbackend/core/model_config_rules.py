@@ -23,22 +23,19 @@ from tritonclient.grpc.model_config_pb2 import (
 )
 
 from .ensemble_rules import is_ensemble, validate_scheduling
-from .errors import invalid_argument, unsupported
+from .errors import invalid_argument
 from .reshape import validate_reshape
+from .sequence_rules import validate_sequence_batching
 
 log = logging.getLogger(__name__)
 
 MOST_INSTANCES = 1024
 """Each has a thread at the least; a number from a client must not exhaust the machine."""
-REFUSED_FIELDS = ("sequence_batching",)
 
 
 def validate_config(config: ModelConfig) -> None:
-    """Raises TritonError INVALID_ARG for a broken rule, UNSUPPORTED for a scheduling choice that is not served."""
+    """Raises TritonError INVALID_ARG for a broken rule."""
     name = config.name
-    for field in REFUSED_FIELDS:
-        if config.HasField(field):
-            raise unsupported(f"model '{name}': '{field}' in the model configuration is not supported by this server")
     if is_ensemble(config):
         validate_scheduling(config)
     elif not config.backend:
@@ -55,6 +52,7 @@ def validate_config(config: ModelConfig) -> None:
     _validate_enums(name, config)
     _validate_paths(config)
     _validate_dynamic_batching(config)
+    validate_sequence_batching(config)
     for group in config.instance_group:
         _validate_group(name, group)
     count = sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group)

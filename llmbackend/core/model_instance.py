@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .backend_api import InstanceGroupKind, Request, ResponseFactory
 from .errors import ErrorCode, TritonError, invalid_argument
 from .infer_request import InferRequest, InferResponseFactory
-from .scheduling.scheduler import Scheduler
+from .scheduling.scheduler import BatchSource
 from .statistics import FailureReason, PhaseTimes
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class LoadedInstance:
         assert isinstance(request, InferRequest)
         if request.is_released:
             raise invalid_argument("statistics of a request must be reported before it is released")
+        if not request.collects_statistics:
+            return
         times = (exec_start_ns, compute_start_ns, compute_end_ns, exec_end_ns)
         channel, statistics = request.channel, self.model.statistics
         batch_size, queue_start_ns = max(request.batch_size, 1), request.queue_start_ns
@@ -114,19 +116,19 @@ class LoadedInstance:
 
 
 class InstanceThread:
-    """The backend thread: takes batches until the scheduler has stopped. Serves one instance, or, for
+    """The backend thread: takes batches until there will be no more. Serves one instance, or, for
     DEVICE_BLOCKING, all instances of one device in turn. `warm_up` is called first for each instance, on
     the thread; `warmed_up` says how that went. (Where it failed, nobody sends requests.)"""
 
     def __init__(
         self,
         instances: Sequence[LoadedInstance],
-        scheduler: Scheduler,
+        source: BatchSource,
         warm_up: Callable[[LoadedInstance], None] = lambda instance: None,
     ) -> None:
         self.warmed_up: Future[None] = Future()
         self._thread = threading.Thread(
-            target=partial(_live, instances, scheduler, warm_up, self.warmed_up), name=instances[0].name
+            target=partial(_live, instances, source, warm_up, self.warmed_up), name=instances[0].name
         )
         self._thread.daemon = True  # a backend that hangs in Execute must not keep a stopped process alive
 
@@ -139,7 +141,7 @@ class InstanceThread:
 
 def _live(
     instances: Sequence[LoadedInstance],
-    scheduler: Scheduler,
+    source: BatchSource,
     warm_up: Callable[[LoadedInstance], None],
     warmed_up: Future[None],
 ) -> None:
@@ -149,12 +151,12 @@ def _live(
         warmed_up.set_result(None)
     except BaseException as error:
         warmed_up.set_exception(error)
-    _serve(instances, scheduler)
+    _serve(instances, source)
 
 
-def _serve(instances: Sequence[LoadedInstance], scheduler: Scheduler) -> None:
+def _serve(instances: Sequence[LoadedInstance], source: BatchSource) -> None:
     for instance in itertools.cycle(instances):
-        batch = scheduler.next_batch()
+        batch = source.next_batch()
         if batch is None:
             return
         try:

@@ -130,6 +130,13 @@ class ResponseChannel:
             else:
                 self._on_final = callback
 
+    def count_now(self) -> None:
+        """Counts what was reported although FINAL did not come: the request goes on, and will be reported again."""
+        with self._lock:
+            on_final, self._on_final, self._is_counted = self._on_final, None, False
+        if on_final is not None:
+            on_final(time.monotonic_ns())
+
     def fail(self, error: TritonError) -> bool:
         """Ends the request with an error response; False when it had ended before."""
         # A fresh error: the traceback of the given one holds frames, and they hold requests.

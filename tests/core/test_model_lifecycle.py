@@ -513,14 +513,6 @@ def TRITONBACKEND_ModelInitialize(model):
         assert server.model_is_ready("m") and STAGE.events == ["try"] * 3
 
 
-@pytest.mark.parametrize("field", ["sequence_batching {}"])
-def test_scheduling_that_is_not_served_is_refused_by_name(versioned: Repository, field: str) -> None:
-    write(versioned, "one", config=field)
-    with serving(versioned) as server, pytest.raises(TritonError) as caught:
-        server.load_model("m")
-    assert caught.value.code is ErrorCode.UNSUPPORTED and field.split()[0] in caught.value.message
-
-
 def test_any_sequence_of_operations_keeps_what_holds(versioned: Repository) -> None:
     """Random loads (good, bad), unloads and requests from three threads: no request is lost, and at the end as many
     models were finalised as initialised."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import uvloop
 from kserve_scripted import start_host
 
+from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_http_app
 from llmbackend.frontends.inference import InferenceGate
 from llmbackend.frontends.limits import FrontendLimits
@@ -27,9 +28,10 @@ class Running:
         root: Path,
         max_input_size_bytes: int = DEFAULT_MAX_INPUT_SIZE_BYTES,
         limits: FrontendLimits | None = None,
+        start: Callable[..., InferenceServer] = start_host,
         **options: Any,
     ) -> None:
-        self.host = start_host(root, **options)
+        self.host = start(root, **options)
         self.limits = limits or FrontendLimits()
         self.gate = InferenceGate(self.host, self.limits.inference)
         self._loop = uvloop.new_event_loop()

@@ -62,7 +62,7 @@ class DynamicBatcher(RequestQueue):
             total += size
             prefix.count += 1
             # By priority the first is not always the oldest.
-            prefix.oldest_ns = min(prefix.oldest_ns or request.queue_start_ns, request.queue_start_ns)
+            prefix.oldest_ns = min(prefix.oldest_ns or request.batcher_start_ns, request.batcher_start_ns)
             if total in self._preferred:
                 prefix.preferred_count = prefix.count
         prefix.is_full = total >= self._limit

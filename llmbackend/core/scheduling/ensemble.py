@@ -23,6 +23,7 @@ from .ensemble_graph import EnsembleGraph, ModelKey
 from .ensemble_run import EnsembleRun
 from .ensemble_shapes import ModelShapes
 from .ensemble_step import ComposingModel
+from .scheduler import BatchSource
 from .step_limit import StepLimit
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class EnsembleScheduler:
         with self._lock:
             self._runs.add(run)
         run.start()
+
+    def source(self, instance: str) -> BatchSource:
+        return self
 
     def next_batch(self) -> list[InferRequest] | None:
         """None: an ensemble has no instance that could ask."""

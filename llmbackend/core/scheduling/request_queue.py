@@ -20,6 +20,7 @@ from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Timer
 
 from .priority_queue import PriorityQueue
+from .scheduler import BatchSource
 
 
 class RequestQueue:
@@ -42,7 +43,8 @@ class RequestQueue:
         """Takes the request over. Raises TritonError UNAVAILABLE, and leaves it with the caller, when full or
         stopped.
         """
-        request.queue_start_ns = time.monotonic_ns()
+        request.batcher_start_ns = time.monotonic_ns()
+        request.queue_start_ns = request.queue_start_ns or request.batcher_start_ns  # a sequence may have come first
         request.priority = self._policies.priority(request.priority)
         request.channel.set_dequeue(partial(self._cancel, request))
         try:
@@ -61,6 +63,10 @@ class RequestQueue:
             raise
         if request.is_cancelled:
             self._cancel(request)  # between the callback's registration and the queue
+
+    def source(self, instance: str) -> BatchSource:
+        """All instances share the queue."""
+        return self
 
     def next_batch(self) -> list[InferRequest] | None:
         """Blocks until there is a batch for the calling instance; None when stopped and empty."""

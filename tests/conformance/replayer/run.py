@@ -53,7 +53,7 @@ GROUPS = (
         _explicit(["repo"], ["identity", "multi", "llm", "textid", "cached"]),
         (
             *("01", "02", "03", "04", "05", "06", "07", "08", "11", "12", "13"),
-            *("20", "21", "22", "23", "24", "30", "31", "32", "33", "34", "40", "43", "09", "10"),
+            *("20", "21", "22", "23", "24", "30", "31", "32", "33", "34", "40", "42", "43", "09", "10"),
         ),
     ),
     Group(
@@ -65,8 +65,13 @@ GROUPS = (
     Group("d1", ("--model-repository", "$WORK/repo_none"), ("55",)),
 )
 _EMPTY_EVENT_LOG_BEFORE = frozenset({"24", "34"})
-_UNRECORDED_BEFORE = {"43": "curl -s -X POST 127.0.0.1:18000/v2/repository/models/ens/load"}
+_UNRECORDED_BEFORE = {
+    "42": "curl -s -X POST 127.0.0.1:18000/v2/repository/models/seq/load",
+    "43": "curl -s -X POST 127.0.0.1:18000/v2/repository/models/ens/load",
+}
 """What the recording did between its transcripts without showing it."""
+_LONGEST_SLEEP_S = {"42": 2.5}
+"""Where a wait is what is compared: a sequence of 42 is idle after two seconds."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +110,13 @@ def _replay_transcript(replay: Replay, transcript: Transcript, rules: Sequence[R
         os.truncate(replay.server.event_log, 0)
     if transcript.number in _UNRECORDED_BEFORE:
         replay.answer(Command(_UNRECORDED_BEFORE[transcript.number], "", 0))
+    longest_sleep_s = _LONGEST_SLEEP_S.get(transcript.number, LONGEST_SLEEP_S)
     return TranscriptOutcome(
         transcript.name,
-        tuple(compare(transcript.number, command, replay.answer(command), rules) for command in transcript.commands),
+        tuple(
+            compare(transcript.number, command, replay.answer(command, longest_sleep_s), rules)
+            for command in transcript.commands
+        ),
     )
 
 
@@ -120,12 +129,12 @@ class Replay:
         self._modules.mkdir(exist_ok=True)
         (self._modules / "g.py").write_text(self._rewrite((GOLDEN / "g.py").read_text()))
 
-    def answer(self, command: Command) -> str:
+    def answer(self, command: Command, longest_sleep_s: float = LONGEST_SLEEP_S) -> str:
         """What the command prints, in the layout of the recording."""
         if command.script is not None:
             output, _ = self._run([sys.executable, "-c", self._rewrite(command.script) + _LEAVE_AT_ONCE])
             return self._unrewrite(output) + "\n"
-        shell = _SLEEP.sub(lambda match: f"sleep {min(float(match.group(1)), LONGEST_SLEEP_S)}", command.text)
+        shell = _SLEEP.sub(lambda match: f"sleep {min(float(match.group(1)), longest_sleep_s)}", command.text)
         output, code = self._run(["bash", "-c", self._rewrite(shell)])
         status = f"[exit {code}]\n" if code else ""
         return self._unrewrite(output.replace("\r", "")) + "\n" + status + "\n"
