@@ -1,7 +1,7 @@
 """The /infer messages of KServe v2: JSON with raw tensors behind it, in and out.
 
-For: the /infer handler. Does not know: HTTP, the event loop. Invariant: every raw byte of a request belongs to
-exactly one input; each input has exactly one source of data.
+For: the /infer handler. Does not know: HTTP, the event loop; tensors of a request are read by infer_tensors. Invariant:
+an output travels in exactly one way: as JSON, as raw bytes, or not at all (it is in shared memory).
 Source: KServe v2 inference protocol and Triton's binary tensor data extension; texts as recorded from Triton 2.51.
 """
 
@@ -11,19 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmbackend.core.errors import internal, invalid_argument
-from llmbackend.core.messages import InferenceRequest, InferenceResponse, RawTensor, ResponseCallback, SharedInput
-from llmbackend.core.tensors import NUMPY_DTYPE, Place, Tensor, to_wire
+from llmbackend.core.errors import internal
+from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback
+from llmbackend.core.tensors import to_wire
 
-from .json_reader import as_array, as_bool, as_object, as_string, as_unsigned, dump, member, parse, parsing
-from .json_tensors import has_nan_or_inf, json_from_tensor, tensor_from_json
+from .infer_tensors import Inputs, RequestedOutputs
+from .json_reader import as_array, as_object, as_string, dump, member, parse, parsing
+from .json_tensors import has_nan_or_inf, json_from_tensor
 from .request_parameters import options_from_json
-from .shared_memory_params import check_output_parameters, classes_from_json, place_from_json
-
-_ONE_SOURCE = (
-    "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
-    "'shared_memory_region' in 'parameters'. But "
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +62,22 @@ def decode_request(
     options = options_from_json(parameters)
     with parsing("inputs"):
         items = as_array(member(document, "inputs"))
-    inputs = _Inputs(name, body.raw).decode(items)
-    outputs = _RequestedOutputs.decode(document)
+    inputs = Inputs(name, body.raw)
+    inputs.read(items)
+    outputs = RequestedOutputs.read(document)
     request = InferenceRequest(
         model_name=name,
         response_callback=callback,
         model_version=version,
         id=request_id,
-        inputs=tuple(item for item in inputs if not isinstance(item, SharedInput)),
+        inputs=tuple(inputs.sent),
         requested_outputs=tuple(outputs.names),
         parameters=options.parameters,
         correlation_id=options.correlation_id,
         flags=options.flags,
         priority=options.priority,
         timeout_us=options.timeout_us,
-        shared_inputs=tuple(item for item in inputs if isinstance(item, SharedInput)),
+        shared_inputs=tuple(inputs.shared),
         output_places=outputs.places,
         classes=outputs.classes,
     )
@@ -93,100 +89,6 @@ def _optional_string(document: Any, key: str) -> str:
         return ""
     with parsing(key):
         return as_string(document[key])
-
-
-class _Inputs:
-    """Reads the inputs in order, each taking its raw bytes off the front of what is left."""
-
-    def __init__(self, model_name: str, raw: memoryview) -> None:
-        self._model_name = model_name
-        self._raw = raw
-
-    def decode(self, items: list[Any]) -> tuple[Tensor | RawTensor | SharedInput, ...]:
-        inputs = tuple(self._input(item) for item in items)
-        if self._raw.nbytes:
-            raise invalid_argument(f"unexpected additional input data for model '{self._model_name}'")
-        return inputs
-
-    def _input(self, item: Any) -> Tensor | RawTensor | SharedInput:
-        with parsing("name"):
-            name = as_string(member(item, "name"))
-        with parsing("datatype"):
-            datatype = as_string(member(item, "datatype"))
-        if datatype not in NUMPY_DTYPE:
-            raise invalid_argument(f"invalid datatype for input {name}")
-        with parsing("shape"):
-            shape = tuple(as_unsigned(dim) for dim in as_array(member(item, "shape")))
-        parameters = _parameters_of(item)
-        _check_one_source(item, parameters)
-        place = place_from_json(parameters)
-        if place is not None:
-            return SharedInput(name, datatype, shape, place)
-        if "data" in item:
-            return tensor_from_json(name, datatype, shape, item["data"])
-        with parsing("binary_data_size"):
-            size = as_unsigned(parameters["binary_data_size"])
-        return RawTensor(name, datatype, shape, self._take(name, size))
-
-    def _take(self, name: str, size: int) -> bytes:
-        missing = size - self._raw.nbytes
-        if missing > 0:
-            raise invalid_argument(
-                f"unexpected size for input '{name}', expecting {missing} additional bytes "
-                f"for model '{self._model_name}'"
-            )
-        taken, self._raw = self._raw[:size], self._raw[size:]
-        return bytes(taken)
-
-
-def _parameters_of(item: Any) -> Mapping[str, Any]:
-    if not isinstance(item, dict) or "parameters" not in item:
-        return {}
-    with parsing("parameters"):
-        return as_object(item["parameters"])
-
-
-def _check_one_source(item: Any, parameters: Mapping[str, Any]) -> None:
-    sources = ["data"] if "data" in item else []
-    sources += [key for key in ("binary_data_size", "shared_memory_region") if key in parameters]
-    if not sources:
-        raise invalid_argument(_ONE_SOURCE + "no field is set")
-    if len(sources) > 1:
-        raise invalid_argument(_ONE_SOURCE + "these are set: " + ", ".join(f"'{source}'" for source in sources))
-
-
-@dataclass(frozen=True, slots=True)
-class _RequestedOutputs:
-    """What the client asks for, in its order: `binary` holds those asked for as binary or as JSON."""
-
-    names: dict[str, None] = field(default_factory=dict)
-    binary: dict[str, bool] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
-    classes: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def decode(cls, document: Any) -> _RequestedOutputs:
-        with parsing("outputs"):
-            items = as_array(document.get("outputs", []))
-        outputs = cls()
-        for item in items:
-            outputs._add(item)
-        return outputs
-
-    def _add(self, item: Any) -> None:
-        parameters = _parameters_of(item)
-        check_output_parameters(parameters)
-        with parsing("name"):
-            name = as_string(member(item, "name"))
-        self.names[name] = None
-        if classes := classes_from_json(parameters):
-            self.classes[name] = classes
-        place = place_from_json(parameters)
-        if place is not None:
-            self.places[name] = place
-        elif "binary_data" in parameters:
-            with parsing("binary_data"):
-                self.binary[name] = as_bool(parameters["binary_data"])
 
 
 def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[bytes, bytes | None]:

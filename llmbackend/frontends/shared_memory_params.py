@@ -1,6 +1,6 @@
 """Where a tensor lies in shared memory, and how many classes of an output are wanted, as the protocols say it.
 
-For: infer_codec and grpc_codec. Does not know: regions (core.shared_memory looks at them). Source: the shared memory
+For: infer_tensors and grpc_codec. Does not know: regions (core.shared_memory looks at them). Source: the shared memory
 and classification extensions of KServe v2; texts of Triton's http_server and infer_handler.
 """
 
@@ -18,10 +18,8 @@ REGION, OFFSET, BYTE_SIZE = "shared_memory_region", "shared_memory_offset", "sha
 CLASSIFICATION = "classification"
 
 
-def place_from_json(parameters: Mapping[str, Any]) -> Place | None:
-    """None for a tensor that is not in shared memory. Raises TritonError for a value of the wrong type."""
-    if REGION not in parameters:
-        return None
+def place_from_json(parameters: Mapping[str, Any]) -> Place:
+    """Of a tensor that is in shared memory. Raises TritonError for a value of the wrong type."""
     with parsing(REGION):
         region = as_string(parameters[REGION])
     with parsing(OFFSET):
@@ -46,11 +44,12 @@ def check_output_parameters(parameters: Mapping[str, Any]) -> None:
 def classes_from_json(parameters: Mapping[str, Any]) -> int:
     """0 = not as classes."""
     with parsing(CLASSIFICATION):
-        return as_unsigned(parameters.get(CLASSIFICATION, 0))
+        return as_unsigned(parameters[CLASSIFICATION])
 
 
 def place_from_proto(tensor: Any) -> Place | None:
-    """`place_from_json` for an input or requested output of a ModelInferRequest, where the size is required."""
+    """Of an input or requested output of a ModelInferRequest, None when it is not in shared memory. The size is
+    required here."""
     region = _parameter(tensor, REGION, "string_param")
     offset = _parameter(tensor, OFFSET, "int64_param")
     byte_size = _parameter(tensor, BYTE_SIZE, "int64_param")

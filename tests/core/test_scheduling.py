@@ -205,7 +205,10 @@ def test_a_field_that_is_served_without_is_named_in_the_log(
     repository: Repository, caplog: pytest.LogCaptureFixture
 ) -> None:
     repository.backend("echo", ECHO_BACKEND)
-    config = 'response_cache { enable: true } model_operations { op_library_filename: "x" } instance_group { rate_limiter {} }'
+    config = (
+        'response_cache { enable: true } model_operations { op_library_filename: "x" } '
+        "instance_group { rate_limiter {} }"
+    )
     repository.model("m", "echo", config)
     with caplog.at_level(logging.WARNING), serving(repository, "m") as server:
         assert send(server, "m", x(1)).responses()[0].error is None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -355,3 +357,37 @@ def test_a_request_that_fails_or_is_cut_off_gives_its_regions_back(keeping: Infe
     STAGE.kept.clear()
     del first, second
     eventually(lambda: keeping.check() == [])
+
+
+def test_clients_that_register_use_truncate_and_unregister_at_once_leave_nothing_behind(
+    echo: InferenceServer, new_file: NewFile
+) -> None:
+    files = [new_file(bytes(64)) for _ in range(4)]
+    expected = ("already in manager", "Unable to find", "became smaller", "Invalid shared memory region")
+
+    def client(seed: int) -> list[str]:
+        choose, errors = random.Random(seed), []
+        for _ in range(150):
+            name = f"r{choose.randrange(4)}"
+            act = choose.choice(["register", "unregister", "infer", "infer", "infer", "truncate", "grow"])
+            file = files[choose.randrange(4)]
+            try:
+                if act == "register":
+                    register(echo.shared_memory, name, file, 64)
+                elif act == "unregister":
+                    echo.shared_memory.unregister(SYSTEM, name)
+                elif act == "infer":
+                    answer = infer(echo, Place(name, 0, 16), Place(f"r{choose.randrange(4)}", 16, 16)).responses()[0]
+                    errors += [answer.error.message] if answer.error else []
+                else:
+                    os.truncate(file, 64 if act == "grow" else choose.randrange(64))
+            except TritonError as error:
+                errors.append(error.message)
+        return errors
+
+    with ThreadPoolExecutor(4) as pool:
+        errors = [error for found in pool.map(client, range(4)) for error in found]
+    assert errors and all(any(words in error for words in expected) for error in errors)
+    assert echo.check() == []
+    echo.shared_memory.unregister(SYSTEM)
+    assert open_files() == []
