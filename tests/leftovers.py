@@ -24,7 +24,7 @@ from llmbackend.engine.engine_core import EngineCore
 WAIT_S = 5.0
 """How long what is on its way out (a daemon thread after its last callback, a peer's socket) may take."""
 POLL_S = 0.002
-OURS = ("llm-", "unload-", "load-", "model-load", "reaper", "timer", "startup")
+OURS = ("llm-", "python-", "unload-", "load-", "model-load", "reaper", "timer", "startup")
 """How the names of threads begin that an engine, a model or a host owns."""
 
 PROGRESS_BARS = "tqdm_monitor"

@@ -149,6 +149,9 @@ class MetricFamily(Protocol):
     def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
     def set(self, value: float, /, **labels: str) -> None: ...
     def observe(self, value: float, /, **labels: str) -> None: ...
+    def value(self, **labels: str) -> float:
+        """What a counter or gauge holds."""
+
     def remove(self, **labels: str) -> None:
         """Forgets the metric with exactly these labels, if it exists."""
 

@@ -63,6 +63,13 @@ class Family:
             counts[bisect.bisect_left(self.buckets, value)] += 1
             self._values[key] = self._values.get(key, 0.0) + value
 
+    def value(self, **labels: str) -> float:
+        """Of a counter or gauge; 0 where nothing was written yet. Raises TritonError INVALID_ARG for a histogram."""
+        self._check_kind("read", MetricKind.COUNTER, MetricKind.GAUGE)
+        key = self._key(labels)
+        with self._lock:
+            return self._values.get(key, 0.0)
+
     def remove(self, **labels: str) -> None:
         key = self._key(labels)
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmbackend.core.backend_api import ParameterValue, RequestFlag, ResponseFlag
@@ -57,12 +57,17 @@ def write_model(repository: Path, name: str, config: str, code: str, version: in
 class Host:
     """An InferenceServer in explicit mode over one repository."""
 
-    def __init__(self, repository: Path, backend_directory: Path | None = None) -> None:
+    def __init__(
+        self, repository: Path, backend_directory: Path | None = None, settings: Mapping[str, str] | None = None
+    ) -> None:
         repository.mkdir(exist_ok=True)
         self.repository = repository
         self.server = InferenceServer(
             ServerOptions(
-                model_repositories=[repository], model_control_mode="explicit", backend_directory=backend_directory
+                model_repositories=[repository],
+                model_control_mode="explicit",
+                backend_directory=backend_directory,
+                backend_config={"python": settings or {}},
             )
         )
         self.server.start()

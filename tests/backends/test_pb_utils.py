@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import numpy as np
 import pytest
 
-from llmbackend.backends.python import pb_utils
 from llmbackend.backends.python.config_json import config_from_dict, config_to_dict, config_to_json
+from llmbackend.backends.python.stub import pb_utils
+from llmbackend.backends.python.stub.packets import PACKET_BYTES, PacketReader, encode
 from llmbackend.core.backend_api import ModelConfig
 
 
@@ -61,14 +63,99 @@ def test_error_codes_are_checked() -> None:
         pb_utils.InferenceResponse(error="no")  # type: ignore[arg-type]
 
 
-def test_what_is_not_built_fails_by_name() -> None:
-    with pytest.raises(RuntimeError, match=r"pb_utils\.InferenceRequest .* is not supported"):
-        pb_utils.InferenceRequest(model_name="x")
-    with pytest.raises(RuntimeError, match=r"pb_utils\.is_model_ready is not supported"):
-        pb_utils.is_model_ready("x")
-    assert not hasattr(pb_utils, "PreferredMemory")
-    with pytest.raises(RuntimeError, match="MetricFamily must be used in initialize"):
-        pb_utils.MetricFamily("n", "d", pb_utils.MetricFamily.COUNTER)
+def test_what_needs_a_models_process_says_so_elsewhere() -> None:
+    request = pb_utils.InferenceRequest(model_name="x", requested_output_names=["y"], inputs=[])
+    for call in (
+        request.exec,
+        lambda: pb_utils.is_model_ready("x"),
+        lambda: pb_utils.MetricFamily("n", "d", pb_utils.MetricFamily.COUNTER),
+        lambda: pb_utils.Logger.log_info("x"),
+        pb_utils.get_model_dir,
+    ):
+        with pytest.raises(RuntimeError, match="works only in the process of a model instance"):
+            call()
+    assert not hasattr(pb_utils, "nonsense")
+
+
+def test_inference_request_has_tritons_arguments_and_refusals() -> None:
+    tensor = pb_utils.Tensor("X", np.zeros(1, dtype=np.float32))
+    request = pb_utils.InferenceRequest(
+        request_id="r",
+        correlation_id="c",
+        inputs=[tensor],
+        requested_output_names=["Y"],
+        model_name="m",
+        model_version=2,
+        flags=1,
+        timeout=5,
+        preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, 0),
+        trace=pb_utils.InferenceTrace(),
+        parameters={"a": 1, "b": np.float64(0.5)},
+    )
+    request.set_flags(3)
+    seen = (request.request_id(), request.correlation_id(), request.inputs(), request.requested_output_names())
+    assert seen == ("r", "c", [tensor], {"Y"})
+    assert (request.model_name(), request.model_version(), request.flags(), request.timeout()) == ("m", 2, 3, 5)
+    assert json.loads(request.parameters()) == {"a": 1, "b": 0.5}
+    assert not request.is_cancelled() and request.trace().get_context() is None
+    with pytest.raises(pb_utils.TritonModelException, match="get_response_sender is for a request that this model"):
+        request.get_response_sender()
+    with pytest.raises(TypeError, match="needs inputs, requested_output_names and model_name"):
+        pb_utils.InferenceRequest(model_name="m")
+    with pytest.raises(pb_utils.TritonModelException, match="Requested output name for request with id"):
+        pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[""])
+    with pytest.raises(TypeError, match="parameter 'a' of an InferenceRequest must be a str, bool, int or float"):
+        pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[], parameters={"a": [1]})
+
+
+@pytest.mark.parametrize("sizes", [(), (3,), (0, 5000), (PACKET_BYTES,), (1, 3 * PACKET_BYTES, 0, 7)])
+def test_message_survives_its_packet_whatever_its_size(sizes: tuple[int, ...]) -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parts = [np.full(size, index + 1, dtype=np.uint8) for index, size in enumerate(sizes)]
+    with here, there:
+        encode(("verb", {"a": [1.5, None, b"x"]}), parts).send(here)
+        received = PacketReader(there).receive()
+        assert received is not None
+        message, came = received
+        assert message == ("verb", {"a": [1.5, None, b"x"]})
+        assert [bytes(part) for part in came] == [part.tobytes() for part in parts]
+        assert not any(memoryview(part).readonly for part in came)
+        here.close()
+        assert PacketReader(there).receive() is None
+
+
+def test_long_text_is_a_message_too() -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        encode("x" * 3 * PACKET_BYTES).send(here)
+        assert PacketReader(there).receive() == ("x" * 3 * PACKET_BYTES, [])
+
+
+@pytest.mark.parametrize(
+    "packet", [b"nonsense", b"\x80", b"\x80\x05cos\nsystem\n.", b"\x01" + bytes(20), b"\x02" + bytes(15), b"\x01" * 16]
+)
+def test_what_is_no_message_runs_nothing_and_is_refused(packet: bytes) -> None:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        here.send(packet)
+        with pytest.raises(ValueError):
+            PacketReader(there).receive()
+
+
+def test_bfloat16_goes_through_numpy_and_dlpack() -> None:
+    import ml_dtypes
+    import torch
+
+    values = np.array([1.5, -2.0], dtype=ml_dtypes.bfloat16)
+    tensor = pb_utils.Tensor("b", values)
+    assert tensor.triton_dtype() == 14
+    shared = torch.from_dlpack(tensor.to_dlpack())
+    assert shared.dtype is torch.bfloat16 and shared.tolist() == [1.5, -2.0]
+    shared[0] = 3.0
+    assert values.tolist() == [3.0, -2.0]
+    back = pb_utils.Tensor.from_dlpack("b", torch.tensor([0.5], dtype=torch.bfloat16))
+    assert back.triton_dtype() == 14 and back.as_numpy().tolist() == [0.5]
+    assert back.as_numpy().dtype == ml_dtypes.bfloat16
 
 
 def test_config_json_has_numbers_and_defaults_and_comes_back() -> None:

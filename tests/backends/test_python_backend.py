@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from python_host import Host
 
 from llmbackend.core.backend_api import ErrorCode, ParameterValue, RequestFlag, TritonError
 from llmbackend.core.messages import InferenceResponse
-from llmbackend.core.tensors import Tensor
+from llmbackend.core.tensors import CONFIG_TYPE_OF_DATATYPE, NUMPY_DTYPE, Tensor
 
 ECHO_CONFIG = """
 backend: "python"
@@ -181,27 +180,29 @@ def test_error_response_carries_the_models_code(host: Host) -> None:
     assert host.counts("m") == (1, 1, 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("execute", "told"),
-    [
-        ("return 5", "Expected a list in the execute return, found type '<class 'int'>'."),
-        ("return None", "Expected a list in the execute return, found type '<class 'NoneType'>'."),
-        ("return []", "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
-        ("return ['x']", "Expected an 'InferenceResponse' object in the execute function return list, found type"),
-        (
-            'return [pb_utils.InferenceResponse(["x"])]',
-            "output_tensors of an InferenceResponse must be Tensors, got str",
-        ),
-        ("requests[0].exec()", "pb_utils.InferenceRequest.exec is not supported"),
-        ("pb_utils.load_model(model_name='x')", "pb_utils.load_model is not supported"),
-        ("raise SystemExit(3)", "message: SystemExit: 3\n\nAt:\n"),
-        ("pb_utils.nonsense", "AttributeError: pb_utils.nonsense is not supported"),
-    ],
-)
-def test_wrong_use_is_told_to_the_client(host: Host, execute: str, told: str) -> None:
-    host.load("m", TEXT_CONFIG, body(execute))
-    for _ in range(2):  # and the instance lives on
-        error = host.infer("m", text("x")).one().error
+WRONG_USES = [
+    ("return 5", "Expected a list in the execute return, found type '<class 'int'>'."),
+    ("return None", "Expected a list in the execute return, found type '<class 'NoneType'>'."),
+    ("return []", "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
+    ("return ['x']", "Expected an 'InferenceResponse' object in the execute function return list, found type"),
+    (
+        'return [pb_utils.InferenceResponse(["x"])]',
+        "output_tensors of an InferenceResponse must be Tensors, got str",
+    ),
+    ("pb_utils.load_model(model_name='x', files={'a': b''})", "files of load_model must be bytes under names"),
+    ("requests[0].set_release_flags(3)", "Unable to set release flags. Unsupported flag provided: 3."),
+    ("raise SystemExit(3)", "message: SystemExit: 3\n\nAt:\n"),
+    ("pb_utils.nonsense", "AttributeError: pb_utils.nonsense is not supported"),
+]
+
+
+def test_wrong_use_is_told_to_the_client(host: Host) -> None:
+    lines = "".join(
+        f"if text == {index}:\n    {execute}\n" for index, (execute, _) in enumerate(WRONG_USES)
+    )
+    host.load("m", TEXT_CONFIG, body("text = int(requests[0].inputs()[0].as_numpy()[0])\n" + lines))
+    for index, (_, told) in enumerate(WRONG_USES):
+        error = host.infer("m", text(str(index))).one().error
         assert error is not None and told in str(error)
 
 
@@ -297,7 +298,7 @@ r = pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([b"a"], dtype=obje
 s.send(r)
 try:
     s.send(r)
-except ValueError as e:
+except pb_utils.TritonModelException as e:
     assert "cannot send more than one response" in str(e)
 s.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 return [None]
@@ -326,13 +327,18 @@ def test_auto_complete_config_completes_a_model_without_a_file(host: Host) -> No
     ("lines", "told"),
     [
         ("return 1", "must return a valid pb.ModelConfig object"),
-        ("c.set_max_batch_size(2); return c", "max_batch_size 2 is less than the 8 of the configuration"),
+        ("c.set_max_batch_size(2); return c", "configuration specified max_batch_size 8, but in auto-complete-config"),
         (
             'c.add_input({"name": "X", "data_type": "TYPE_INT32", "dims": [2]})',
-            "has data_type TYPE_FP32, the model provides",
+            "configuration expects datatype TYPE_FP32 for input 'X', model provides TYPE_INT32",
         ),
-        ('c.add_output({"name": "Z"})', "is missing the property 'data_type'"),
-        ('c.set_model_transaction_policy({"decoupled": True})', "decoupled True contradicts the False"),
+        (
+            'c.add_input({"name": "X", "data_type": "TYPE_FP32", "dims": [3]})',
+            r"tensor 'X': the model expects dims \[3\] but the model configuration specifies dims \[2\]",
+        ),
+        ('c.add_output({"name": "Z"})', "output 'Z' in auto-complete-config function for model 'm' is missing 'data_type'"),
+        ('c.add_output({"name": "Z", "x": 1})', "contains property other than 'name', 'data_type' and 'dims'."),
+        ('c.set_model_transaction_policy({"decoupled": True})', "trying to change decoupled property"),
     ],
 )
 def test_auto_complete_config_that_contradicts_the_file_fails_the_load(host: Host, lines: str, told: str) -> None:
@@ -406,12 +412,13 @@ def test_helper_that_fails_is_named_in_the_error(host: Host) -> None:
     assert f"KeyError: 'k'\n\n{at}" in str(caught.value)
 
 
-def test_modules_of_a_model_leave_with_it(host: Host) -> None:
-    folder = host.load("m", TEXT_CONFIG, body(answer_line())) / "model.py"
-    host.server.unload_model("m")
-    assert host.server.stop(10.0)
-    assert not [name for name, module in sys.modules.items() if getattr(module, "__file__", "") == str(folder)]
-    assert not (folder.parent / "__pycache__").exists()
+def test_model_writes_no_bytecode_and_relative_imports_work(host: Host) -> None:
+    folder = host.repository / "m" / "1"
+    folder.mkdir(parents=True)
+    (folder / "beside.py").write_text("NAME = 'beside'\n")
+    host.load("m", TEXT_CONFIG, "from .beside import NAME\n" + body(answer_line("NAME")))
+    assert values(host.infer("m", text("x")).one())["R"] == [b"beside"]
+    assert not (folder / "__pycache__").exists()
 
 
 def test_reload_after_a_change_runs_the_new_code_and_finalizes_the_old(host: Host, tmp_path: Path) -> None:
@@ -455,3 +462,65 @@ def test_custom_metrics_and_logger(host: Host, caplog: pytest.LogCaptureFixture)
     assert host.server.metrics_registry.get_sample_value("my_total", {"model": "m"}) == 2
     (record,) = [record for record in caplog.records if record.getMessage() == "%s is up"]
     assert record.filename == "model.py"
+    host.server.unload_model("m")
+    assert host.server.stop(10.0)
+    assert host.server.metrics_registry.get_sample_value("my_total", {"model": "m"}) is None
+
+
+def test_metric_tells_its_value_and_refuses_what_its_kind_can_not(host: Host) -> None:
+    execute = """
+def refused(call, *args):
+    try:
+        call(*args)
+    except pb_utils.TritonModelException as e:
+        return str(e)
+family = pb_utils.MetricFamily("of_kind", "d", pb_utils.MetricFamily.COUNTER)
+counter = family.Metric(labels={"a": "b"})
+counter.increment(1.5)
+counter.increment(2)
+gauge = pb_utils.MetricFamily("a_gauge", "d", pb_utils.MetricFamily.GAUGE).Metric()
+gauge.set(7)
+gauge.increment(-3)
+histogram = pb_utils.MetricFamily("a_histogram", "d", pb_utils.MetricFamily.HISTOGRAM).Metric({"a": "b"}, [1, 2])
+histogram.observe(1.5)
+other = pb_utils.MetricFamily("of_kind", "d", pb_utils.MetricFamily.GAUGE)
+seen = [counter.value(), gauge.value(), refused(counter.increment, -1), refused(counter.set, 1),
+        refused(histogram.value), refused(other.Metric, {"a": "b"}), refused(pb_utils.MetricFamily, "n", "d", "x")]
+"""
+    host.load("m", TEXT_CONFIG, body(execute + answer_line("json.dumps(seen)")))
+    seen = json.loads(values(host.infer("m", text("x")).one())["R"][0])  # type: ignore[arg-type]
+    assert seen[:2] == [3.5, 4.0]
+    told = ("monotonically", "can not set", "has no single value", "already exists as a counter", "Unknown metric kind")
+    assert all(part in text for part, text in zip(told, seen[2:], strict=True))
+    sample = host.server.metrics_registry.get_sample_value
+    assert sample("a_histogram_bucket", {"a": "b", "le": "1"}) == 0
+    assert sample("a_histogram_bucket", {"a": "b", "le": "2"}) == 1
+
+
+@pytest.mark.parametrize("size", [4, 1_000, 20_000, 3_000_000])
+def test_tensors_of_any_size_and_type_come_back_unchanged(host: Host, size: int) -> None:
+    names = [*NUMPY_DTYPE]
+    tensors = "".join(
+        f'input [ {{ name: "I_{name}" data_type: {CONFIG_TYPE_OF_DATATYPE[name]} dims: [ -1 ] }} ]\n'
+        f'output [ {{ name: "O_{name}" data_type: {CONFIG_TYPE_OF_DATATYPE[name]} dims: [ -1 ] }} ]\n'
+        for name in names
+    )
+    execute = """
+return [pb_utils.InferenceResponse([pb_utils.Tensor(t.name().replace("I_", "O_"), t.as_numpy()) for t in r.inputs()])
+        for r in requests]
+"""
+    host.load("m", f'backend: "python"\n{tensors}', body(execute))
+    random = np.random.default_rng(size)
+    inputs = []
+    for name in names:
+        dtype = NUMPY_DTYPE[name]
+        count = max(size // dtype.itemsize, 1)
+        raw = random.integers(0, 2 if name == "BOOL" else 100, size=min(count, 2_000) if name == "BYTES" else count)
+        data = raw.astype(dtype)
+        if name == "BYTES":
+            data = np.array([str(item).encode() * 3 for item in raw], dtype=object)
+        inputs.append(Tensor(f"I_{name}", name, data.shape, data))
+    outputs = {tensor.name: tensor for tensor in host.infer("m", inputs).one().outputs}
+    for tensor in inputs:
+        output = outputs[tensor.name.replace("I_", "O_")]
+        assert output.datatype == tensor.datatype and np.array_equal(output.data, tensor.data)

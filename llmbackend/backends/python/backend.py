@@ -18,13 +18,18 @@ from llmbackend.core.backend_api import (
 )
 
 from .instance_state import InstanceState
-from .model_state import ModelState
-from .pb_utils import make_importable
+from .model_state import BackendState, ModelState
 
 
 def TRITONBACKEND_Initialize(backend: Backend) -> None:
     check_api_version(backend)
-    make_importable()
+    backend.state = BackendState()
+
+
+def TRITONBACKEND_Finalize(backend: Backend) -> None:
+    if backend.state is not None:
+        backend.state.environments.close()
+        backend.state = None
 
 
 def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None:
@@ -39,16 +44,21 @@ def TRITONBACKEND_ModelInitialize(model: Model) -> None:
 
 def TRITONBACKEND_ModelFinalize(model: Model) -> None:
     if model.state is not None:
-        model.state.release_modules()
+        model.state.close()
         model.state = None
 
 
 def TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None:
     instance.state = InstanceState(instance, instance.model.state)
+    instance.state.initialize()
 
 
 def TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequence[Request]) -> None:
     instance.state.execute(requests)
+
+
+def TRITONBACKEND_ModelInstanceReady(instance: ModelInstance) -> None:
+    instance.state.check_ready()
 
 
 def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:

@@ -1,37 +1,47 @@
-"""One TritonPythonModel object behind one model instance: initialize, execute, finalize.
+"""One model instance and its stub process: initialize, execute, finalize.
 
-For: backend.py. Does not know: wire protocols or schedulers. Invariant: every request of an Execute call is released
-exactly once and ends with exactly one FINAL, whatever the model returns or raises; an error of the model is answered
-here and never raised to the host, so that nothing is counted twice. BaseException is caught around calls into a model,
-because sys.exit() there is an error of the model and not the end of a thread.
+For: backend.py. Does not know: wire protocols or schedulers, how a process is kept alive. Invariant: every request of an
+Execute call is released exactly once and ends with exactly one FINAL, whatever the model returns or raises and however
+its process ends; an error of the model is answered here and never raised to the host, so that nothing is counted twice.
 Source: Triton's python backend; statistics as transcript 09 shows them (an error response counts as success, a raise as
 failure).
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from llmbackend.core.backend_api import ModelInstance, Request, TritonError, internal
+from llmbackend.core.backend_api import ModelInstance, ReleaseFlag, Request, TritonError
 
 from .config_json import config_to_json
-from .coroutine_loop import CoroutineLoop
-from .current_model import model_scope
-from .error_text import exception_text
+from .error_messages import execute_error
 from .model_state import ModelState
-from .pb_messages import InferenceRequest, InferenceResponse, send_through
-from .pb_utils import TRITONSERVER_RESPONSE_COMPLETE_FINAL
 from .responder import Responder
+from .stub.pb_response import PackedResponse
+from .stub_keeper import StubKeeper
+from .stub_process import StubDeadError
+from .stub_services import StubServices
+from .wire_messages import pack_request, unpack_response
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
-class _WrongReturnError(Exception):
-    """execute returned something that Triton refuses; the text goes to the client as it is."""
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What an execute call gave: an error's text, or the packed responses, each None where the stub has told or will
+    tell the request's end itself; the numbers of the requests to reschedule; when the model began and ended."""
+
+    error: str | None
+    responses: Sequence[PackedResponse | None]
+    rescheduled: Sequence[int]
+    start_ns: int
+    end_ns: int
+    parts: Sequence[Any] = ()
 
 
 class InstanceState:
@@ -39,128 +49,85 @@ class InstanceState:
 
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
         self._instance = instance
-        self._model = instance.model
-        config = self._model.config
-        self._decoupled = config.model_transaction_policy.decoupled
+        self._model_state = model_state
+        self._model_key = (instance.model.name, instance.model.version)
+        config = instance.model.config
         self._batches = config.max_batch_size > 0
-        self._loop = CoroutineLoop(instance.name)
-        self._python_model = model_state.new_python_model()
-        self._initialize(config_to_json(config))
+        self._settings = (_arguments(instance, config_to_json(config)), config.model_transaction_policy.decoupled)
+        self._keeper = StubKeeper(instance.name, partial(model_state.launch, instance.name), self._prepare)
 
-    def _initialize(self, config_json: str) -> None:
-        initialize = getattr(self._python_model, "initialize", None)
-        if initialize is None:
-            return
-        arguments = {
-            "model_config": config_json,
-            "model_instance_kind": self._instance.kind.value.removeprefix("KIND_"),
-            "model_instance_name": self._instance.name,
-            "model_instance_device_id": str(self._instance.device_id),
-            "model_repository": str(self._model.directory),
-            "model_version": str(self._model.version),
-            "model_name": self._model.name,
-        }
-        try:
-            with model_scope(self._model):
-                initialize(arguments)
-        except BaseException as error:
-            raise internal(exception_text(error)) from error
+    def initialize(self) -> None:
+        """Raises TritonError INTERNAL with what the model raised."""
+        self._keeper.start(self._model_state.take_spare())
+
+    def check_ready(self) -> None:
+        """Raises TritonError UNAVAILABLE while the process is down."""
+        self._keeper.check_ready()
 
     def finalize(self) -> None:
-        """The model's own finalize may wait for requests in flight; afterwards its event loop ends."""
-        finalize = getattr(self._python_model, "finalize", None)
-        try:
-            if finalize is not None:
-                with model_scope(self._model):
-                    finalize()
-        except BaseException as error:
-            _log.error("finalize of model '%s' failed: %s", self._model.name, exception_text(error))
-        finally:
-            self._loop.close()
+        """The model's own finalize may wait for requests in flight; then its process ends."""
+        self._keeper.close(self._model_state.stub_timeout_s)
 
     def execute(self, requests: Sequence[Request]) -> None:
+        """Raises TritonError, and leaves the requests with the host, while there is no process to give them to."""
         exec_start_ns = time.monotonic_ns()
-        responders = [Responder(request, self._decoupled) for request in requests]
-        given = [
-            InferenceRequest.of(request, responder, self._model.name, self._model.version)
-            for request, responder in zip(requests, responders, strict=True)
-        ]
-        compute_start_ns = time.monotonic_ns()
-        responses, failure = self._run(given)
-        compute_end_ns = time.monotonic_ns()
+        stub = self._keeper.get()
+        numbers = [stub.open(request) for request in requests]
+        outcome = self._run(stub, requests, numbers)
         # Counted before the answer leaves: who has an answer finds it in the statistics.
-        self._account(requests, failure is None, (exec_start_ns, compute_start_ns, compute_end_ns, time.monotonic_ns()))
-        for index, responder in enumerate(responders):
-            self._answer(responder, responses[index] if responses else None, failure)
-        for request in requests:
-            request.release()
+        self._account(requests, outcome, exec_start_ns)
+        if outcome.error is not None:
+            self._fail(stub, numbers, outcome.error)
+        for number, response in zip(numbers, outcome.responses, strict=False):
+            if response is not None:
+                self._answer(stub, number, response, outcome.parts)
+        for request, number in zip(requests, numbers, strict=True):
+            if number in outcome.rescheduled:
+                _reschedule(request, stub.take(number))
+            else:
+                request.release()
 
-    def _run(self, given: list[InferenceRequest]) -> tuple[Sequence[InferenceResponse | None], TritonError | None]:
-        """The responses to send (none for a decoupled model), or the error of the whole call."""
+    def _prepare(self, stub: StubServices) -> None:
+        self._model_state.load(stub)
+        self._model_state.call(stub, "initialize", self._settings)
+
+    def _run(self, stub: StubServices, requests: Sequence[Request], numbers: Sequence[int]) -> _Outcome:
+        start_ns = time.monotonic_ns()
+        parts: list[Any] = []
         try:
-            with model_scope(self._model):
-                returned = self._python_model.execute(given)
-                if inspect.iscoroutine(returned):
-                    returned = self._run_coroutine(returned, given)
-            return self._checked(returned, given), None
-        except BaseException as error:
-            return (), self._execute_error(error)
+            packed = [
+                pack_request(request, number, self._model_key, parts)
+                for request, number in zip(requests, numbers, strict=True)
+            ]
+            answer, answer_parts = stub.process.call("execute", packed, parts)
+            return _Outcome(*answer, answer_parts)
+        except StubDeadError as error:  # the requests have been told already
+            text = str(error)
+        except Exception as error:
+            log.exception("instance '%s' could not execute", self._instance.name)
+            text = f"{type(error).__name__}: {error}"
+        return _Outcome(text, (), (), start_ns, time.monotonic_ns())
 
-    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any], given: list[InferenceRequest]) -> Any:
-        """A decoupled model's coroutine goes on after Execute; any other is waited for."""
-        if not self._decoupled:
-            return self._loop.run(coroutine)
+    def _fail(self, stub: StubServices, numbers: Sequence[int], text: str) -> None:
+        for number in numbers:
+            if (responder := stub.take(number)) is not None:
+                responder.fail(execute_error(self._instance.name, text))
 
-        def on_error(error: BaseException) -> None:
-            for request in given:
-                request.responder.fail(self._execute_error(error))
+    def _answer(self, stub: StubServices, number: int, packed: PackedResponse, parts: Sequence[Any]) -> None:
+        """Sends what is due; what is no response becomes the error of its own request alone."""
+        responder = stub.take(number)
+        if responder is None:
+            return
+        try:
+            outputs, parameters, error = unpack_response(packed, parts)
+        except (KeyError, TypeError, ValueError, IndexError) as problem:
+            responder.fail(execute_error(self._instance.name, f"{type(problem).__name__}: {problem}"))
+        else:
+            responder.send(outputs, parameters, error, is_last=True)
 
-        self._loop.start(coroutine, on_error)
-        return None
-
-    def _checked(self, returned: Any, given: list[InferenceRequest]) -> Sequence[InferenceResponse | None]:
-        """Triton's checks on what execute returned."""
-        if self._decoupled:
-            if returned is not None:
-                raise _WrongReturnError(
-                    f"Python model '{self._instance.name}' is using the decoupled mode and the execute function "
-                    "must return None."
-                )
-            return ()
-        if returned is None and all(request.responder.is_finished for request in given):
-            return ()
-        if not isinstance(returned, list):
-            raise _WrongReturnError(f"Expected a list in the execute return, found type '{type(returned)}'.")
-        if len(returned) != len(given):
-            raise _WrongReturnError(
-                "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
-                f"InferenceRequest(s) size is:{len(given)}, and InferenceResponse(s) size is:{len(returned)}\n"
-            )
-        for request, response in zip(given, returned, strict=True):
-            if not isinstance(response, InferenceResponse) and not (response is None and request.responder.is_finished):
-                raise _WrongReturnError(
-                    "Expected an 'InferenceResponse' object in the execute function return list, "
-                    f"found type '{type(response)}'."
-                )
-        return returned
-
-    def _execute_error(self, error: BaseException) -> TritonError:
-        text = str(error) if isinstance(error, _WrongReturnError) else exception_text(error)
-        return internal(f"Failed to process the request(s) for model '{self._instance.name}', message: {text}")
-
-    def _answer(self, responder: Responder, response: InferenceResponse | None, failure: TritonError | None) -> None:
-        """Sends what is due; a response that the host refuses becomes the error of its own request alone."""
-        if failure is not None:
-            responder.fail(failure)
-        elif response is not None:
-            try:
-                send_through(responder, response, TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-            except TritonError as error:
-                responder.fail(error)
-            except ValueError as error:
-                responder.fail(self._execute_error(error))
-
-    def _account(self, requests: Sequence[Request], success: bool, times_ns: tuple[int, int, int, int]) -> None:
+    def _account(self, requests: Sequence[Request], outcome: _Outcome, exec_start_ns: int) -> None:
+        times_ns = (exec_start_ns, outcome.start_ns, outcome.end_ns, time.monotonic_ns())
+        success = outcome.error is None
         batch_size = 0
         for request in requests:
             batch_size += self._batch_size(request)
@@ -173,3 +140,30 @@ class InstanceState:
             return 1
         first = next(iter(request.inputs.values()), None)
         return first.shape[0] if first is not None and first.shape else 1
+
+
+def _reschedule(request: Request, responder: Responder | None) -> None:
+    """Gives the request back to its batcher; where that can not be, or the client has its last response, it ends."""
+    if responder is None:
+        request.release()
+        return
+    try:
+        request.release(ReleaseFlag.RESCHEDULE)
+    except TritonError as error:
+        responder.fail(error)
+        request.release()
+    else:
+        responder.abandon()
+
+
+def _arguments(instance: ModelInstance, config_json: str) -> dict[str, str]:
+    """What a model's `initialize` is given."""
+    return {
+        "model_config": config_json,
+        "model_instance_kind": instance.kind.value.removeprefix("KIND_"),
+        "model_instance_name": instance.name,
+        "model_instance_device_id": str(instance.device_id),
+        "model_repository": str(instance.model.directory),
+        "model_version": str(instance.model.version),
+        "model_name": instance.model.name,
+    }

@@ -1,94 +1,135 @@
-"""What this backend keeps per model version: where its model.py is, and the configuration it completes.
+"""What this backend keeps per model version: where its model.py is, how its processes start, the configuration it
+completes.
 
-For: backend.py and the instances. Does not know: requests. Invariant: the module imported for auto_complete_config
-serves the first instance; each further instance imports its own, as each has its own process in Triton.
+For: backend.py and the instances. Does not know: requests. Invariant: the process that ran auto_complete_config serves
+the first instance that asks; each further instance, and each restart, gets a process of its own.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from llmbackend.core.backend_api import Model, internal
+from llmbackend.core.backend_api import Model, internal, invalid_argument
 
 from .config_json import config_from_dict, config_to_json
-from .current_model import model_scope
-from .error_text import exception_text
-from .model_loader import ModelPackage
-from .pb_model_config import ModelConfig
+from .custom_metrics import MetricUsers, ModelMetrics
+from .environments import PARAMETER, Environments
+from .error_messages import not_healthy
+from .stub.packets import Message
+from .stub_process import StubDeadError, StubProcess, StubRaisedError
+from .stub_services import StubServices
 
 BACKEND_NAME = "python"
 DEFAULT_MODEL_FILENAME = "model.py"
+STUB_TIMEOUT = "stub-timeout-seconds"
+DEFAULT_STUB_TIMEOUT_S = 30.0
+MOST_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
+"""Of one model. The count of instances may come from a client, and must not exhaust the machine."""
+
+
+@dataclass(slots=True)
+class BackendState:
+    """What all models of one backend share."""
+
+    environments: Environments = field(default_factory=Environments)
+    metric_users: MetricUsers = field(default_factory=MetricUsers)
 
 
 class ModelState:
-    """Owned by the host's model; instances ask it for their class from any load thread."""
+    """Owned by the host's model; instances ask it for their processes from any thread."""
 
     def __init__(self, model: Model) -> None:
+        """Raises TritonError when there is no model.py, its environment is not usable, or too many processes are asked
+        for."""
         self.model = model
+        _check_process_count(model)
+        self.stub_timeout_s = _timeout_s(model)
+        shared: BackendState = model.backend.state
+        self._metrics = ModelMetrics(model.backend, shared.metric_users)
+        self._file = _file_of(model)
+        parameters = model.config.parameters
+        setting = parameters[PARAMETER].string_value if PARAMETER in parameters else ""
+        self._environment = shared.environments.of(setting, model.directory)
         self._lock = threading.Lock()
-        self._spare: ModuleType | None = None
-        self._packages: list[ModelPackage] = []
+        self._spare: StubServices | None = None
 
     def auto_complete(self) -> None:
         """Lets the model's static `auto_complete_config` complete the configuration.
 
         Raises TritonError INTERNAL with the model's exception, or when it returns no ModelConfig.
         """
-        module = self._import()
-        self._spare = module
-        complete = getattr(_model_class(module), "auto_complete_config", None)
-        if complete is None:
-            return
-        given = ModelConfig(config_to_json(self.model.config))
+        self._spare = self.launch(self.model.name)
+        self.load(self._spare)
+        completed, _ = self.call(self._spare, "auto_complete", config_to_json(self.model.config))
+        if completed is not None:
+            self.model.set_config(config_from_dict(completed))
+
+    def take_spare(self) -> StubServices | None:
+        """A process that has loaded the model already."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+            return spare
+
+    def launch(self, name: str) -> StubServices:
+        """A process that has not loaded the model yet. Raises TritonError when it can not be started."""
+        services = StubServices(self.model, self._metrics)
+        environment = self._environment
+        services.connect(StubProcess(name, environment.interpreter, environment.variables, services.handle))
+        return services
+
+    def load(self, stub: StubServices) -> None:
+        """Raises TritonError INTERNAL with what running model.py raised. Does nothing the second time."""
+        if not stub.has_model:
+            self.call(stub, "hello", None, self.stub_timeout_s)
+            self.call(stub, "load", (str(self._file), str(self.model.version_directory)))
+            stub.has_model = True
+
+    def call(self, stub: StubServices, verb: str, argument: Any, timeout_s: float | None = None) -> Message:
+        """A call outside of execute; whatever goes wrong is a TritonError INTERNAL that says what."""
         try:
-            with model_scope(self.model):
-                completed = complete(given)
-        except BaseException as error:  # also sys.exit() of a model
-            raise internal(exception_text(error)) from error
-        if not isinstance(completed, ModelConfig):
-            raise internal(
-                f"auto_complete_config function in model '{self.model.name}' must return a valid pb.ModelConfig "
-                f"object, got {type(completed).__name__}"
-            )
-        self.model.set_config(config_from_dict(completed.as_dict()))
+            return stub.process.call(verb, argument, timeout_s=timeout_s)
+        except StubRaisedError as error:
+            raise internal(str(error)) from None
+        except StubDeadError as error:
+            raise internal(f"{not_healthy(stub.process.name, str(error))}\n{stub.process.last_lines}".rstrip()) from None
+        except TimeoutError:
+            stub.process.kill()
+            raise internal(f"Stub process '{stub.process.name}' did not start within {timeout_s:g} s") from None
 
-    def new_python_model(self) -> Any:
-        """An object of a TritonPythonModel class of its own. Raises TritonError INTERNAL with its exception."""
-        with self._lock:
-            module, self._spare = self._spare, None
-        module = module or self._import()
-        try:
-            with model_scope(self.model):
-                return _model_class(module)()
-        except BaseException as error:  # also sys.exit() of a model
-            raise internal(exception_text(error)) from error
-
-    def release_modules(self) -> None:
-        with self._lock:
-            packages, self._packages = self._packages, []
-        for package in packages:
-            package.forget()
-
-    def _import(self) -> ModuleType:
-        with model_scope(self.model):
-            package = ModelPackage(self._path())
-            module = package.load()
-        with self._lock:
-            self._packages.append(package)
-        return module
-
-    def _path(self) -> Path:
-        """A python-based backend brings the model.py of all its models; otherwise each version has its own."""
-        if self.model.backend.name != BACKEND_NAME:
-            return self.model.backend.directory / DEFAULT_MODEL_FILENAME
-        return self.model.version_directory / (self.model.config.default_model_filename or DEFAULT_MODEL_FILENAME)
+    def close(self) -> None:
+        if (spare := self.take_spare()) is not None:
+            spare.process.close(0.0)
+        self._metrics.close()
 
 
-def _model_class(module: ModuleType) -> Any:
-    found = getattr(module, "TritonPythonModel", None)
-    if found is None:
-        raise internal(f"AttributeError: module '{DEFAULT_MODEL_FILENAME}' has no attribute 'TritonPythonModel'")
-    return found
+def _check_process_count(model: Model) -> None:
+    groups = model.config.instance_group
+    count = sum(group.count * max(len(group.gpus), 1) for group in groups if not group.passive)
+    if count > MOST_PROCESSES:
+        raise invalid_argument(
+            f"model '{model.name}' asks for {count} instances, each of which is a process, expected at most "
+            f"{MOST_PROCESSES}"
+        )
+
+
+def _file_of(model: Model) -> Path:
+    """A python-based backend brings the model.py of all its models; otherwise each version has its own."""
+    if model.backend.name != BACKEND_NAME:
+        file = model.backend.directory / DEFAULT_MODEL_FILENAME
+    else:
+        file = model.version_directory / (model.config.default_model_filename or DEFAULT_MODEL_FILENAME)
+    if not file.is_file():
+        raise internal(f"Failed to find the model file: {file} does not exist")
+    return file
+
+
+def _timeout_s(model: Model) -> float:
+    text = model.backend.config.get(STUB_TIMEOUT, "")
+    try:
+        return float(text) if text else DEFAULT_STUB_TIMEOUT_S
+    except ValueError:
+        raise internal(f"backend config '{STUB_TIMEOUT}' must be a number of seconds, got '{text}'") from None

@@ -2,9 +2,9 @@
 
 For: compare.py, which applies it to both sides. Does not know: which side it sees. What varies: header order, header
 case, `Date` and `Server`; durations and the time of the last inference; gauges of the machine; the head of a log line;
-how many tokens a model sent before a disconnect reached it; the order of a map; which of two clocks noticed a deadline
-first. A Content-Length that is the length of the body that follows becomes a word, so that only the body is compared; a
-wrong one stays a number.
+how many tokens a model sent before a disconnect or a crash reached it; the order of a map; which of two clocks noticed
+a deadline first. A Content-Length that is the length of the body that follows becomes a word, so that only the body is
+compared; a wrong one stays a number.
 """
 
 from __future__ import annotations
@@ -24,22 +24,30 @@ _VARYING = (
     (re.compile(r"^(\w+_duration_secs\{.*\} )[\d.e-]+$", re.MULTILINE), r"\g<1><s>"),
     (re.compile(r"^(nv_cpu_\w+ )[\d.]+$", re.MULTILINE), r"\g<1><now>"),
     (re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w.]+:\d+\]"), "<time, process and source line>"),
+    (re.compile(r" \d+\.\d{6}s\b"), " <s>"),
     (re.compile(r"'Stream removed \(Deadline Exceeded\)'"), "'Deadline Exceeded'"),
 )
 _CLOCK = re.compile(r"^ *\d+\.\d\ds ")
 _REGIONS = re.compile(r"(?:regions \{   key: .*?\} \} )+")
 """A map of gRPC, which has no order, as a script prints it."""
-_TOKEN_EVENTS = re.compile(r'(?:data: \{"id":"gone"[^\n]*" tok\d+"\}\n\n)+')
+_TOKEN_EVENTS = re.compile(r'(?:data: \{"(?:id":"gone|model_name":"crash)"[^\n]*" tok\d+"\}\n\n)+')
+_BESIDE_STREAM = re.compile(r'(?<!data: )\{"error":"[^"]*"\} \d+ <s>')
 
 
 def normalise(answer: str) -> str:
     for pattern, replacement in _VARYING:
         answer = pattern.sub(replacement, answer)
-    answer = _TOKEN_EVENTS.sub("data: <tokens until the disconnect>\n\n", answer)
+    answer = _TOKEN_EVENTS.sub("data: <tokens until the end>\n\n", answer)
     answer = _REGIONS.sub(lambda match: "".join(sorted(re.findall(r"regions \{.*?\} \} ", match[0]))), answer)
-    answer = _without_clock(answer)
+    answer = _stream_first(_without_clock(answer))
     answer = _HEAD.sub(lambda match: _normal_head(match, answer), answer)
     return _PRINTED_HEADERS.sub(_normal_printed_headers, answer)
+
+
+def _stream_first(answer: str) -> str:
+    """Puts the timed answer of a request behind the stream that ran beside it and printed to the same place."""
+    beside = _BESIDE_STREAM.findall(answer) if "data: " in answer else []
+    return "\n".join([_BESIDE_STREAM.sub("", answer).rstrip("\n"), *beside, ""]) if beside else answer
 
 
 def _without_clock(answer: str) -> str:

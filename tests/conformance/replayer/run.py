@@ -61,6 +61,7 @@ GROUPS = (
         _explicit(["repo_extra", "repo"], ["auto", "noconf", "vers", "asyncm", "custom", "llm", "viabackend"]),
         ("57", "61"),
     ),
+    Group("e2", _explicit(["repo_extra"], ["crash"]), ("62",)),
     Group("c2", _explicit(["repo"], ["llm", "identity"]), ("51",)),
     Group("d1", ("--model-repository", "$WORK/repo_none"), ("55",)),
 )

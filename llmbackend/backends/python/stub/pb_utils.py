@@ -1,30 +1,20 @@
 """What a model gets from `import triton_python_backend_utils as pb_utils`.
 
-For: model code; the names are Triton's. Does not know: the host, beyond what its parts import. Invariant: a name of
-Triton's pb_utils that is not built fails by that name, never silently.
+For: model code; the names are Triton's. Does not know: the host, beyond what its parts import. Invariant: a name that
+Triton's pb_utils has not fails by that name, never silently.
 Source: the list of names in transcript 61 and the python_backend documentation.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from llmbackend.core.backend_api import ReleaseFlag
-
-from .current_model import current_model
+from .errors import TritonError, TritonModelException
+from .exchange import FINAL, RELEASE_ALL, RELEASE_RESCHEDULE, InferenceResponseSender
+from .inner_call import ResponseIterator
+from .model_module import get_model_dir
 from .pb_logger import Logger
-from .pb_messages import (
-    TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
-    TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
-    TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-    InferenceRequest,
-    InferenceResponse,
-    InferenceResponseSender,
-    TritonError,
-    TritonModelException,
-    not_built,
-)
 from .pb_metrics import Metric, MetricFamily
 from .pb_model_config import (
     ModelConfig,
@@ -32,6 +22,9 @@ from .pb_model_config import (
     get_output_config_by_name,
     using_decoupled_model_transaction_policy,
 )
+from .pb_model_control import is_model_ready, load_model, unload_model
+from .pb_request import MEMORY_CPU, MEMORY_GPU, InferenceRequest, InferenceTrace, PreferredMemory
+from .pb_response import InferenceResponse
 from .pb_tensor import (
     TRITON_STRING_TO_NUMPY,
     Tensor,
@@ -44,6 +37,8 @@ from .pb_tensor import (
 )
 
 __all__ = [
+    "TRITONSERVER_MEMORY_CPU",
+    "TRITONSERVER_MEMORY_GPU",
     "TRITONSERVER_REQUEST_FLAG_SEQUENCE_END",
     "TRITONSERVER_REQUEST_FLAG_SEQUENCE_START",
     "TRITONSERVER_REQUEST_RELEASE_ALL",
@@ -53,10 +48,13 @@ __all__ = [
     "InferenceRequest",
     "InferenceResponse",
     "InferenceResponseSender",
+    "InferenceTrace",
     "Logger",
     "Metric",
     "MetricFamily",
     "ModelConfig",
+    "PreferredMemory",
+    "ResponseIterator",
     "Tensor",
     "TritonError",
     "TritonModelException",
@@ -66,17 +64,25 @@ __all__ = [
     "get_model_dir",
     "get_output_config_by_name",
     "get_output_tensor_by_name",
+    "is_model_ready",
+    "load_model",
     "np_to_triton_dtype",
     "numpy_to_triton_type",
     "serialize_byte_tensor",
     "triton_string_to_numpy",
     "triton_to_numpy_type",
+    "unload_model",
     "using_decoupled_model_transaction_policy",
 ]
 
 MODULE_NAME = "triton_python_backend_utils"
-TRITONSERVER_REQUEST_RELEASE_ALL = int(ReleaseFlag.ALL)
-TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = int(ReleaseFlag.RESCHEDULE)
+TRITONSERVER_MEMORY_CPU = MEMORY_CPU
+TRITONSERVER_MEMORY_GPU = MEMORY_GPU
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+TRITONSERVER_REQUEST_RELEASE_ALL = RELEASE_ALL
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = RELEASE_RESCHEDULE
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = FINAL
 
 
 def make_importable() -> None:
@@ -91,23 +97,6 @@ def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
     return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
-
-
-def get_model_dir() -> str:
-    """The directory that holds the running model's version: `<repository>/<model>/<version>`."""
-    return str(current_model("get_model_dir").version_directory)
-
-
-def load_model(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise not_built("load_model")
-
-
-def unload_model(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise not_built("unload_model")
-
-
-def is_model_ready(*_args: Any, **_kwargs: Any) -> NoReturn:
-    raise not_built("is_model_ready")
 
 
 def __dir__() -> list[str]:

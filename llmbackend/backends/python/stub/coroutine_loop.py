@@ -1,6 +1,6 @@
 """The event loop of one instance for `async def execute`.
 
-For: InstanceState. Does not know: requests. Invariant: the loop's thread exists only once a coroutine came, and
+For: the runner. Does not know: requests. Invariant: the loop's thread exists only once a coroutine came, and
 ends with `close`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class CoroutineLoop:
-    """Owned by one instance; `run` and `start` come from its thread."""
+    """Owned by the runner; `run` and `start` come from its thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -6,9 +6,11 @@ For: model code. Does not know: where logs go. Invariant: the host's log levels 
 from __future__ import annotations
 
 import logging
+import sys
 from typing import ClassVar
 
-_log = logging.getLogger("llmbackend.backends.python.model")
+from .host_link import host
+
 _CALLER_OF_CALLER = 2
 
 
@@ -20,20 +22,25 @@ class Logger:
 
     @staticmethod
     def log(message: str, level: int = logging.INFO) -> None:
-        _log.log(level, "%s", message, stacklevel=_CALLER_OF_CALLER)
+        _post(message, level)
 
     @staticmethod
     def log_info(message: str) -> None:
-        _log.info("%s", message, stacklevel=_CALLER_OF_CALLER)
+        _post(message, logging.INFO)
 
     @staticmethod
     def log_warn(message: str) -> None:
-        _log.warning("%s", message, stacklevel=_CALLER_OF_CALLER)
+        _post(message, logging.WARNING)
 
     @staticmethod
     def log_error(message: str) -> None:
-        _log.error("%s", message, stacklevel=_CALLER_OF_CALLER)
+        _post(message, logging.ERROR)
 
     @staticmethod
     def log_verbose(message: str) -> None:
-        _log.debug("%s", message, stacklevel=_CALLER_OF_CALLER)
+        _post(message, logging.DEBUG)
+
+
+def _post(message: str, level: int) -> None:
+    caller = sys._getframe(_CALLER_OF_CALLER)
+    host("Logger").post(("log", int(level), caller.f_code.co_filename, caller.f_lineno, str(message)))

@@ -11,12 +11,16 @@ import importlib
 import traceback
 from pathlib import Path
 
+from .errors import WrongReturnError
+
 _PACKAGE_DIRECTORY = str(Path(__file__).parent)
 _IMPORTLIB_FILE = importlib.__file__
 
 
 def exception_text(error: BaseException) -> str:
     """`Type: message`, then `At:` and a line `  file(line): function` per frame, if there are frames."""
+    if isinstance(error, WrongReturnError):
+        return str(error)
     head = f"{type(error).__name__}: {str(error) or '<EMPTY MESSAGE>'}"
     frames = [
         frame

@@ -1,0 +1,75 @@
+"""The metrics that models make through pb_utils, on the host's side.
+
+For: stub processes, by the numbers their models know metrics by; one MetricUsers per backend, one ModelMetrics per model
+version. Does not know: Prometheus. Invariants: a metric lives as long as a model version that made it, so that an
+unloaded model leaves none in /metrics, a restarted instance goes on counting and a reload does not begin anew.
+Source: Triton's MetricFamily and Metric, which end with the Python objects; a process that was killed can not end them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind, invalid_argument
+
+_Key = tuple[str, tuple[tuple[str, str], ...]]
+"""A family's name, and labels."""
+
+
+class MetricUsers:
+    """How many model versions use each metric."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.counts: Counter[_Key] = Counter()
+
+
+class ModelMetrics:
+    """Shared by the instances of a model version, of any thread."""
+
+    def __init__(self, backend: Backend, users: MetricUsers) -> None:
+        self._backend = backend
+        self._users = users
+        self._numbers: dict[_Key, int] = {}
+        self._metrics: list[tuple[MetricFamily, dict[str, str]]] = []
+
+    def open(
+        self, kind: str, name: str, description: str, labels: dict[str, str], buckets: Sequence[float] | None
+    ) -> int:
+        """The number of a metric. Raises TritonError ALREADY_EXISTS when its family is of another kind."""
+        family = self._backend.metric_family(MetricKind(kind), name, description, tuple(labels), buckets)
+        key = (name, tuple(labels.items()))
+        with self._users.lock:
+            if key not in self._numbers:
+                self._users.counts[key] += 1
+                self._numbers[key] = len(self._metrics)
+                self._metrics.append((family, labels))
+            return self._numbers[key]
+
+    def change(self, number: int, action: str, value: float) -> None:
+        family, labels = self._metrics[number]
+        if action == "increment":
+            family.increment(value, **labels)
+        elif action == "set":
+            family.set(value, **labels)
+        elif action == "observe":
+            family.observe(value, **labels)
+        else:
+            raise invalid_argument(f"a metric can not be told to {action!r}")
+
+    def value(self, number: int) -> float:
+        family, labels = self._metrics[number]
+        return family.value(**labels)
+
+    def close(self) -> None:
+        """Ends those that no other model version uses."""
+        with self._users.lock:
+            for key, number in self._numbers.items():
+                self._users.counts[key] -= 1
+                if not self._users.counts[key]:
+                    del self._users.counts[key]
+                    family, labels = self._metrics[number]
+                    family.remove(**labels)
+            self._numbers.clear()

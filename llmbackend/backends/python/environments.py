@@ -1,0 +1,99 @@
+"""The interpreters and environment variables of stub processes: the host's, or one that a model brings.
+
+For: model states; one object per backend. Does not know: models beyond their EXECUTION_ENV_PATH. Owner of the
+directories that archives were unpacked into. Invariants: an archive is unpacked once, however many models and instances
+use it; what was unpacked is gone when the backend is finalised; an archive writes nothing outside of its directory.
+Source: Triton python_backend documentation, "Creating Custom Execution Environments" (conda-pack archives and unpacked
+directories); $$TRITON_MODEL_DIRECTORY stands for the model's directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tarfile
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmbackend.core.backend_api import internal, invalid_argument
+
+PARAMETER = "EXECUTION_ENV_PATH"
+MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
+_NAMES = ("bin/python", "bin/python3")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """How to start a stub."""
+
+    interpreter: str
+    variables: Mapping[str, str]
+
+
+class Environments:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unpacked: dict[tuple[str, int, int], tempfile.TemporaryDirectory[str]] = {}
+
+    def of(self, setting: str, model_directory: Path) -> Environment:
+        """The environment that a model's EXECUTION_ENV_PATH names; the host's own when it is empty.
+
+        Raises TritonError INVALID_ARG when the path does not exist, INTERNAL when nothing can run in it.
+        """
+        if not setting:
+            return Environment(sys.executable, dict(os.environ))
+        path = self._path(setting, model_directory)
+        root = path if path.is_dir() else self._unpack(path)
+        for name in _NAMES:
+            if os.access(root / name, os.X_OK):
+                return Environment(str(root / name), _activated(root))
+        raise internal(f"{PARAMETER} '{path}' has no executable {' or '.join(_NAMES)}")
+
+    def close(self) -> None:
+        with self._lock:
+            for directory in self._unpacked.values():
+                directory.cleanup()
+            self._unpacked.clear()
+
+    def _path(self, setting: str, model_directory: Path) -> Path:
+        path = Path(setting.replace(MODEL_DIRECTORY, str(model_directory)))
+        if not path.exists():
+            raise invalid_argument(f"{PARAMETER} '{path}' does not exist")
+        escapes = not path.resolve().is_relative_to(model_directory.resolve())
+        if setting.startswith(MODEL_DIRECTORY) and ".." in path.parts and escapes:
+            raise invalid_argument(f"{PARAMETER} '{path}' must not escape from the model directory")
+        return path
+
+    def _unpack(self, archive: Path) -> Path:
+        facts = archive.stat()
+        key = (str(archive.resolve()), facts.st_mtime_ns, facts.st_size)
+        with self._lock:
+            if key not in self._unpacked:
+                directory = tempfile.TemporaryDirectory(prefix="llmbackend-python-env-", ignore_cleanup_errors=True)
+                try:
+                    with tarfile.open(archive) as opened:
+                        opened.extractall(directory.name, filter="tar")
+                except (tarfile.TarError, OSError, EOFError) as error:
+                    directory.cleanup()
+                    raise internal(f"{PARAMETER} '{archive}' can not be unpacked: {error}") from None
+                self._unpacked[key] = directory
+            return Path(self._unpacked[key].name)
+
+
+def _activated(root: Path) -> dict[str, str]:
+    """The host's variables as the environment's activate script would change them."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
+    variables["PATH"] = _before(root / "bin", variables.get("PATH", ""))
+    if (root / "pyvenv.cfg").exists():
+        variables["VIRTUAL_ENV"] = str(root)
+    else:
+        variables["CONDA_PREFIX"] = str(root)
+        variables["LD_LIBRARY_PATH"] = _before(root / "lib", variables.get("LD_LIBRARY_PATH", ""))
+    return variables
+
+
+def _before(directory: Path, others: str) -> str:
+    return f"{directory}{os.pathsep}{others}" if others else str(directory)

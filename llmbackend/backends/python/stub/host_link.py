@@ -1,0 +1,108 @@
+"""The stub's side of its events socket: what a model says to the host at any time, and what the host answers.
+
+For: everything of this package that reaches the host while the model runs. Does not know: what is said. Invariants:
+`post` keeps the order of one thread's messages; each question is answered once, or the process ends, because the host
+is gone; nothing that a model runs is ever called on the thread that reads, so that thread is never held up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from .cancellation import Cancellations
+from .errors import TritonModelException
+from .packets import Message, PacketReader, encode
+
+AnswerCallback = Callable[[Any, Sequence[Any], bool], None]
+"""(value, parts, whether it is the last one). On the reading thread: it must only enqueue."""
+
+
+class HostLink:
+    """Any thread may use it."""
+
+    def __init__(self, events: socket.socket) -> None:
+        self.cancellations = Cancellations()
+        self.phase = "load"
+        """Which call of the host is under way: load, auto_complete, initialize, execute (from then on), finalize."""
+        self._socket = events
+        self._sending = threading.RLock()  # reentrant: a collected object may post in the middle of a post
+        self._posted = 0
+        self._numbers = itertools.count()
+        self._waiting: dict[int, AnswerCallback] = {}
+        threading.Thread(target=self._read, name="host-link", daemon=True).start()
+
+    @property
+    def posted(self) -> int:
+        """How many messages went to the host so far."""
+        return self._posted
+
+    def post(self, message: tuple[Any, ...], parts: Sequence[Any] = ()) -> None:
+        """Blocks while the host has no room for more."""
+        packet = encode(message, parts)
+        try:
+            with self._sending:
+                packet.send(self._socket)
+                self._posted += 1
+        finally:
+            packet.close()
+
+    def start(self, message: tuple[Any, ...], parts: Sequence[Any], on_answer: AnswerCallback) -> int:
+        """Posts `message` with a new number behind its first item, under which answers will come."""
+        number = next(self._numbers)
+        self._waiting[number] = on_answer
+        self.post((message[0], number, *message[1:]), parts)
+        return number
+
+    def ask(self, verb: str, *arguments: Any) -> Any:
+        """The host's answer. Raises TritonModelException with its text when it refuses."""
+        future: Future[tuple[bool, Any]] = Future()
+        self.start((verb, *arguments), (), lambda value, _parts, _last: future.set_result(value))
+        is_granted, value = future.result()
+        if not is_granted:
+            raise TritonModelException(value)
+        return value
+
+    def _read(self) -> None:
+        try:
+            self._handle_messages()
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)  # the host is gone, or not understood
+
+    def _handle_messages(self) -> None:
+        reader = PacketReader(self._socket)
+        while (message := reader.receive()) is not None:
+            self._handle(message)
+            del message  # what came must not live until the next message
+
+    def _handle(self, message: Message) -> None:
+        (verb, *arguments), parts = message
+        if verb == "cancel":
+            self.cancellations.request(*arguments)
+        else:
+            number, value, is_last = arguments
+            on_answer = self._waiting.pop(number) if is_last else self._waiting[number]
+            on_answer(value, parts, is_last)
+
+
+_link: HostLink | None = None
+
+
+def set_link(link: HostLink) -> None:
+    """Once, before any model's code runs."""
+    global _link
+    _link = link
+
+
+def host(asked_by: str) -> HostLink:
+    """This process's link. Raises RuntimeError outside of a stub process."""
+    if _link is None:
+        raise RuntimeError(f"pb_utils.{asked_by} works only in the process of a model instance")
+    return _link

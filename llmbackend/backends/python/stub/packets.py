@@ -1,0 +1,177 @@
+"""Messages between the host and a stub process: one message is one packet of a SOCK_SEQPACKET socket.
+
+For: both ends. Does not know: what messages mean. A message is a pickled plain value and any number of parts (raw
+bytes, such as a tensor's). Invariants: a packet goes whole or not at all, from any thread, so that senders need no
+lock of their own; what is larger than a packet travels in anonymous memory whose descriptor goes with the packet, and
+which is gone with that descriptor, whoever dies; reading a message makes plain values and never runs code, because a
+model's process must not be able to take the host with it.
+"""
+
+from __future__ import annotations
+
+import array
+import io
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Part = Any
+"""Anything with a flat buffer of bytes: bytes, a memoryview, an array of uint8."""
+Message = tuple[Any, Sequence[Any]]
+
+PACKET_BYTES = 64 * 1024
+_FILE = "llmbackend-packet"
+_FIRST_OF_PICKLE = 0x80
+_INLINE, _MEMORY = 1, 2
+_HEAD = struct.Struct("<B7xQ")
+"""Kind, how many parts; then each part's size in bytes."""
+_SIZE = struct.Struct("<Q")
+_ALIGNMENT = 64
+_MOST_CHUNKS = 512  # of one writev
+_FD_BYTES = array.array("i").itemsize
+
+
+class Packet:
+    """A message ready to be sent once. `close` it when it is not sent."""
+
+    __slots__ = ("chunks", "memory_fd")
+
+    def __init__(self, chunks: list[Part], memory_fd: int = -1) -> None:
+        self.chunks = chunks
+        self.memory_fd = memory_fd
+
+    def send(self, to: socket.socket, flags: int = 0) -> None:
+        """Raises OSError: BlockingIOError under MSG_DONTWAIT where there is no room (it may then be sent again)."""
+        if self.memory_fd < 0:
+            if len(self.chunks) == 1:
+                to.send(self.chunks[0], flags)
+            else:
+                to.sendmsg(self.chunks, (), flags)
+            return
+        rights = array.array("i", [self.memory_fd])
+        to.sendmsg(self.chunks, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], flags)
+        self.close()
+
+    def close(self) -> None:
+        if self.memory_fd >= 0:
+            os.close(self.memory_fd)
+            self.memory_fd = -1
+
+
+def encode(message: Any, parts: Sequence[Part] = ()) -> Packet:
+    """Raises OSError when there is no descriptor or memory left for a large one."""
+    pickled = pickle.dumps(message, 5)
+    if not parts and len(pickled) <= PACKET_BYTES:
+        return Packet([pickled])
+    everything = [pickled, *parts]
+    sizes = [len(part) for part in everything]
+    sizes_text = b"".join(map(_SIZE.pack, sizes))
+    chunks: list[Part] = []
+    for part, size in zip(everything, sizes, strict=True):
+        chunks += (part, bytes(-size % _ALIGNMENT))
+    total = _HEAD.size + len(sizes_text) + sum(map(len, chunks))
+    if total <= PACKET_BYTES:
+        head = _HEAD.pack(_INLINE, len(sizes)) + sizes_text
+        return Packet([head, bytes(-len(head) % _ALIGNMENT), *chunks])
+    return Packet([_HEAD.pack(_MEMORY, len(sizes))], _memory_of([sizes_text, bytes(-len(sizes_text) % _ALIGNMENT), *chunks]))
+
+
+class PacketReader:
+    """Reads one socket; one thread at a time."""
+
+    def __init__(self, source: socket.socket) -> None:
+        self._socket = source
+        self._view = memoryview(bytearray(PACKET_BYTES + _ALIGNMENT))
+
+    def receive(self) -> Message | None:
+        """Blocks for the next message: its value and its parts, whose memory is the caller's to write. None when the
+        other end is gone. Raises TimeoutError where the socket has a timeout, ValueError for what is no message."""
+        try:
+            size, ancillary, _, _ = self._socket.recvmsg_into(
+                [self._view], socket.CMSG_SPACE(_FD_BYTES), socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionError:  # it died with a message unread
+            return None
+        if not size:
+            return None
+        view = self._view[:size]
+        if view[0] == _FIRST_OF_PICKLE and not ancillary:
+            return _load(view), ()
+        fds = [fd for _, _, data in ancillary for (fd,) in struct.iter_unpack("i", data)]
+        try:
+            kind, count = _HEAD.unpack_from(view)
+            if kind == _INLINE:
+                return _split(memoryview(bytearray(view))[_HEAD.size :], count, _HEAD.size)
+            if kind == _MEMORY and fds:
+                return _split(_contents_of(fds[0]), count, 0)
+        except (struct.error, OSError) as error:
+            raise ValueError(f"not a message: {error}") from error
+        finally:
+            for fd in fds:
+                os.close(fd)
+        raise ValueError("not a message")
+
+
+class _PlainValues(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"a message may not hold a {module}.{name}")
+
+
+def _load(pickled: memoryview) -> Any:
+    try:
+        return _PlainValues(io.BytesIO(pickled)).load()
+    except (pickle.UnpicklingError, EOFError, IndexError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a message: {error}") from error
+
+
+def _split(data: memoryview, count: int, skipped: int) -> Message:
+    """`skipped`: how many bytes before `data` count for the alignment."""
+    if len(data) < count * _SIZE.size:
+        raise ValueError("not a message: it is shorter than it says")
+    sizes = [size for (size,) in _SIZE.iter_unpack(data[: count * _SIZE.size])]
+    parts, offset = [], _aligned(count * _SIZE.size + skipped) - skipped
+    for size in sizes:
+        parts.append(data[offset : offset + size])
+        offset += _aligned(size)
+    return _load(parts[0]), parts[1:]
+
+
+def _aligned(size: int) -> int:
+    return size + -size % _ALIGNMENT
+
+
+def _memory_of(chunks: list[Part]) -> int:
+    """The descriptor of anonymous memory that holds the chunks."""
+    fd = os.memfd_create(_FILE, os.MFD_CLOEXEC)
+    try:
+        waiting = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
+        while waiting:
+            written = os.writev(fd, waiting[:_MOST_CHUNKS])
+            done = 0
+            while done < len(waiting) and written >= len(waiting[done]):
+                written -= len(waiting[done])
+                done += 1
+            del waiting[:done]
+            if written:
+                waiting[0] = waiting[0][written:]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _contents_of(fd: int) -> memoryview:
+    """Read, not mapped: a mapping would hold the descriptor for as long as a tensor lives."""
+    data = memoryview(np.empty(os.fstat(fd).st_size, dtype=np.uint8)).cast("B")
+    offset = 0
+    while offset < len(data):
+        count = os.preadv(fd, [data[offset:]], offset)
+        if not count:
+            raise ValueError("not a message: its memory is shorter than it was")
+        offset += count
+    return data

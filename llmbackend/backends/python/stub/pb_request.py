@@ -1,0 +1,185 @@
+"""`pb_utils.InferenceRequest`: what a model sees of a request, and what it makes to call another model.
+
+For: model code. Does not know: where requests come from. Invariant: a request's tensors stay readable for as long as
+the model holds it, also after the host's request was released.
+Source: Triton python_backend documentation; method names as listed in transcript 61.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import TritonModelException
+from .exchange import RELEASE_ALL, RELEASE_RESCHEDULE, Exchange, InferenceResponseSender
+from .host_link import host
+from .inner_call import InnerCall, ResponseIterator, only_response_of
+from .pb_response import InferenceResponse, plain_parameters
+from .pb_tensor import Tensor
+
+MEMORY_CPU, MEMORY_GPU = 0, 2
+_MEMORY_DEFAULT = -1
+_PHASES_WITHOUT_BLS = ("load", "auto_complete", "initialize", "finalize")
+
+
+@dataclass(frozen=True)
+class PreferredMemory:
+    """Where the outputs of another model should be. Outputs are in the CPU's memory here, whatever is preferred."""
+
+    preferred_memory_type: int = _MEMORY_DEFAULT
+    preferred_device_id: int = 0
+
+
+@dataclass(frozen=True)
+class InferenceTrace:
+    """Hands the trace of one request to a request made for it: `InferenceRequest(..., trace=request.trace())`."""
+
+    context: str | None = None
+    request_number: int | None = None
+
+    def get_context(self) -> str | None:
+        """The OpenTelemetry context of a traced request, as the JSON text of its headers; None when it has none."""
+        return self.context
+
+
+class InferenceRequest:
+    """Keyword arguments as in Triton; `model_name`, `requested_output_names` and `inputs` are required."""
+
+    def __init__(
+        self,
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        inputs: Sequence[Tensor] | None = None,
+        requested_output_names: Sequence[str] | None = None,
+        model_name: str | None = None,
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory | None = None,
+        trace: InferenceTrace | None = None,
+        parameters: dict[str, Any] | None = None,
+    ) -> None:
+        if inputs is None or requested_output_names is None or model_name is None:
+            raise TypeError("an InferenceRequest needs inputs, requested_output_names and model_name")
+        owner = f"request with id '{request_id}' and model name '{model_name}'"
+        for tensor in inputs:
+            if not isinstance(tensor, Tensor):
+                raise TritonModelException(f"Input tensor for {owner} should not be empty.")
+        if not all(requested_output_names):
+            raise TritonModelException(f"Requested output name for {owner} should not be empty.")
+        if preferred_memory is not None and not isinstance(preferred_memory, PreferredMemory):
+            raise TypeError(f"preferred_memory must be a PreferredMemory, got {type(preferred_memory).__name__}")
+        self._request_id = str(request_id)
+        self._correlation_id = str(correlation_id) if isinstance(correlation_id, str) else int(correlation_id)
+        self._inputs = list(inputs)
+        self._requested_outputs = frozenset(str(name) for name in requested_output_names)
+        self._model = (str(model_name), int(model_version))
+        self._flags = int(flags)
+        self._timeout_us = int(timeout)
+        self._trace = trace or InferenceTrace()
+        self._parameters = plain_parameters(parameters, "InferenceRequest") if parameters else {}
+        self._exchange: Exchange | None = None
+
+    @classmethod
+    def _received(cls, fields: dict[str, Any], parts: Sequence[Any], exchange: Exchange) -> InferenceRequest:
+        """A request that the host gave this model."""
+        request = cls.__new__(cls)
+        request._request_id = fields["id"]
+        request._correlation_id = fields["correlation_id"]
+        request._inputs = [Tensor._unpack(tensor, parts) for tensor in fields["inputs"]]
+        request._requested_outputs = exchange.wanted
+        request._model = fields["model"]
+        request._flags = fields["flags"]
+        request._timeout_us = fields["timeout_us"]
+        request._trace = InferenceTrace(fields["trace_context"], exchange.number)
+        request._parameters = fields["parameters"]
+        request._exchange = exchange
+        return request
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def request_id(self) -> str:
+        return self._request_id
+
+    def correlation_id(self) -> int | str:
+        return self._correlation_id
+
+    def flags(self) -> int:
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        self._flags = int(flags)
+
+    def timeout(self) -> int:
+        """Microseconds, 0 when the client set none."""
+        return self._timeout_us
+
+    def parameters(self) -> str:
+        """A JSON object, in the client's order."""
+        return json.dumps(self._parameters)
+
+    def requested_output_names(self) -> set[str]:
+        return set(self._requested_outputs)
+
+    def model_name(self) -> str:
+        return self._model[0]
+
+    def model_version(self) -> int:
+        return self._model[1]
+
+    def trace(self) -> InferenceTrace:
+        return self._trace
+
+    def is_cancelled(self) -> bool:
+        return self._exchange is not None and self._exchange.is_cancelled
+
+    def get_response_sender(self) -> InferenceResponseSender:
+        return InferenceResponseSender(self._own_exchange("get_response_sender"))
+
+    def set_release_flags(self, flags: int) -> None:
+        """RESCHEDULE gives the request back to an iterative sequence batcher when execute returns."""
+        if flags not in (RELEASE_ALL, RELEASE_RESCHEDULE):
+            raise TritonModelException(f"Unable to set release flags. Unsupported flag provided: {flags!r}.")
+        self._own_exchange("set_release_flags").release_flags = flags
+
+    def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
+        """Runs this request on its model and blocks for the response; `decoupled`: an iterator of the responses."""
+        call = self._start(decoupled)
+        return ResponseIterator(call) if decoupled else call.only_response()
+
+    def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
+        """As `exec`, to be awaited; the request is on its way when this returns."""
+        loop = asyncio.get_running_loop()
+        call = self._start(decoupled)
+        if not decoupled:
+            return only_response_of(call)
+        future: asyncio.Future[InferenceResponse | ResponseIterator] = loop.create_future()
+        future.set_result(ResponseIterator(call))
+        return future
+
+    def _start(self, is_stream: bool) -> InnerCall:
+        link = host("InferenceRequest.exec")
+        if link.phase in _PHASES_WITHOUT_BLS:
+            raise TritonModelException("BLS is only supported during the 'execute' function.")
+        parts: list[Any] = []
+        fields = {
+            "id": self._request_id,
+            "correlation_id": self._correlation_id,
+            "inputs": [tensor._pack(parts) for tensor in self._inputs],
+            "outputs": list(self._requested_outputs),
+            "model": self._model,
+            "flags": self._flags,
+            "timeout_us": self._timeout_us,
+            "parameters": self._parameters,
+            "parent": self._trace.request_number,
+        }
+        return InnerCall(link, fields, parts, is_stream)
+
+    def _own_exchange(self, asked_for: str) -> Exchange:
+        if self._exchange is None:
+            raise TritonModelException(f"{asked_for} is for a request that this model received, not for one it made")
+        return self._exchange

@@ -1,0 +1,200 @@
+"""`pb_utils.Tensor` and the datatype helpers of Triton's python backend.
+
+For: model code, and whatever packs tensors. Does not know: requests and responses. Invariants: BYTES data is an object
+array of `bytes` whatever the model gave (str, numpy strings); BF16 data is ml_dtypes' bfloat16 where that package is
+there, else uint16 that only DLPack can name.
+Source: Triton python_backend documentation and transcript 61.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from . import dlpack
+from .errors import TritonModelException
+from .tensor_wire import PackedTensor, pack_tensor, unpack_data
+
+Array = np.ndarray[Any, Any]
+
+_TYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "BYTES": np.object_,
+}
+TRITON_STRING_TO_NUMPY: dict[str, Any] = {
+    "TYPE_STRING" if name == "BYTES" else f"TYPE_{name}": bool if name == "BOOL" else numpy_type
+    for name, numpy_type in _TYPES.items()
+}
+_DATATYPE_OF_NUMBER = dict(enumerate((*_TYPES, "BF16"), start=1))
+"""TRITONSERVER_DataType of tritonserver.h."""
+_NUMBER_OF_DATATYPE = {name: number for number, name in _DATATYPE_OF_NUMBER.items()}
+_DATATYPE_OF_DTYPE = {np.dtype(numpy_type): name for name, numpy_type in _TYPES.items()}
+_DTYPE_ON_WIRE = {**{name: np.dtype(numpy_type) for name, numpy_type in _TYPES.items()}, "BF16": np.dtype(np.uint16)}
+_BFLOAT16 = "bfloat16"
+
+
+class Tensor:
+    """A named tensor: `Tensor(name, numpy_array)`. Shapes include the batch dimension when the model batches."""
+
+    __slots__ = ("_data", "_datatype", "_name")
+
+    def __init__(self, name: str, array: Array) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"Tensor name must be a str, got {type(name).__name__}")
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"Tensor '{name}' needs a numpy array, got {type(array).__name__}")
+        datatype = np_to_triton_dtype(array.dtype)
+        if datatype is None:
+            raise ValueError(f"tensor '{name}' has numpy dtype {array.dtype}, which has no Triton datatype")
+        self._name = str(name)
+        self._datatype = datatype
+        self._data = _of_bytes(array) if datatype == "BYTES" else array
+
+    @classmethod
+    def _of(cls, name: str, datatype: str, data: Array) -> Tensor:
+        tensor = cls.__new__(cls)
+        tensor._name, tensor._datatype, tensor._data = name, datatype, data
+        return tensor
+
+    @classmethod
+    def _unpack(cls, packed: PackedTensor, parts: Sequence[Any]) -> Tensor:
+        return cls._of(packed[0], packed[1], unpack_data(packed, parts, _DTYPE_ON_WIRE))
+
+    def _pack(self, parts: list[Any]) -> PackedTensor:
+        return pack_tensor(self._name, self._datatype, self._data, parts)
+
+    def name(self) -> str:
+        return self._name
+
+    def shape(self) -> list[int]:
+        return list(self._data.shape)
+
+    def triton_dtype(self) -> int:
+        """The number of TRITONSERVER_DataType."""
+        return _NUMBER_OF_DATATYPE[self._datatype]
+
+    def as_numpy(self) -> Array:
+        """The data; writable, as in Triton: a read-only view of a message is copied at the first call.
+
+        Raises TritonModelException for BF16 where ml_dtypes is not installed: to_dlpack() gives it, to torch for one.
+        """
+        if not self._data.flags.writeable:
+            self._data = self._data.copy()
+        if self._datatype == "BF16" and self._data.dtype.name != _BFLOAT16:
+            bfloat16 = _bfloat16()
+            if bfloat16 is None:
+                raise TritonModelException(
+                    f"tensor '{self._name}' has type BF16, which numpy has no type for without the package ml_dtypes; "
+                    "use to_dlpack()"
+                )
+            self._data = self._data.view(bfloat16)
+        return self._data
+
+    def is_cpu(self) -> bool:
+        return True
+
+    def to_dlpack(self) -> Any:
+        """A DLPack capsule that shares this tensor's memory. BYTES tensors have none."""
+        return self.__dlpack__()
+
+    def __dlpack__(self, **_options: Any) -> Any:
+        if self._datatype == "BYTES":
+            raise ValueError(f"tensor '{self._name}' of type BYTES cannot be given as DLPack")
+        if not self._data.flags.writeable:
+            self._data = self._data.copy()
+        is_bfloat16 = self._datatype == "BF16"
+        return dlpack.to_capsule(self._data.view(np.uint16) if is_bfloat16 else self._data, is_bfloat16)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (dlpack.CPU, 0)
+
+    @staticmethod
+    def from_dlpack(name: str, source: Any) -> Tensor:
+        """A tensor over `source`: a DLPack capsule, or any object with `__dlpack__`. A device's memory is copied."""
+        data, is_bfloat16 = dlpack.from_capsule(name, source)
+        return Tensor._of(name, "BF16", data) if is_bfloat16 else Tensor(name, data)
+
+
+def _of_bytes(array: Array) -> Array:
+    if array.dtype == np.object_ and all(type(item) is bytes for item in array.flat):
+        return array
+    converted = np.empty(array.size, dtype=np.object_)
+    converted[:] = [bytes(item) if isinstance(item, bytes) else str(item).encode() for item in array.flat]
+    return converted.reshape(array.shape)
+
+
+def _bfloat16() -> Any:
+    try:
+        import ml_dtypes
+    except ImportError:
+        return None
+    return ml_dtypes.bfloat16
+
+
+def triton_string_to_numpy(triton_type_string: str) -> Any:
+    """`TYPE_FP32` → numpy.float32. Raises KeyError for an unknown name, as Triton's does; BF16 needs ml_dtypes."""
+    if triton_type_string == "TYPE_BF16" and (bfloat16 := _bfloat16()) is not None:
+        return bfloat16
+    return TRITON_STRING_TO_NUMPY[triton_type_string]
+
+
+def np_to_triton_dtype(np_dtype: Any) -> str | None:
+    """numpy dtype → wire datatype (`FP32`), None when Triton has no name for it."""
+    dtype = np.dtype(np_dtype)
+    if dtype.kind in "US":
+        return "BYTES"
+    return "BF16" if dtype.name == _BFLOAT16 else _DATATYPE_OF_DTYPE.get(dtype)
+
+
+def numpy_to_triton_type(data_type: Any) -> int:
+    """numpy dtype → the number of TRITONSERVER_DataType. Raises KeyError for a dtype Triton has no name for."""
+    return _NUMBER_OF_DATATYPE[np_to_triton_dtype(data_type) or str(data_type)]
+
+
+def triton_to_numpy_type(data_type: int) -> Any:
+    """Raises KeyError for a number of no type; BF16 needs ml_dtypes."""
+    name = _DATATYPE_OF_NUMBER[data_type]
+    return triton_string_to_numpy("TYPE_BF16") if name == "BF16" else _TYPES[name]
+
+
+def serialize_byte_tensor(input_tensor: Array) -> Array | None:
+    """The elements in C order, each behind its uint32 length, as one object element; None for an empty tensor."""
+    if input_tensor.size == 0:
+        return None
+    flat = _of_bytes(input_tensor.astype(np.object_)).ravel()
+    return np.asarray(b"".join(struct.pack("<I", len(item)) + item for item in flat), dtype=np.object_)
+
+
+def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
+    """The inverse: an object array [n] of bytes. Raises ValueError when a length reaches beyond the buffer."""
+    items = list(_split(memoryview(encoded_tensor)))
+    array = np.empty(len(items), dtype=np.object_)
+    array[:] = items
+    return array
+
+
+def _split(buffer: memoryview) -> Iterator[bytes]:
+    offset = 0
+    while offset < len(buffer):
+        if len(buffer) - offset < 4:
+            raise ValueError(f"incomplete string length at byte {offset} of {len(buffer)}")
+        (length,) = struct.unpack_from("<I", buffer, offset)
+        offset += 4
+        if len(buffer) - offset < length:
+            raise ValueError(f"string of {length} bytes at byte {offset} reaches beyond the {len(buffer)} bytes given")
+        yield bytes(buffer[offset : offset + length])
+        offset += length

@@ -1,0 +1,160 @@
+"""One TritonPythonModel object: loads it, completes its configuration, initializes, executes, finalizes.
+
+For: main.py, on the process's main thread. Does not know: sockets, schedulers. Invariants: every request of an execute
+call gets its end told exactly once, whatever the model returns or raises: in the answer to the call, or by its response
+sender; a request that the model keeps (decoupled, or async) is the sender's.
+Source: Triton's python backend; the texts of its checks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from .coroutine_loop import CoroutineLoop
+from .error_text import exception_text
+from .errors import WrongReturnError
+from .exchange import RELEASE_RESCHEDULE, Exchange
+from .host_link import HostLink
+from .model_module import load_class
+from .pb_model_config import ModelConfig
+from .pb_request import InferenceRequest
+from .pb_response import InferenceResponse
+
+
+class Runner:
+    def __init__(self, link: HostLink) -> None:
+        self._link = link
+        self._loop = CoroutineLoop("model")
+        self._class: Any = None
+        self._model: Any = None
+        self._name = ""
+        self._decoupled = False
+
+    def call(self, verb: str, argument: Any, parts: Sequence[Any], answer_parts: list[Any]) -> Any:
+        """The answer to one call of the host. Raises whatever the model raises."""
+        if verb == "execute":
+            return self._execute(argument, parts, answer_parts)
+        self._link.phase = verb
+        try:
+            return getattr(self, f"_{verb}")(argument)
+        finally:
+            self._link.phase = "execute"
+
+    def _hello(self, _argument: None) -> None:
+        """The process runs and reads its calls."""
+
+    def _load(self, where: tuple[str, str]) -> None:
+        self._class = load_class(*where)
+
+    def _auto_complete(self, config_json: str) -> dict[str, Any] | None:
+        """The completed configuration; None when the model completes none."""
+        complete = getattr(self._class, "auto_complete_config", None)
+        if complete is None:
+            return None
+        config = ModelConfig(config_json)
+        completed = complete(config)
+        if not isinstance(completed, ModelConfig):
+            raise WrongReturnError(
+                f"auto_complete_config function in model '{config._name}' must return a valid pb.ModelConfig object, "
+                f"got {type(completed).__name__}"
+            )
+        return completed.as_dict()
+
+    def _initialize(self, settings: tuple[dict[str, str], bool]) -> None:
+        arguments, self._decoupled = settings
+        self._name = arguments["model_instance_name"]
+        self._model = self._class()
+        if hasattr(self._model, "initialize"):
+            self._model.initialize(arguments)
+
+    def _finalize(self, _argument: None) -> None:
+        """The model's own finalize may wait for requests in flight; afterwards its event loop ends."""
+        try:
+            if hasattr(self._model, "finalize"):
+                self._model.finalize()
+        finally:
+            self._loop.close()
+
+    def _execute(self, given: list[dict[str, Any]], parts: Sequence[Any], answer_parts: list[Any]) -> Any:
+        """(the error's text, if execute raised; responses, None for a request whose end the host has heard or will
+        hear; which requests to reschedule; when the model began and ended, monotonic ns)."""
+        requests = [self._request(fields, parts) for fields in given]
+        exchanges = [request._own_exchange("execute") for request in requests]
+        start_ns = time.monotonic_ns()
+        try:
+            returned = self._checked(self._run(requests), exchanges)
+        except BaseException as error:
+            for exchange in exchanges:
+                exchange.end_by_runner()
+            return exception_text(error), (), (), start_ns, time.monotonic_ns()
+        end_ns = time.monotonic_ns()
+        rescheduled = [exchange.number for exchange in exchanges if exchange.release_flags == RELEASE_RESCHEDULE]
+        responses = []
+        for exchange, response in zip(exchanges, returned, strict=True):
+            responses.append(None if response is None else response._pack(exchange.wanted, answer_parts))
+            if response is not None or exchange.number in rescheduled:
+                exchange.end_by_runner()
+        return None, responses, rescheduled, start_ns, end_ns
+
+    def _request(self, fields: dict[str, Any], parts: Sequence[Any]) -> InferenceRequest:
+        exchange = Exchange(self._link, fields["number"], frozenset(fields["outputs"]), self._decoupled)
+        return InferenceRequest._received(fields, parts, exchange)
+
+    def _run(self, requests: list[InferenceRequest]) -> Any:
+        returned = self._model.execute(requests)
+        return self._run_coroutine(returned, requests) if inspect.iscoroutine(returned) else returned
+
+    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any], requests: list[InferenceRequest]) -> Any:
+        """A decoupled model's coroutine goes on after execute; any other is waited for."""
+        if not self._decoupled:
+            return self._loop.run(coroutine)
+        exchanges = [request._own_exchange("execute") for request in requests]
+
+        def on_error(error: BaseException) -> None:
+            for exchange in exchanges:
+                exchange.fail(exception_text(error))
+
+        self._loop.start(coroutine, on_error)
+        return None
+
+    def _checked(self, returned: Any, exchanges: list[Exchange]) -> Sequence[InferenceResponse | None]:
+        """Triton's checks on what execute returned; one entry per request."""
+        nothing = [None] * len(exchanges)
+        if self._decoupled:
+            if returned is not None:
+                raise WrongReturnError(
+                    f"Python model '{self._name}' is using the decoupled mode and the execute function must return None."
+                )
+            return nothing
+        if returned is None and all(exchange.is_over for exchange in exchanges):
+            return nothing
+        if not isinstance(returned, list):
+            raise WrongReturnError(f"Expected a list in the execute return, found type '{type(returned)}'.")
+        if len(returned) != len(exchanges):
+            raise WrongReturnError(
+                "Number of InferenceResponse objects do not match the number of InferenceRequest objects. "
+                f"InferenceRequest(s) size is:{len(exchanges)}, and InferenceResponse(s) size is:{len(returned)}\n"
+            )
+        for exchange, response in zip(exchanges, returned, strict=True):
+            self._check_response(exchange, response)
+        return returned
+
+    def _check_response(self, exchange: Exchange, response: Any) -> None:
+        is_rescheduled = exchange.release_flags == RELEASE_RESCHEDULE
+        if response is None and (exchange.is_over or is_rescheduled):
+            return
+        if not isinstance(response, InferenceResponse):
+            raise WrongReturnError(
+                "Expected an 'InferenceResponse' object in the execute function return list, "
+                f"found type '{type(response)}'."
+            )
+        if is_rescheduled:
+            raise WrongReturnError(
+                "Expected a None object in the execute function return list for reschduled request, "
+                "found type '<class 'InferenceResponse'>'."
+            )
+        if exchange.is_over:
+            raise WrongReturnError("a request was answered through its response sender and in execute's return list")

@@ -1,0 +1,149 @@
+"""What the host does for one stub process: its requests' answers, inferences on other models, metrics, log lines.
+
+For: ModelState, which makes one for each life of a stub; the instance hands it the requests of each execute call. Does
+not know: how the process is started or ends. Owner of the requests that the stub has. Invariants: each request that was opened here is ended
+here: by the stub, or, when that is gone, with an error that says so; no message waits for a slow host (loads of other
+models run on threads of their own).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from llmbackend.core.backend_api import Model, Request, TritonError
+
+from .custom_metrics import ModelMetrics
+from .error_messages import execute_error, not_healthy
+from .inner_requests import InnerRequests
+from .outbox import Outbox
+from .responder import Responder
+from .stub.packets import Message
+from .stub_process import StubProcess
+from .wire_messages import unpack_response
+
+log = logging.getLogger(__name__)
+model_log = logging.getLogger("llmbackend.backends.python.model")
+
+
+class StubServices:
+    """`handle` and `abandon` come from the thread of the stub's messages, the rest from the instance's."""
+
+    def __init__(self, model: Model, metrics: ModelMetrics) -> None:
+        self._model = model
+        self._metrics = metrics
+        self.process: StubProcess
+        self.has_model = False
+        self.is_abandoned = False
+        self._outbox: Outbox
+        self._inner: InnerRequests
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._responders: dict[int, Responder] = {}
+
+    def connect(self, process: StubProcess) -> None:
+        """Before the process is called for the first time: until then it says nothing."""
+        self.process = process
+        self._outbox = process.outbox
+        self._inner = InnerRequests(self._model, process.outbox)
+
+    def open(self, request: Request) -> int:
+        """The number under which the stub gets this request. To a stub that is gone it is over at once."""
+        responder, number = Responder(request), next(self._numbers)
+        with self._lock:
+            self._responders[number] = responder
+        if self.is_abandoned and self.take(number) is not None:
+            responder.fail(not_healthy(self.process.name, self.process.cause))
+        request.on_cancel(partial(self._outbox.post, ("cancel", number)))
+        return number
+
+    def take(self, number: int) -> Responder | None:
+        """The responder of a request, no longer the stub's; None when the stub has ended it."""
+        with self._lock:
+            return self._responders.pop(number, None)
+
+    def abandon(self, error: TritonError) -> None:
+        """The stub is gone."""
+        self.is_abandoned = True
+        with self._lock:
+            responders = list(self._responders.values())
+            self._responders.clear()
+        for responder in responders:
+            responder.fail(error)
+        self._inner.cancel_all()
+
+    def handle(self, message: Message) -> None:
+        """Raises for anything that is no message of a stub."""
+        (verb, *arguments), parts = message
+        if verb == "response":
+            self._on_response(*arguments, parts)
+        else:
+            getattr(self, f"_on_{verb}")(*arguments, *((parts,) if verb == "infer" else ()))
+
+    def _on_response(self, number: int, packed: Any, is_last: bool, parts: Sequence[Any]) -> None:
+        responder = self.take(number) if is_last else self._responders.get(number)
+        if responder is not None:
+            outputs, parameters, error = unpack_response(packed, parts)
+            responder.send(outputs, parameters, error, is_last=is_last)
+
+    def _on_final(self, number: int) -> None:
+        if (responder := self.take(number)) is not None:
+            responder.finish()
+
+    def _on_failed(self, number: int, text: str) -> None:
+        if (responder := self.take(number)) is not None:
+            responder.fail(execute_error(self.process.name, text))
+
+    def _on_dropped(self, number: int) -> None:
+        if (responder := self.take(number)) is not None:
+            responder.abandon()
+
+    def _on_infer(self, number: int, is_stream: bool, fields: dict[str, Any], parts: Sequence[Any]) -> None:
+        self._inner.start(number, is_stream, fields, parts)
+
+    def _on_cancel_infer(self, number: int) -> None:
+        self._inner.cancel(number)
+
+    def _on_log(self, level: int, file: str, line: int, text: str) -> None:
+        if model_log.isEnabledFor(level):
+            model_log.handle(model_log.makeRecord(model_log.name, level, file, line, "%s", (text,), None))
+
+    def _on_metric(self, number: int, action: str, value: float) -> None:
+        try:
+            self._metrics.change(number, action, value)
+        except TritonError as error:  # the model was told already where it could be
+            log.error("a metric of model '%s' can not be changed: %s", self._model.name, error)
+
+    def _on_metric_open(self, question: int, *arguments: Any) -> None:
+        self._reply(question, self._metrics.open, *arguments)
+
+    def _on_metric_value(self, question: int, number: int) -> None:
+        self._reply(question, self._metrics.value, number)
+
+    def _on_load_model(self, question: int, name: str, parameters: dict[str, str | bytes]) -> None:
+        self._reply_later(question, self._model.load_model, name, parameters)
+
+    def _on_unload_model(self, question: int, name: str, unload_dependents: bool) -> None:
+        self._reply_later(question, self._model.unload_model, name, unload_dependents)
+
+    def _on_is_model_ready(self, question: int, name: str, version: int) -> None:
+        self._reply_later(question, self._model.is_model_ready, name, version)
+
+    def _reply(self, question: int, function: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            answer = (True, function(*arguments))
+        except TritonError as error:
+            answer = (False, error.message)
+        except Exception as error:  # a bug of the host, or of the question; the model must not wait for ever
+            log.exception("a question of model '%s' could not be answered", self._model.name)
+            answer = (False, f"{type(error).__name__}: {error}")
+        self._outbox.post(("answer", question, answer, True))
+
+    def _reply_later(self, question: int, function: Callable[..., Any], *arguments: Any) -> None:
+        thread = threading.Thread(target=self._reply, args=(question, function, *arguments), name="python-control")
+        thread.daemon = True
+        thread.start()

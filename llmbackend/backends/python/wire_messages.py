@@ -1,0 +1,74 @@
+"""Requests, responses, tensors and errors of the host, as they go to and come from a stub process.
+
+For: everything here that fills or reads a packet. Does not know: sockets, who sends. Invariant: a tensor of a stub has
+the shape and size that it says, or reading it raises, which ends the stub's life and nobody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmbackend.core.backend_api import (
+    DATATYPE_OF_DTYPE,
+    NUMPY_DTYPE,
+    ErrorCode,
+    InnerResponse,
+    ParameterValue,
+    Request,
+    Tensor,
+    TritonError,
+)
+
+from .stub.errors import PackedError
+from .stub.pb_response import PackedResponse, plain_parameters
+from .stub.tensor_wire import PackedTensor, pack_tensor, unpack_data
+
+_CODES = tuple(ErrorCode)
+Response = tuple[list[Tensor], Mapping[str, ParameterValue], TritonError | None]
+
+
+def pack_request(request: Request, number: int, model: tuple[str, int], parts: list[Any]) -> dict[str, Any]:
+    return {
+        "number": number,
+        "id": request.id,
+        "correlation_id": request.correlation_id,
+        "flags": int(request.flags),
+        "timeout_us": request.timeout_us,
+        "parameters": _plain(request.parameters),
+        "outputs": list(request.requested_outputs),
+        "inputs": [
+            pack_tensor(tensor.name, tensor.datatype, tensor.data, parts) for tensor in request.inputs.values()
+        ],
+        "model": model,
+        "trace_context": None,
+    }
+
+
+def pack_response(response: InnerResponse, parts: list[Any]) -> PackedResponse:
+    if response.error is not None:
+        return [], _plain(response.parameters), pack_error(response.error)
+    outputs = [pack_tensor(tensor.name, tensor.datatype, tensor.data, parts) for tensor in response.outputs]
+    return outputs, _plain(response.parameters), None
+
+
+def unpack_response(packed: PackedResponse, parts: Sequence[Any]) -> Response:
+    outputs, parameters, error = packed
+    return [unpack_tensor(tensor, parts) for tensor in outputs], parameters, unpack_error(error)
+
+
+def unpack_tensor(packed: PackedTensor, parts: Sequence[Any]) -> Tensor:
+    data = unpack_data(packed, parts, NUMPY_DTYPE)
+    return Tensor(packed[0], DATATYPE_OF_DTYPE[data.dtype], data.shape, data)
+
+
+def pack_error(error: TritonError) -> PackedError:
+    return _CODES.index(error.code), error.message
+
+
+def unpack_error(packed: PackedError | None) -> TritonError | None:
+    return None if packed is None else TritonError(packed[1], _CODES[packed[0]])
+
+
+def _plain(parameters: Mapping[str, ParameterValue]) -> dict[str, ParameterValue]:
+    return plain_parameters(parameters, "request or response") if parameters else {}

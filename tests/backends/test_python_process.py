@@ -1,0 +1,375 @@
+"""Each python instance has a process of its own: its death hurts its own requests alone, it is started again, and
+nothing of it is left behind, whoever dies first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from python_host import ANSWER_TIMEOUT_S, Host, write_model
+
+from llmbackend.core.backend_api import ErrorCode, TritonError
+from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.tensors import Tensor
+
+CONFIG = """
+backend: "python"
+input [ { name: "T" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "R" data_type: TYPE_STRING dims: [ -1 ] } ]
+instance_group [ { kind: KIND_CPU count: COUNT } ]
+"""
+HEAD = """
+import ctypes, json, os, signal, subprocess, sys, threading, time, numpy as np
+import triton_python_backend_utils as pb_utils
+
+def text_of(request):
+    return pb_utils.get_input_tensor_by_name(request, "T").as_numpy()[0].decode()
+
+def response(text):
+    return pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([str(text)], dtype=object))])
+"""
+# Streams "0", "1", … until it is cancelled; other words do what they say. Answers "pid" with its own.
+STREAM = HEAD + """
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.run, args=(request,)).start()
+
+    def run(self, request):
+        sender, text = request.get_response_sender(), text_of(request)
+        if text == "exit":
+            os._exit(3)
+        if text == "segfault":
+            ctypes.string_at(0)
+        if text == "abort":
+            os.abort()
+        if text == "pid":
+            sender.send(response(os.getpid()), flags=1)
+            return
+        count = 0
+        while not request.is_cancelled():
+            sender.send(response(count))
+            count += 1
+            time.sleep(0.01)
+        sender.send(flags=1)
+"""
+DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
+
+
+def body(execute: str, rest: str = "") -> str:
+    lines = "".join(f"        {line}\n" for line in execute.strip("\n").splitlines())
+    return f"{HEAD}\nclass TritonPythonModel:\n    def execute(self, requests):\n{lines}{rest}"
+
+
+def answering(value: str, rest: str = "") -> str:
+    return body(f"return [response({value}) for r in requests]", rest)
+
+
+def config(template: str = CONFIG, count: int = 1) -> str:
+    return template.replace("COUNT", str(count))
+
+
+def text(value: str) -> list[Tensor]:
+    return [Tensor.text("T", value)]
+
+
+def said(response: InferenceResponse) -> str:
+    assert response.error is None, response.error
+    word: bytes = response.outputs[0].data.tolist()[0]
+    return word.decode()
+
+
+def is_alive(pid: int) -> bool:
+    """Not as a zombie either."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + ANSWER_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < give_up_s, "it did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path / "repo")
+    yield made
+    assert made.server.stop(10.0)
+
+
+def test_instances_run_in_processes_of_their_own(host: Host) -> None:
+    host.load("m", config(count=2), body("time.sleep(0.05)\nreturn [response(os.getpid()) for r in requests]"))
+    answers = [host.infer("m", text("x")) for _ in range(2)]
+    pids = {int(said(answer.one())) for answer in answers}
+    assert len(pids) == 2 and os.getpid() not in pids
+    host.server.unload_model("m")
+    eventually(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.parametrize(
+    ("word", "how"),
+    [("exit", "exit code 3"), ("segfault", "signal SIGSEGV"), ("abort", "signal SIGABRT"), ("", "signal SIGKILL")],
+)
+def test_crash_ends_the_requests_of_its_instance_with_an_error_and_the_model_serves_on(
+    host: Host, word: str, how: str
+) -> None:
+    host.load("m", config(DECOUPLED), STREAM)
+    pid = int(said(host.infer("m", text("pid")).one()))
+    stream = host.infer("m", text("stream"))
+    first, _ = stream.next()
+    assert first is not None and said(first) == "0"
+    if word:
+        killer = host.infer("m", text(word))
+        assert killer.one().error is not None
+    else:
+        os.kill(pid, signal.SIGKILL)
+    error = stream.all()[-1].error
+    assert error is not None and error.code is ErrorCode.INTERNAL
+    assert str(error) == f"Stub process 'm_0_0' is not healthy. It ended by {how}.".replace("by exit", "with exit")
+    assert int(said(host.infer("m", text("pid")).one())) != pid
+    assert host.server.model_is_ready("m")
+
+
+def test_crash_leaves_other_instances_alone(host: Host) -> None:
+    host.load("m", config(DECOUPLED, count=2), STREAM)
+    streams = [host.infer("m", text("stream")) for _ in range(2)]
+    for stream in streams:
+        stream.next()
+    host.infer("m", text("exit")).one()
+    hurt = [stream for stream in streams if _ends_with_error(stream)]
+    (well,) = [stream for stream in streams if stream not in hurt]
+    for _ in range(5):
+        response, _ = well.next()
+        assert response is not None and response.error is None
+    assert well.handle is not None
+    well.handle.cancel()
+    assert all(response.error is None for response in well.all())
+
+
+def _ends_with_error(stream: object) -> bool:
+    for _ in range(100):
+        response, flags = stream.next()  # type: ignore[attr-defined]
+        if flags:
+            return response is not None and response.error is not None
+    return False
+
+
+def test_request_that_waits_for_a_new_process_is_served_by_it(host: Host, tmp_path: Path) -> None:
+    rest = "    def initialize(self, args):\n        time.sleep(0.2)\n"
+    code = body("if text_of(requests[0]) == 'exit':\n    os._exit(1)\nreturn [response('ok') for r in requests]", rest)
+    host.load("m", config(), code)
+    answers = [host.infer("m", text(word)) for word in ("exit", "x", "exit", "x")]
+    errors = [answer.one().error for answer in answers]
+    assert [error is None for error in errors] == [False, True, False, True]
+    assert host.counts("m") == (2, 4, 2, 2)
+
+
+def test_process_that_can_not_be_started_again_refuses_with_the_cause_and_recovers(host: Host, tmp_path: Path) -> None:
+    flag = tmp_path / "broken"
+    rest = f"    def initialize(self, args):\n        if os.path.exists({str(flag)!r}): raise RuntimeError('no weights')\n"
+    code = body("if text_of(requests[0]) == 'exit':\n    os._exit(1)\nreturn [response('ok') for r in requests]", rest)
+    host.load("m", config(), code)
+    flag.touch()
+    host.infer("m", text("exit")).one()
+    error = host.infer("m", text("x")).one().error
+    assert error is not None and error.code is ErrorCode.UNAVAILABLE
+    assert "Stub process 'm_0_0' is not healthy. RuntimeError: no weights" in str(error)
+    assert not host.server.model_is_ready("m")
+    flag.unlink()
+    eventually(lambda: host.server.model_is_ready("m"))
+    assert said(host.infer("m", text("x")).one()) == "ok"
+
+
+def test_crash_while_loading_fails_the_load_with_the_last_words(host: Host) -> None:
+    rest = "    def initialize(self, args):\n        print('my last words', flush=True)\n        os._exit(4)\n"
+    with pytest.raises(TritonError) as caught:
+        host.load("m", config(), answering("1", rest))
+    assert "Stub process 'm_0_0' is not healthy. It ended with exit code 4.\nmy last words" in str(caught.value)
+
+
+def test_model_that_hangs_in_finalize_is_killed_after_the_stub_timeout(tmp_path: Path) -> None:
+    host = Host(tmp_path / "repo", settings={"stub-timeout-seconds": "3"})
+    host.load("m", config(), answering("os.getpid()", "    def finalize(self):\n        time.sleep(600)\n"))
+    pid = int(said(host.infer("m", text("x")).one()))
+    assert host.server.stop(10.0)
+    assert not is_alive(pid)
+
+
+def test_what_a_model_started_ends_with_it(host: Host) -> None:
+    rest = "    def initialize(self, args):\n        self.child = subprocess.Popen(['sleep', '600'])\n"
+    host.load("m", config(), answering("self.child.pid", rest))
+    child = int(said(host.infer("m", text("x")).one()))
+    assert is_alive(child)
+    host.server.unload_model("m")
+    eventually(lambda: not is_alive(child))
+
+
+def test_signals_for_the_host_do_not_end_a_model(host: Host) -> None:
+    host.load("m", config(), answering("os.getpid()"))
+    pid = int(said(host.infer("m", text("x")).one()))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(pid, number)
+    assert int(said(host.infer("m", text("x")).one())) == pid
+
+
+def test_output_of_a_model_is_in_the_log(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    code = body("print('hello'); print('oh', file=sys.stderr); os.write(1, b'raw\\n')\nreturn [response(1)]")
+    host.load("m", config(), code)
+    host.infer("m", text("x")).one()
+    eventually(lambda: {"m_0_0: hello", "m_0_0: oh", "m_0_0: raw"} <= set(caplog.messages))
+
+
+def test_requests_leave_no_descriptor_in_host_or_process(host: Host) -> None:
+    execute = """
+if text_of(requests[0]) == "count":
+    return [response(len(os.listdir("/proc/self/fd")))]
+return [pb_utils.InferenceResponse([pb_utils.Tensor("R", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+    host.load("m", config(), body(execute))
+    large = [Tensor.text("T", b"x" * 1_000_000)]
+    host.infer("m", large).one()
+    before = (len(os.listdir("/proc/self/fd")), said(host.infer("m", text("count")).one()))
+    kept = [host.infer("m", large).one() for _ in range(50)]
+    assert all(response.outputs[0].data[0] == b"x" * 1_000_000 for response in kept)
+    assert (len(os.listdir("/proc/self/fd")), said(host.infer("m", text("count")).one())) == before
+
+
+HOST_PROGRAM = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from python_host import Host
+host = Host(Path({repository!r}))
+host.server.load_model("m")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("lock", ["", "import ctypes; ctypes.PyDLL(None).pause()"])
+def test_no_process_outlives_its_host(tmp_path: Path, lock: str) -> None:
+    """Also not one that can not run Python code at that time: `pause` of a PyDLL keeps the interpreter's lock."""
+    told = tmp_path / "pid"
+    rest = f"""
+    def initialize(self, args):
+        with open({str(told)!r} + "~", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename({str(told)!r} + "~", {str(told)!r})
+        {lock or "pass"}
+"""
+    write_model(tmp_path / "repo", "m", config(), answering("1", rest))
+    program = HOST_PROGRAM.format(tests=str(Path(__file__).parent), repository=str(tmp_path / "repo"))
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        eventually(told.exists)
+        pid = int(told.read_text())
+        assert is_alive(pid)
+        process.kill()
+        process.wait()
+    eventually(lambda: not is_alive(pid))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real one, without the host's packages but for numpy, which it takes from them."""
+    root = tmp_path_factory.mktemp("environment") / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root)], check=True)
+    (packages,) = root.glob("lib/python*/site-packages")
+    import numpy
+
+    installed = Path(numpy.__file__).parent.parent
+    for name in ("numpy", "numpy.libs"):
+        if (installed / name).exists():
+            (packages / name).symlink_to(installed / name)
+    return root
+
+
+ENVIRONMENT_MODEL = """
+import os, sys, numpy as np
+import triton_python_backend_utils as pb_utils
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+class TritonPythonModel:
+    def execute(self, requests):
+        said = f"{sys.prefix} {torch} {os.environ['PATH'].split(os.pathsep)[0]}"
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([said], dtype=object))]) for r in requests]
+"""
+
+
+def environment_config(path: str) -> str:
+    return config() + f'parameters {{ key: "EXECUTION_ENV_PATH" value {{ string_value: "{path}" }} }}\n'
+
+
+def test_execution_env_path_names_a_directory(host: Host, environment: Path) -> None:
+    host.load("m", environment_config(str(environment)), ENVIRONMENT_MODEL)
+    assert said(host.infer("m", text("x")).one()) == f"{environment} None {environment / 'bin'}"
+
+
+def test_execution_env_path_names_an_archive_that_models_share(host: Host, environment: Path, tmp_path: Path) -> None:
+    (host.repository / "m").mkdir()
+    (host.repository / "n").mkdir()
+    with tarfile.open(host.repository / "m" / "env.tar.gz", "w:gz", compresslevel=1) as archive:
+        archive.add(environment, ".")
+    (host.repository / "n" / "env.tar.gz").symlink_to(host.repository / "m" / "env.tar.gz")
+    roots = set()
+    for name in ("m", "n"):
+        host.load(name, environment_config("$$TRITON_MODEL_DIRECTORY/env.tar.gz"), ENVIRONMENT_MODEL)
+        root, found, _ = said(host.infer(name, text("x")).one()).split()
+        assert found == "None"
+        roots.add(Path(root))
+    (unpacked,) = roots
+    assert unpacked.is_dir()
+    assert host.server.stop(10.0)
+    assert not unpacked.exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/nowhere/env.tar.gz", "EXECUTION_ENV_PATH '/nowhere/env.tar.gz' does not exist"),
+        ("$$TRITON_MODEL_DIRECTORY/1", "has no executable bin/python or bin/python3"),
+        ("$$TRITON_MODEL_DIRECTORY/config.pbtxt", "can not be unpacked"),
+        ("$$TRITON_MODEL_DIRECTORY/../other", "must not escape from the model directory"),
+    ],
+)
+def test_environment_that_can_not_be_used_fails_the_load(host: Host, path: str, told: str) -> None:
+    (host.repository / "other").mkdir()
+    with pytest.raises(TritonError) as caught:
+        host.load("m", environment_config(path), answering("1"))
+    assert told in str(caught.value)
+
+
+def test_environment_whose_program_does_not_speak_fails_the_load(tmp_path: Path) -> None:
+    host = Host(tmp_path / "repo", settings={"stub-timeout-seconds": "1"})
+    for name, program, told in (
+        ("m", "#!/bin/sh\necho no python here >&2\nexit 7\n", "It ended with exit code 7.\nno python here"),
+        ("n", "#!/bin/sh\nexec sleep 600\n", "Stub process 'n' did not start within 1 s"),
+    ):
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(program)
+        python.chmod(0o755)
+        with pytest.raises(TritonError) as caught:
+            host.load(name, environment_config(str(tmp_path / name)), answering("1"))
+        assert told in str(caught.value)
+    assert host.server.stop(10.0)
+
+
+def test_more_processes_than_the_machine_can_bear_are_refused(host: Host) -> None:
+    with pytest.raises(TritonError, match="asks for 1000 instances, each of which is a process, expected at most"):
+        host.load("m", config(count=1000), answering("1"))
