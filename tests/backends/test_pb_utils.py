@@ -142,6 +142,7 @@ def test_what_is_no_message_runs_nothing_and_is_refused(packet: bytes) -> None:
             PacketReader(there).receive()
 
 
+@pytest.mark.slow  # imports torch
 def test_bfloat16_goes_through_numpy_and_dlpack() -> None:
     import ml_dtypes
     import torch

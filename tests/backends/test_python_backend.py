@@ -197,9 +197,7 @@ WRONG_USES = [
 
 
 def test_wrong_use_is_told_to_the_client(host: Host) -> None:
-    lines = "".join(
-        f"if text == {index}:\n    {execute}\n" for index, (execute, _) in enumerate(WRONG_USES)
-    )
+    lines = "".join(f"if text == {index}:\n    {execute}\n" for index, (execute, _) in enumerate(WRONG_USES))
     host.load("m", TEXT_CONFIG, body("text = int(requests[0].inputs()[0].as_numpy()[0])\n" + lines))
     for index, (_, told) in enumerate(WRONG_USES):
         error = host.infer("m", text(str(index))).one().error
@@ -336,7 +334,10 @@ def test_auto_complete_config_completes_a_model_without_a_file(host: Host) -> No
             'c.add_input({"name": "X", "data_type": "TYPE_FP32", "dims": [3]})',
             r"tensor 'X': the model expects dims \[3\] but the model configuration specifies dims \[2\]",
         ),
-        ('c.add_output({"name": "Z"})', "output 'Z' in auto-complete-config function for model 'm' is missing 'data_type'"),
+        (
+            'c.add_output({"name": "Z"})',
+            "output 'Z' in auto-complete-config function for model 'm' is missing 'data_type'",
+        ),
         ('c.add_output({"name": "Z", "x": 1})', "contains property other than 'name', 'data_type' and 'dims'."),
         ('c.set_model_transaction_policy({"decoupled": True})', "trying to change decoupled property"),
     ],

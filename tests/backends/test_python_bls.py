@@ -16,7 +16,9 @@ from llmbackend.core.backend_api import ErrorCode
 from llmbackend.core.tensors import Tensor
 
 # Answers what it was asked; the words "error", "unavailable" and "wait" do what they say.
-SERVANT = HEAD + """
+SERVANT = (
+    HEAD
+    + """
 class TritonPythonModel:
     def execute(self, requests):
         return [self.answer(r) for r in requests]
@@ -32,12 +34,16 @@ class TritonPythonModel:
                 time.sleep(0.005)
             open(os.environ["BLS_TOLD"], "a").close()
         seen = {"text": text, "id": r.request_id(), "corr": r.correlation_id(), "flags": r.flags(),
-                "timeout": r.timeout(), "params": json.loads(r.parameters()), "wanted": list(r.requested_output_names())}
+                "timeout": r.timeout(), "params": json.loads(r.parameters()),
+                "wanted": list(r.requested_output_names())}
         return pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([json.dumps(seen)], dtype=object))],
                                           parameters={"from": "servant"})
 """
+)
 # "3" sends three responses and an empty last one; "forever" streams until it is cancelled.
-STREAMER = HEAD + """
+STREAMER = (
+    HEAD
+    + """
 class TritonPythonModel:
     def execute(self, requests):
         for r in requests:
@@ -53,6 +59,7 @@ class TritonPythonModel:
             open(os.environ["BLS_TOLD"], "a").close()
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
+)
 ASK = """
 def ask(text, model="servant", **fields):
     t = pb_utils.Tensor("T", np.array([text], dtype=object))
@@ -122,15 +129,17 @@ def error(request, **options):
     assert r.has_error() and not r.output_tensors()
     return [r.error().code(), r.error().message()]
 bad = pb_utils.InferenceRequest(model_name="servant", requested_output_names=["R"], inputs=[])
-seen = [error(ask("error")), error(ask("unavailable")), error(ask("x", model="nobody")), error(ask("1", model="streamer")),
-        error(bad)]
+seen = [error(ask("error")), error(ask("unavailable")), error(ask("x", model="nobody")),
+        error(ask("1", model="streamer")), error(bad)]
 return [response(json.dumps(seen))]
 """
     raised, later, nobody, decoupled, bad = json.loads(run(host, execute))
     assert raised[0] == 1 and "servant can not" in raised[1]
     assert later == [4, "later"]
     assert nobody == [1, "Failed for execute the inference request. Model 'nobody' is not ready."]
-    assert decoupled[1].startswith("Model streamer is using the decoupled. The current BLS request call doesn't support")
+    assert decoupled[1].startswith(
+        "Model streamer is using the decoupled. The current BLS request call doesn't support"
+    )
     assert bad[0] == 3 and "expected 1 inputs but got 0" in bad[1]
 
 
@@ -287,7 +296,9 @@ backend: "python"
 input [ { name: "X" data_type: TYPE_FP32 dims: [ -1 ] } ]
 output [ { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] } ]
 """
-    double = "return [pb_utils.InferenceResponse([pb_utils.Tensor('Y', r.inputs()[0].as_numpy() * 2)]) for r in requests]"
+    double = (
+        "return [pb_utils.InferenceResponse([pb_utils.Tensor('Y', r.inputs()[0].as_numpy() * 2)]) for r in requests]"
+    )
     twice = """
 answers = []
 for r in requests:

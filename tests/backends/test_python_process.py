@@ -36,7 +36,9 @@ def response(text):
     return pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([str(text)], dtype=object))])
 """
 # Streams "0", "1", … until it is cancelled; other words do what they say. Answers "pid" with its own.
-STREAM = HEAD + """
+STREAM = (
+    HEAD
+    + """
 class TritonPythonModel:
     def execute(self, requests):
         for request in requests:
@@ -60,6 +62,7 @@ class TritonPythonModel:
             time.sleep(0.01)
         sender.send(flags=1)
 """
+)
 DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
 
 
@@ -178,7 +181,9 @@ def test_request_that_waits_for_a_new_process_is_served_by_it(host: Host, tmp_pa
 
 def test_process_that_can_not_be_started_again_refuses_with_the_cause_and_recovers(host: Host, tmp_path: Path) -> None:
     flag = tmp_path / "broken"
-    rest = f"    def initialize(self, args):\n        if os.path.exists({str(flag)!r}): raise RuntimeError('no weights')\n"
+    rest = (
+        f"    def initialize(self, args):\n        if os.path.exists({str(flag)!r}): raise RuntimeError('no weights')\n"
+    )
     code = body("if text_of(requests[0]) == 'exit':\n    os._exit(1)\nreturn [response('ok') for r in requests]", rest)
     host.load("m", config(), code)
     flag.touch()

@@ -1,7 +1,7 @@
 """The metrics that models make through pb_utils, on the host's side.
 
-For: stub processes, by the numbers their models know metrics by; one MetricUsers per backend, one ModelMetrics per model
-version. Does not know: Prometheus. Invariants: a metric lives as long as a model version that made it, so that an
+For: stub processes, by the numbers their models know metrics by; one MetricUsers per backend, one ModelMetrics per
+model version. Does not know: Prometheus. Invariants: a metric lives as long as a model version that made it, so that an
 unloaded model leaves none in /metrics, a restarted instance goes on counting and a reload does not begin anew.
 Source: Triton's MetricFamily and Metric, which end with the Python objects; a process that was killed can not end them.
 """

@@ -44,7 +44,7 @@ class InnerRequests:
         with self._lock:
             self._handles[number] = None
         try:
-            self._check(*fields["model"], is_stream)
+            self._check(fields["model"], is_stream)
             handle = self._model.infer_async(_request(fields, parts), partial(self._answer, number))
         except TritonError as error:
             self._end(number, ([], {}, pack_error(error)))
@@ -67,7 +67,8 @@ class InnerRequests:
             if handle is not None:
                 handle.cancel()
 
-    def _check(self, name: str, version: int, is_stream: bool) -> None:
+    def _check(self, model: tuple[str, int], is_stream: bool) -> None:
+        name, version = model
         try:
             is_decoupled = self._model.is_decoupled(name, version)
         except TritonError:
@@ -75,8 +76,8 @@ class InnerRequests:
         if is_decoupled and not is_stream:
             raise internal(
                 f"Model {name} is using the decoupled. The current BLS request call doesn't support models using the "
-                "decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls "
-                "for decoupled models.'"
+                "decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' "
+                "calls for decoupled models.'"
             )
 
     def _answer(self, number: int, response: InnerResponse | None, flags: ResponseFlag) -> None:
@@ -106,5 +107,3 @@ def _request(fields: dict[str, Any], parts: Sequence[Any]) -> InnerRequest:
         flags=RequestFlag(fields["flags"]),
         timeout_us=fields["timeout_us"],
     )
-
-

@@ -1,8 +1,9 @@
 """One model instance and its stub process: initialize, execute, finalize.
 
-For: backend.py. Does not know: wire protocols or schedulers, how a process is kept alive. Invariant: every request of an
-Execute call is released exactly once and ends with exactly one FINAL, whatever the model returns or raises and however
-its process ends; an error of the model is answered here and never raised to the host, so that nothing is counted twice.
+For: backend.py. Does not know: wire protocols or schedulers, how a process is kept alive. Invariant: every request of
+an Execute call is released exactly once and ends with exactly one FINAL, whatever the model returns or raises and
+however its process ends; an error of the model is answered here and never raised to the host, so that nothing is
+counted twice.
 Source: Triton's python backend; statistics as transcript 09 shows them (an error response counts as success, a raise as
 failure).
 """
@@ -100,7 +101,8 @@ class InstanceState:
                 for request, number in zip(requests, numbers, strict=True)
             ]
             answer, answer_parts = stub.process.call("execute", packed, parts)
-            return _Outcome(*answer, answer_parts)
+            error, responses, rescheduled, model_start_ns, model_end_ns = answer
+            return _Outcome(error, responses, rescheduled, model_start_ns, model_end_ns, answer_parts)
         except StubDeadError as error:  # the requests have been told already
             text = str(error)
         except Exception as error:

@@ -95,7 +95,9 @@ class ModelState:
         except StubRaisedError as error:
             raise internal(str(error)) from None
         except StubDeadError as error:
-            raise internal(f"{not_healthy(stub.process.name, str(error))}\n{stub.process.last_lines}".rstrip()) from None
+            raise internal(
+                f"{not_healthy(stub.process.name, str(error))}\n{stub.process.last_lines}".rstrip()
+            ) from None
         except TimeoutError:
             stub.process.kill()
             raise internal(f"Stub process '{stub.process.name}' did not start within {timeout_s:g} s") from None

@@ -1,8 +1,8 @@
 """Keeps one instance's stub process: starts it, starts it again when it dies, ends it.
 
-For: InstanceState. Does not know: requests, what a stub does. Invariants: at most one stub serves at a time; a stub that
-dies after it served is followed by another at once, one that did nothing by a pause that grows; whoever asks for the
-stub waits while it is being started and is refused, with the cause, while it can not be.
+For: InstanceState. Does not know: requests, what a stub does. Invariants: at most one stub serves at a time; one that
+dies after it served is followed by another at once, one that did nothing after a pause that grows; whoever asks for the
+stub waits while it is being started, and is refused, with the cause, while it can not be.
 Source: ours. Triton's python backend answers `Stub process '…' is not healthy.` from then on, and starts nothing.
 """
 
@@ -31,9 +31,7 @@ READY_PATIENCE_S = 2.0
 class StubKeeper:
     """Any thread may ask; `start` and `close` are for the instance's owner."""
 
-    def __init__(
-        self, name: str, launch: Callable[[], StubServices], prepare: Callable[[StubServices], None]
-    ) -> None:
+    def __init__(self, name: str, launch: Callable[[], StubServices], prepare: Callable[[StubServices], None]) -> None:
         """`prepare` makes a launched stub ready to execute; it raises TritonError when that fails."""
         self._name = name
         self._launch = launch
@@ -54,8 +52,6 @@ class StubKeeper:
             self._begin(spare)
         except BaseException:
             self._is_closed = True
-            if self._stub is not None:
-                self._stub.process.close(0.0)
             raise
 
     def get(self) -> StubServices:
@@ -102,7 +98,7 @@ class StubKeeper:
             log.error("the process of instance '%s' ended before it was finalized. %s", self._name, error)
 
     def _begin(self, stub: StubServices | None) -> None:
-        """Raises TritonError when the stub does not become ready."""
+        """Raises TritonError when the stub does not become ready; then it is gone."""
         stub = stub or self._launch()
         stub.process.name = self._name
         stub.process.on_end = partial(self._on_end, stub)
@@ -110,7 +106,11 @@ class StubKeeper:
             self._stub = stub
             if self._is_closed:
                 stub.process.kill()
-        self._prepare(stub)
+        try:
+            self._prepare(stub)
+        except BaseException:
+            stub.process.close(0.0)
+            raise
         with self._changed:
             if stub.is_abandoned:
                 raise not_healthy(self._name, stub.process.cause)

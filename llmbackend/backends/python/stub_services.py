@@ -1,9 +1,9 @@
 """What the host does for one stub process: its requests' answers, inferences on other models, metrics, log lines.
 
 For: ModelState, which makes one for each life of a stub; the instance hands it the requests of each execute call. Does
-not know: how the process is started or ends. Owner of the requests that the stub has. Invariants: each request that was opened here is ended
-here: by the stub, or, when that is gone, with an error that says so; no message waits for a slow host (loads of other
-models run on threads of their own).
+not know: how the process is started or ends. Owner of the requests that the stub has. Invariants: each request that was
+opened here is ended here: by the stub, or, when that is gone, with an error that says so; no message waits for a slow
+host (loads of other models run on threads of their own).
 """
 
 from __future__ import annotations
@@ -80,11 +80,13 @@ class StubServices:
         """Raises for anything that is no message of a stub."""
         (verb, *arguments), parts = message
         if verb == "response":
-            self._on_response(*arguments, parts)
+            self._on_response(*arguments, parts=parts)
+        elif verb == "infer":
+            self._on_infer(*arguments, parts=parts)
         else:
-            getattr(self, f"_on_{verb}")(*arguments, *((parts,) if verb == "infer" else ()))
+            getattr(self, f"_on_{verb}")(*arguments)
 
-    def _on_response(self, number: int, packed: Any, is_last: bool, parts: Sequence[Any]) -> None:
+    def _on_response(self, number: int, packed: Any, is_last: bool, *, parts: Sequence[Any]) -> None:
         responder = self.take(number) if is_last else self._responders.get(number)
         if responder is not None:
             outputs, parameters, error = unpack_response(packed, parts)
@@ -102,7 +104,7 @@ class StubServices:
         if (responder := self.take(number)) is not None:
             responder.abandon()
 
-    def _on_infer(self, number: int, is_stream: bool, fields: dict[str, Any], parts: Sequence[Any]) -> None:
+    def _on_infer(self, number: int, is_stream: bool, fields: dict[str, Any], *, parts: Sequence[Any]) -> None:
         self._inner.start(number, is_stream, fields, parts)
 
     def _on_cancel_infer(self, number: int) -> None:

@@ -37,9 +37,7 @@ def pack_request(request: Request, number: int, model: tuple[str, int], parts: l
         "timeout_us": request.timeout_us,
         "parameters": _plain(request.parameters),
         "outputs": list(request.requested_outputs),
-        "inputs": [
-            pack_tensor(tensor.name, tensor.datatype, tensor.data, parts) for tensor in request.inputs.values()
-        ],
+        "inputs": [pack_tensor(tensor.name, tensor.datatype, tensor.data, parts) for tensor in request.inputs.values()],
         "model": model,
         "trace_context": None,
     }

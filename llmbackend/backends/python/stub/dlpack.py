@@ -67,7 +67,7 @@ def from_capsule(name: str, source: Any) -> tuple[np.ndarray[Any, Any], bool]:
     is_bfloat16 = tensor.code == _BFLOAT and tensor.bits == 16
     if is_bfloat16:
         tensor.code = _UINT
-    return np.from_dlpack(_Exporter(source)), is_bfloat16  # type: ignore[arg-type]
+    return np.from_dlpack(_Exporter(source)), is_bfloat16
 
 
 def _is_device(device_type: int) -> bool:

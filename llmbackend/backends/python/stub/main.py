@@ -1,9 +1,9 @@
 """The life of a stub process: takes the host's calls one after the other until it is told to finalize, or the host is
 gone.
 
-For: boot.py. Does not know: models (the runner does). Invariants: a stub never outlives its host, however that ends: the
-kernel kills it with the host's process, and a thread ends it at the end of file of its socket; signals that are meant
-for the host (SIGINT, SIGTERM to the group) are ignored here: the host decides, as in Triton.
+For: boot.py. Does not know: models (the runner does). Invariants: a stub never outlives its host, however that ends:
+the kernel kills it with the host's process, and a thread ends it at the end of file of its socket; signals that are
+meant for the host (SIGINT, SIGTERM to the group) are ignored here: the host decides, as in Triton.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _serve_call(runner: Runner, link: HostLink, reader: PacketReader, calls: soc
         outcome, value = _RAISED, exception_text(error)
     # The host answers nobody before it has read what was posted until now.
     encode((outcome, value, link.posted), answer_parts).send(calls)
-    return verb != "finalize"
+    return bool(verb != "finalize")
 
 
 def _end_with(host_pid: int) -> None:

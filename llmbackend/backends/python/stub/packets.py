@@ -78,7 +78,9 @@ def encode(message: Any, parts: Sequence[Part] = ()) -> Packet:
     if total <= PACKET_BYTES:
         head = _HEAD.pack(_INLINE, len(sizes)) + sizes_text
         return Packet([head, bytes(-len(head) % _ALIGNMENT), *chunks])
-    return Packet([_HEAD.pack(_MEMORY, len(sizes))], _memory_of([sizes_text, bytes(-len(sizes_text) % _ALIGNMENT), *chunks]))
+    return Packet(
+        [_HEAD.pack(_MEMORY, len(sizes))], _memory_of([sizes_text, bytes(-len(sizes_text) % _ALIGNMENT), *chunks])
+    )
 
 
 class PacketReader:
@@ -131,7 +133,7 @@ def _load(pickled: memoryview) -> Any:
 
 def _split(data: memoryview, count: int, skipped: int) -> Message:
     """`skipped`: how many bytes before `data` count for the alignment."""
-    if len(data) < count * _SIZE.size:
+    if not count or len(data) < count * _SIZE.size:
         raise ValueError("not a message: it is shorter than it says")
     sizes = [size for (size,) in _SIZE.iter_unpack(data[: count * _SIZE.size])]
     parts, offset = [], _aligned(count * _SIZE.size + skipped) - skipped
@@ -167,7 +169,7 @@ def _memory_of(chunks: list[Part]) -> int:
 
 def _contents_of(fd: int) -> memoryview:
     """Read, not mapped: a mapping would hold the descriptor for as long as a tensor lives."""
-    data = memoryview(np.empty(os.fstat(fd).st_size, dtype=np.uint8)).cast("B")
+    data = np.empty(os.fstat(fd).st_size, dtype=np.uint8).data
     offset = 0
     while offset < len(data):
         count = os.preadv(fd, [data[offset:]], offset)

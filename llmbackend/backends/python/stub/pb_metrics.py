@@ -61,7 +61,9 @@ class MetricFamily:
 
     def __init__(self, name: str, description: str, kind: str) -> None:
         if kind not in (_COUNTER, _GAUGE, _HISTOGRAM):
-            raise TritonModelException(f"Unknown metric kind {kind!r}: expected MetricFamily.COUNTER, GAUGE or HISTOGRAM")
+            raise TritonModelException(
+                f"Unknown metric kind {kind!r}: expected MetricFamily.COUNTER, GAUGE or HISTOGRAM"
+            )
         self._link = host("MetricFamily")
         self._name = str(name)
         self._description = str(description)

@@ -155,9 +155,11 @@ def triton_string_to_numpy(triton_type_string: str) -> Any:
 def np_to_triton_dtype(np_dtype: Any) -> str | None:
     """numpy dtype → wire datatype (`FP32`), None when Triton has no name for it."""
     dtype = np.dtype(np_dtype)
+    if (datatype := _DATATYPE_OF_DTYPE.get(dtype)) is not None:
+        return datatype
     if dtype.kind in "US":
         return "BYTES"
-    return "BF16" if dtype.name == _BFLOAT16 else _DATATYPE_OF_DTYPE.get(dtype)
+    return "BF16" if dtype.name == _BFLOAT16 else None  # asked last, because numpy builds the name each time
 
 
 def numpy_to_triton_type(data_type: Any) -> int:

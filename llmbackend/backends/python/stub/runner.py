@@ -126,7 +126,8 @@ class Runner:
         if self._decoupled:
             if returned is not None:
                 raise WrongReturnError(
-                    f"Python model '{self._name}' is using the decoupled mode and the execute function must return None."
+                    f"Python model '{self._name}' is using the decoupled mode and the execute function must return "
+                    "None."
                 )
             return nothing
         if returned is None and all(exchange.is_over for exchange in exchanges):
