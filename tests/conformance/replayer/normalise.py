@@ -31,7 +31,7 @@ _CLOCK = re.compile(r"^ *\d+\.\d\ds ")
 _REGIONS = re.compile(r"(?:regions \{   key: .*?\} \} )+")
 """A map of gRPC, which has no order, as a script prints it."""
 _TOKEN_EVENTS = re.compile(r'(?:data: \{"(?:id":"gone|model_name":"crash)"[^\n]*" tok\d+"\}\n\n)+')
-_BESIDE_STREAM = re.compile(r'(?<!data: )\{"error":"[^"]*"\} \d+ <s>')
+_BESIDE_STREAM = re.compile(r'(?<!data: )\{"error":"[^"]*"\}| \d+ <s>')
 
 
 def normalise(answer: str) -> str:
@@ -47,7 +47,7 @@ def normalise(answer: str) -> str:
 def _stream_first(answer: str) -> str:
     """Puts the timed answer of a request behind the stream that ran beside it and printed to the same place."""
     beside = _BESIDE_STREAM.findall(answer) if "data: " in answer else []
-    return "\n".join([_BESIDE_STREAM.sub("", answer).rstrip("\n"), *beside, ""]) if beside else answer
+    return f"{_BESIDE_STREAM.sub('', answer).rstrip()}\n{''.join(beside)}\n" if len(beside) > 1 else answer
 
 
 def _without_clock(answer: str) -> str:

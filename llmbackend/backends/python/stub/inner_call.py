@@ -7,16 +7,18 @@ response with an error, never as an exception, as in Triton. Source: python_back
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import TritonError
 from .host_link import HostLink
 from .pb_response import InferenceResponse
+
+if TYPE_CHECKING:
+    import asyncio  # a process that never awaits starts without it
 
 _Answer = tuple[InferenceResponse | None, bool]
 """A response or none, and whether the call is over."""
@@ -96,9 +98,8 @@ class ResponseIterator:
                 self._call.cancel()
 
 
-def only_response_of(call: InnerCall) -> asyncio.Future[InferenceResponse]:
+def only_response_of(call: InnerCall, loop: asyncio.AbstractEventLoop) -> asyncio.Future[InferenceResponse]:
     """The one response, for the running event loop; cancelling the future cancels the call."""
-    loop = asyncio.get_running_loop()
     future: asyncio.Future[InferenceResponse] = loop.create_future()
 
     def settle() -> None:

@@ -7,7 +7,6 @@ Source: Triton python_backend documentation; method names as listed in transcrip
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -153,10 +152,12 @@ class InferenceRequest:
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
         """As `exec`, to be awaited; the request is on its way when this returns."""
+        import asyncio  # a process that never awaits starts without it
+
         loop = asyncio.get_running_loop()
         call = self._start(decoupled)
         if not decoupled:
-            return only_response_of(call)
+            return only_response_of(call, loop)
         future: asyncio.Future[InferenceResponse | ResponseIterator] = loop.create_future()
         future.set_result(ResponseIterator(call))
         return future

@@ -11,9 +11,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .coroutine_loop import CoroutineLoop
 from .error_text import exception_text
 from .errors import WrongReturnError
 from .exchange import RELEASE_RESCHEDULE, Exchange
@@ -23,11 +22,14 @@ from .pb_model_config import ModelConfig
 from .pb_request import InferenceRequest
 from .pb_response import InferenceResponse
 
+if TYPE_CHECKING:
+    from .coroutine_loop import CoroutineLoop
+
 
 class Runner:
     def __init__(self, link: HostLink) -> None:
         self._link = link
-        self._loop = CoroutineLoop("model")
+        self._loop: CoroutineLoop | None = None
         self._class: Any = None
         self._model: Any = None
         self._name = ""
@@ -76,7 +78,8 @@ class Runner:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
         finally:
-            self._loop.close()
+            if self._loop is not None:
+                self._loop.close()
 
     def _execute(self, given: list[dict[str, Any]], parts: Sequence[Any], answer_parts: list[Any]) -> Any:
         """(the error's text, if execute raised; responses, None for a request whose end the host has heard or will
@@ -109,15 +112,16 @@ class Runner:
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any], requests: list[InferenceRequest]) -> Any:
         """A decoupled model's coroutine goes on after execute; any other is waited for."""
+        loop = self._loop = self._loop or _new_loop()
         if not self._decoupled:
-            return self._loop.run(coroutine)
+            return loop.run(coroutine)
         exchanges = [request._own_exchange("execute") for request in requests]
 
         def on_error(error: BaseException) -> None:
             for exchange in exchanges:
                 exchange.fail(exception_text(error))
 
-        self._loop.start(coroutine, on_error)
+        loop.start(coroutine, on_error)
         return None
 
     def _checked(self, returned: Any, exchanges: list[Exchange]) -> Sequence[InferenceResponse | None]:
@@ -159,3 +163,9 @@ class Runner:
             )
         if exchange.is_over:
             raise WrongReturnError("a request was answered through its response sender and in execute's return list")
+
+
+def _new_loop() -> CoroutineLoop:
+    from .coroutine_loop import CoroutineLoop  # asyncio, which a process that never awaits starts without
+
+    return CoroutineLoop("model")
