@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tritonclient.grpc.model_config_pb2 import DataType, ModelOutput
 
 from llmbackend.core.backend_api import (
     DATATYPE_OF_CONFIG_TYPE,
@@ -27,7 +28,6 @@ from llmbackend.core.backend_api import (
     TritonError,
     internal,
 )
-from tritonclient.grpc.model_config_pb2 import DataType, ModelOutput
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -77,7 +77,9 @@ class ArrayInstance(ABC):
         """The inputs of all requests by name, their rows one below the other."""
         if len(requests) == 1:
             return {name: tensor.data for name, tensor in requests[0].inputs.items()}
-        return {name: np.concatenate([request.inputs[name].data for request in requests]) for name in requests[0].inputs}
+        return {
+            name: np.concatenate([request.inputs[name].data for request in requests]) for name in requests[0].inputs
+        }
 
     def read_output_tensors(self, outputs: Mapping[str, Array], requests: Sequence[Request]) -> list[list[Tensor]]:
         """Each request's rows of the outputs that it wants. Raises TritonError INTERNAL for an output that is not as

@@ -34,7 +34,9 @@ def serving(repository: Path) -> Iterator[InferenceServer]:
 class Pending:
     """One request on its way."""
 
-    def __init__(self, server: InferenceServer, model: str, inputs: Mapping[str, Array], outputs: tuple[str, ...]) -> None:
+    def __init__(
+        self, server: InferenceServer, model: str, inputs: Mapping[str, Array], outputs: tuple[str, ...]
+    ) -> None:
         self._answers: queue.Queue[InferenceResponse | None] = queue.Queue()
         tensors = tuple(Tensor.of(name, array) for name, array in inputs.items())
         server.infer_async(InferenceRequest(model, self._take, inputs=tensors, requested_outputs=outputs))

@@ -28,7 +28,12 @@ def tensor(name: str, *shape: object, kind: int = TensorProto.FLOAT) -> object:
 def save_sum(directory: Path, rows: object = "rows") -> None:
     """total = a + b, double = total + total"""
     nodes = [helper.make_node("Add", ["a", "b"], ["total"]), helper.make_node("Add", ["total", "total"], ["double"])]
-    save(directory, nodes, [tensor("a", rows, 3), tensor("b", rows, 3)], [tensor("total", rows, 3), tensor("double", rows, 3)])
+    save(
+        directory,
+        nodes,
+        [tensor("a", rows, 3), tensor("b", rows, 3)],
+        [tensor("total", rows, 3), tensor("double", rows, 3)],
+    )
 
 
 def rows(count: int, value: float) -> np.ndarray:
@@ -93,7 +98,10 @@ CONFIGURED = """
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (CONFIGURED.replace('"total"', '"absent"'), "output 'absent' is not in the graph, expected one of total, double"),
+        (
+            CONFIGURED.replace('"total"', '"absent"'),
+            "output 'absent' is not in the graph, expected one of total, double",
+        ),
         (CONFIGURED.replace('"b"', '"c"'), "input 'c' is not in the graph, expected one of a, b"),
         (CONFIGURED + 'parameters { key: "level" value { string_value: "9" } }', "'level' is '9': expected one of"),
         (CONFIGURED + 'default_model_filename: "other.onnx"', "unable to find '.*other.onnx' for model 'sum'"),

@@ -40,7 +40,7 @@ class Refusing(nn.Module):
 
 class Shouting(nn.Module):
     def forward(self, words: list[str]) -> list[str]:
-        return [word.upper() for word in words]
+        return [word + "!" for word in words]
 
 
 def two_tensors(a: str = "left", b: str = "right", y: str = "sum", z: str = "difference", more: str = "") -> str:
@@ -106,7 +106,8 @@ def test_an_error_meets_its_own_request_and_no_other_of_the_batch(tmp_path: Path
     config = """
         backend: "pytorch" max_batch_size: 4
         dynamic_batching { max_queue_delay_microseconds: 300000 preferred_batch_size: [ 3 ] }
-        input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ] output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
+        input [ { name: "x" data_type: TYPE_FP32 dims: [ 1 ] } ]
+        output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
     """
     save_script(Refusing(), version_directory(tmp_path, "refusing", config))
     with serving(tmp_path) as server:
@@ -126,13 +127,14 @@ def test_texts_are_lists_of_str(tmp_path: Path) -> None:
     save_script(Shouting(), version_directory(tmp_path, "shouting", config))
     with serving(tmp_path) as server:
         server.load_model("shouting")
-        assert infer(server, "shouting", words=texts("a", "bé"))["loud"].tolist() == [b"A", "BÉ".encode()]
+        assert infer(server, "shouting", words=texts("a", "bé"))["loud"].tolist() == [b"a!", "bé!".encode()]
 
 
 def test_bfloat16_goes_through_bit_by_bit(tmp_path: Path) -> None:
     config = """
         backend: "pytorch"
-        input [ { name: "x" data_type: TYPE_BF16 dims: [ -1 ] } ] output [ { name: "y" data_type: TYPE_BF16 dims: [ -1 ] } ]
+        input [ { name: "x" data_type: TYPE_BF16 dims: [ -1 ] } ]
+        output [ { name: "y" data_type: TYPE_BF16 dims: [ -1 ] } ]
     """
     save_script(nn.Identity(), version_directory(tmp_path, "identity", config.replace('"x"', '"input"')))
     with serving(tmp_path) as server:
@@ -141,16 +143,23 @@ def test_bfloat16_goes_through_bit_by_bit(tmp_path: Path) -> None:
         assert infer(server, "identity", input=values)["y"].tobytes() == values.tobytes()
 
 
+def parameter(key: str, value: str) -> str:
+    return two_tensors(more=f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}')
+
+
+OPTIONAL = two_tensors().replace("FP32 dims: [ -1 ] }, {", "FP32 dims: [ -1 ] optional: true }, {", 1)
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
         (two_tensors("a", "b"), "inputs are a, b, but the program's arguments are left, right"),
-        (two_tensors(more='parameters { key: "INFERENCE_MODE" value { string_value: "maybe" } }'), "'maybe': expected true"),
-        (two_tensors(more='parameters { key: "ABSENT" value { string_value: "1" } }'), "parameter 'ABSENT' is unknown"),
+        (parameter("INFERENCE_MODE", "maybe"), "'maybe': expected true"),
+        (parameter("ABSENT", "1"), "parameter 'ABSENT' is unknown"),
         (two_tensors(more='default_model_filename: "other.pt"'), "unable to find '.*other.pt' for model 'script'"),
-        (two_tensors().replace("FP32 dims: [ -1 ] }, {", "FP32 dims: [ -1 ] optional: true }, {", 1), "no optional inputs"),
+        (OPTIONAL, "no optional inputs"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named_when_the_model_loads(tmp_path: Path, config: str, reason: str) -> None:
     save_script(SumAndDifference(), version_directory(tmp_path, "script", config))
     with serving(tmp_path) as server, pytest.raises(TritonError, match=reason):

@@ -12,9 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import onnxruntime
-
-from llmbackend.core.backend_api import InstanceGroupKind, Model, ModelConfig, ModelInstance, invalid_argument, not_found
 from tritonclient.grpc.model_config_pb2 import DataType
+
+from llmbackend.core.backend_api import (
+    InstanceGroupKind,
+    Model,
+    ModelConfig,
+    ModelInstance,
+    invalid_argument,
+    not_found,
+)
 
 from ..model_parameters import boolean, positive, read_parameters
 
@@ -123,7 +130,9 @@ class ModelState:
 
 def _data_type(model: str, tensor: Any) -> Any:
     if tensor.type not in _TYPES:
-        raise invalid_argument(f"model '{model}': tensor '{tensor.name}' is a {tensor.type}, which has no Triton datatype")
+        raise invalid_argument(
+            f"model '{model}': tensor '{tensor.name}' is a {tensor.type}, which has no Triton datatype"
+        )
     return DataType.Value(f"TYPE_{_TYPES[tensor.type]}")
 
 

@@ -1,7 +1,7 @@
 """The `pytorch` backend's entry points, nothing else.
 
-For: the host, which finds them by name. Does not know: how a program is run. Invariant: Finalize accepts a state that is
-None.
+For: the host, which finds them by name. Does not know: how a program is run. Invariant: Finalize accepts a state that
+is None.
 """
 
 from __future__ import annotations
