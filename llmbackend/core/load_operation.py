@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from .ensemble_fitness import EnsembleFitness
 from .errors import TritonError
-from .model_dependencies import circle_at, in_levels, parts_of
+from .model_dependencies import circles, in_levels, parts_of
 from .model_lifecycle import LoadError, ModelLifecycle
 from .model_repository import ModelSpec
 
@@ -36,6 +36,7 @@ class LoadOperation:
         self._lifecycle = lifecycle
         self._specs = specs
         self._parts = parts_of(specs)
+        self._circles = circles(self._parts)
         self._failed: dict[str, str] = {}
         self._invalid: dict[str, str] = {}
         self._fitness = EnsembleFitness(lifecycle, missing, self._invalid, self._failed)
@@ -50,7 +51,7 @@ class LoadOperation:
 
     def _load(self, name: str) -> None:
         spec = self._specs[name]
-        reason = circle_at(name, self._parts) or self._why_unfit(spec)
+        reason = self._circles.get(name) or self._why_unfit(spec)
         if not reason and not self._is_current(spec):
             try:
                 self._lifecycle.load(spec)

@@ -23,27 +23,37 @@ def parts_of(specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
     return {name: list(composing_models(spec.config)) for name, spec in specs.items()}
 
 
-def circle_at(name: str, parts: Parts) -> str:
-    """Why `name` can not be loaded when it depends on itself, in Triton's words; "" when it does not."""
-    seen, stack = {name}, [name]
-    while stack:
-        current = stack.pop()
+def circles(parts: Parts) -> dict[str, str]:
+    """Why each model that is made of itself can not be loaded: in Triton's words, and with the names that it would give,
+    which are not always those of the model itself."""
+    reasons: dict[str, str] = {}
+
+    def search(current: str, start: str, seen: set[str]) -> str:
         for part in parts.get(current, ()):
-            if part == name:
-                return f"circular dependency between ensembles: {name} -> ... -> {current} -> {name}"
+            if part == start:
+                return f"circular dependency between ensembles: {start} -> ... -> {current} -> {start}"
             if part not in seen:
                 seen.add(part)
-                stack.append(part)
-    return ""
+                reason = search(part, start, seen)
+                if reason:
+                    reasons[current] = reason
+                    return reason
+        return ""
+
+    for name in sorted(parts):
+        if name not in reasons and (reason := search(name, name, {name})):
+            reasons[name] = reason
+    return reasons
 
 
 def in_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
     """`names` in groups: each model after all that it is made of, the members of a circle together."""
     waiting = sorted(set(names))
+    in_circles = circles(parts)
     levels = []
     while waiting:
         level = [name for name in waiting if not any(part in waiting for part in parts.get(name, ()))]
-        level = level or [name for name in waiting if circle_at(name, parts)]
+        level = level or [name for name in waiting if name in in_circles]
         levels.append(level)
         waiting = [name for name in waiting if name not in level]
     return levels
