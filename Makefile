@@ -1,6 +1,7 @@
 # make serve   installs, then serves the bundled demo model on loopback (HTTP 8000, gRPC 8001, metrics 8002)
 # make test    linters, types, import contract, the whole test suite
 # make smoke   a real server on free ports, every protocol with real clients
+# make real-triton   the backend inside a real Triton (LLMBACKEND_REAL_TRITON=folder; docs/inside_triton.md)
 # make conformance   the golden transcripts of a real Triton replayed against this host
 # make chaos   faults of every kind under live streams: nothing lost, repeated or changed (10 minutes)
 # make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
-.PHONY: serve test lint unit smoke conformance chaos soak overload idle fuzz bench clean
+.PHONY: serve test lint unit smoke conformance real-triton chaos soak overload idle fuzz bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -36,6 +37,9 @@ smoke: $(VENV)/.test
 
 conformance: $(VENV)/.test
 	$(BIN)/python -m tests.conformance
+
+real-triton: $(VENV)/.test
+	LLMBACKEND_REAL_TRITON=$(LLMBACKEND_REAL_TRITON) $(BIN)/python -m pytest tests/real_triton $(ARGS)
 
 chaos soak overload idle: $(VENV)/.test
 	$(BIN)/python -m tests.chaos $@ $(ARGS)

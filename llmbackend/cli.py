@@ -122,6 +122,25 @@ def bench(
         raise typer.Exit(1) from error
 
 
+@app.command(name="install-triton-backend")
+def install_triton_backend(
+    directory: Annotated[Path, typer.Argument(help="Triton's --backend-directory.", show_default=False)],
+    name: Annotated[str, typer.Option(help='The backend\'s name there; vllm serves backend: "vllm".')] = "llm",
+    engine_python: Annotated[
+        str, typer.Option(help="The Python that runs engines (torch, transformers); by default this one.")
+    ] = "",
+) -> None:
+    """Put the `llm` backend into NVIDIA's own server, as a python-based backend (docs/inside_triton.md)."""
+    from .adapter.inside_triton.install import install
+
+    try:
+        target = install(directory, name, engine_python)
+    except (OSError, LookupError) as error:
+        typer.echo(f"install-triton-backend: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"installed in {target}")
+
+
 def _json_object(text: str) -> dict[str, Any]:
     values = json.loads(text)
     if not isinstance(values, dict):

@@ -23,7 +23,7 @@ from llmbackend.core.backend_api import (
 from .metrics import SeriesUsers
 from .model_instance_state import ModelInstanceState
 from .model_state import ModelState
-from .tensor_interface import complete_config
+from .tensor_schemas import schema_for
 
 BUILT_FOR_API = (1, 19)
 
@@ -40,9 +40,11 @@ def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttri
 
 
 def TRITONBACKEND_ModelInitialize(model: Model) -> None:
+    schema = schema_for(model.config)
     if model.auto_complete_config:
-        model.set_config(complete_config(model.config))
-    model.state = ModelState(model)
+        model.set_config(schema.complete(model.config))
+        schema = schema_for(model.config)  # what was completed is known to it
+    model.state = ModelState(model, schema)
 
 
 def TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None:

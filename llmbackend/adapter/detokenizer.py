@@ -23,6 +23,16 @@ class Detokenizer(Protocol):
         """The rest at the end of the sequence; an unfinished character becomes U+FFFD."""
 
 
+class NullDetokenizer:
+    """For generations that nobody reads."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 class ByteDetokenizer:
     """For vocabularies whose tokens are byte strings (byte-level BPE, bytes): exact for every sequence, also invalid
     UTF-8."""

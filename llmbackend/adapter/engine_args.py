@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ import msgspec
 from llmbackend.core.backend_api import InstanceGroupKind, Model, ModelInstance, invalid_argument, shown
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
+
+from . import tensorrtllm_parameters
+from .tensor_schemas import PARAMETER as TENSOR_SCHEMA
+from .tensor_schemas import is_tensorrtllm
+from .vllm_engine_args import NO_EFFECT, ONLY_VALUE
 
 logger = logging.getLogger(__name__)
 
@@ -35,50 +41,19 @@ _VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "load_format": {"auto": "safetensors"},
     "device": {"auto": "cpu"},
 }
-_NO_EFFECT = frozenset(
-    {
-        "gpu_memory_utilization",
-        "disable_log_stats",
-        "disable_log_requests",
-        "enable_log_requests",
-        "swap_space",
-        "distributed_executor_backend",
-        "disable_custom_all_reduce",
-        "download_dir",
-        "max_logprobs",
-        "max_seq_len_to_capture",
-        "max_parallel_loading_workers",
-        "served_model_name",
-        "limit_mm_per_prompt",
-        "generation_config",
-    }
-)
-"""vLLM arguments that change nothing that a client of this engine can see."""
-_ONLY_VALUE: dict[str, tuple[Any, ...]] = {
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "enable_chunked_prefill": (True, None),
-    "skip_tokenizer_init": (False,),
-    "tokenizer_mode": ("auto",),
-    "kv_cache_dtype": ("auto",),
-    "enable_lora": (False,),
-    "task": ("auto", "generate"),
-    "runner": ("auto", "generate"),
-    "revision": (None,),
-    "tokenizer_revision": (None,),
-}
-"""vLLM arguments that are understood with these values only."""
-
 _TRITON_PARAMETERS: dict[str, str] = {
     "REPORT_CUSTOM_METRICS": "the engine's metrics are always reported",
     "ENABLE_VLLM_HEALTH_CHECK": "readiness always follows the engine's health",
     "EXECUTION_ENV_PATH": "this backend runs in the server's own environment",
     "FORCE_CPU_ONLY_INPUT_TENSORS": "inputs are always in host memory",
+    "GPU_DEVICE_IDS": "use instance_group.gpus",
     "model_instance_number": "use instance_group.count",
     "npu_device_ids": "use instance_group.gpus",
 }
 ENGINE_CONFIG_PATH = "engine_config_path"
+ENGINE_PYTHON = "LLMBACKEND_ENGINE_PYTHON"
+"""Environment variable: the engine argument engine_python of models that do not say."""
+MULTI_LORA_FILE = "multi_lora.json"
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("ModelDeployConfig",), "maxSeqLen", "max_model_len"),
     (("ModelDeployConfig", "ModelConfig"), "modelWeightPath", "model"),
@@ -122,7 +97,11 @@ def read_model_arguments(model: Model) -> ModelArguments:
     Raises TritonError INVALID_ARG naming file, argument and value.
     """
     parameters = {name: value.string_value for name, value in model.config.parameters.items()}
+    if is_tensorrtllm(model.config):
+        parameters = tensorrtllm_parameters.translate(parameters)
     arguments: dict[str, Any] = {}
+    if ENGINE_PYTHON in os.environ:
+        arguments["engine_python"] = os.environ[ENGINE_PYTHON]
     version_directory = model.version_directory
     if (version_directory / "config.json").is_file():
         arguments["model"] = str(version_directory)
@@ -150,8 +129,15 @@ def check_checkpoint(model: str) -> None:
     Raises TritonError INVALID_ARG.
     """
     path = Path(model)
-    if path.is_dir() and not (path / "config.json").is_file():
+    if not path.is_dir():
+        return
+    if not (path / "config.json").is_file():
         raise invalid_argument(f"engine argument 'model' is '{model}', which has no config.json: not a checkpoint")
+    if "build_config" in _read_object(path / "config.json"):
+        raise invalid_argument(
+            f"engine argument 'model' is '{model}', an engine that TensorRT-LLM has built and that it alone can run: "
+            "name the Hugging Face checkpoint that it was built from"
+        )
 
 
 def instance_config(config: EngineConfig, instance: ModelInstance) -> EngineConfig:
@@ -164,6 +150,8 @@ def instance_config(config: EngineConfig, instance: ModelInstance) -> EngineConf
 def _read_model_json(version_directory: Path) -> dict[str, Any]:
     path = version_directory / "model.json"
     values = _read_object(path)
+    if (version_directory / MULTI_LORA_FILE).is_file() and str(values.get("enable_lora")).lower() != "true":
+        logger.warning("'%s' in '%s' is not read: enable_lora is not set", MULTI_LORA_FILE, version_directory)
     return _convert(values, f"'model.json' in '{version_directory}'", version_directory)
 
 
@@ -172,7 +160,7 @@ def _read_parameters(parameters: Mapping[str, str], version_directory: Path) -> 
     for name, value in parameters.items():
         if name in _TRITON_PARAMETERS:
             _check_triton_parameter(name, value)
-        elif name != ENGINE_CONFIG_PATH and name not in _OWN_PARAMETERS:
+        elif name not in (ENGINE_CONFIG_PATH, TENSOR_SCHEMA) and name not in _OWN_PARAMETERS:
             values[name] = value
     return _convert(values, "config.pbtxt parameters", version_directory)
 
@@ -237,13 +225,13 @@ def _convert(values: Mapping[str, Any], source: str, directory: Path) -> dict[st
     """Engine arguments with their types; paths are relative to `directory`. Warns once about arguments without
     effect."""
     arguments: dict[str, Any] = {}
-    without_effect = [name for name in values if name in _NO_EFFECT]
+    without_effect = [name for name in values if name in NO_EFFECT]
     if without_effect:
         logger.warning("%s: no effect here: %s", source, ", ".join(sorted(without_effect)))
     for name, value in values.items():
-        if name in _NO_EFFECT:
+        if name in NO_EFFECT:
             continue
-        if name in _ONLY_VALUE:
+        if name in ONLY_VALUE:
             _check_only_value(name, value, source)
             continue
         field = _ALIASES.get(name, name)
@@ -254,7 +242,7 @@ def _convert(values: Mapping[str, Any], source: str, directory: Path) -> dict[st
 
 
 def _check_only_value(name: str, value: Any, source: str) -> None:
-    allowed = _ONLY_VALUE[name]
+    allowed = ONLY_VALUE[name]
     if value in allowed or str(value).lower() in {str(item).lower() for item in allowed}:
         return
     only = " or ".join(json.dumps(item) for item in allowed)

@@ -20,7 +20,7 @@ from llmbackend.core.backend_api import (
     unavailable,
 )
 
-from .infer_task import InferTask, TaskTimes
+from .infer_task import InferTask
 from .model_state import ModelState
 
 logger = logging.getLogger(__name__)
@@ -38,16 +38,19 @@ class ModelInstanceState:
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Takes ownership of `requests`; one that cannot be served is answered, the others go on."""
         for request in requests:
-            times = TaskTimes(exec_start_ns=time.monotonic_ns())
+            if self._model_state.schema.is_stop(request):
+                self._stop(request)
+                continue
             try:
-                task = self._convert(request, times)
+                tasks = self._convert(request, time.monotonic_ns())
             except TritonError as error:
                 self._refuse(request, error)
             except Exception as error:
                 logger.exception("a request could not be converted")
                 self._refuse(request, internal(f"the request could not be converted: {error}"))
             else:
-                self._model_state.submit(task)
+                for task in tasks:
+                    self._model_state.submit(task)
 
     def check_ready(self) -> None:
         """Raises TritonError UNAVAILABLE saying why the engine is not ready."""
@@ -59,11 +62,22 @@ class ModelInstanceState:
     def shutdown(self) -> None:
         self._model_state.stop_engine(self._engine)
 
-    def _convert(self, request: Request, times: TaskTimes) -> InferTask:
+    def _convert(self, request: Request, exec_start_ns: int) -> list[InferTask]:
         converter = self._model_state.converter
         if converter is None:
             raise unavailable("no engine is running")
-        return converter.convert(request, self._instance, times)
+        return converter.convert(request, self._instance, exec_start_ns)
+
+    def _stop(self, request: Request) -> None:
+        """Ends the requests with this id; its own answer is empty. Source: TensorRT-LLM's handleStopRequest."""
+        if not request.id:
+            self._refuse(request, internal("Trying to stop a request but request ID is not provided"))
+            return
+        self._model_state.stop_requests(request.id)
+        start_ns = time.monotonic_ns()
+        request.new_response().send(ResponseFlag.FINAL)
+        self._instance.report_statistics(request, True, start_ns, start_ns, start_ns, time.monotonic_ns())
+        request.release()
 
     def _refuse(self, request: Request, error: TritonError) -> None:
         request.new_response().send(ResponseFlag.FINAL, error)

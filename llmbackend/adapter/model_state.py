@@ -40,7 +40,8 @@ from .infer_task import InferTask
 from .metrics import LlmMetrics
 from .request_conversion import ModelLimits, RequestConverter
 from .task_map import Holder, TaskMap
-from .text import load_text
+from .tensor_schema import Schema
+from .text import NoText, Text, load_text
 
 logger = logging.getLogger(__name__)
 
@@ -64,18 +65,13 @@ class Engine:
 
 
 class ModelState:
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, schema: Schema) -> None:
         """Reads the model's arguments and its tokenizer. Raises TritonError INVALID_ARG saying what is wrong."""
         self._name = model.name
+        self.schema = schema
         self._arguments = read_model_arguments(model)
-        config = self._arguments.engine
-        check_checkpoint(config.model)
-        try:
-            self._text = load_text(config.model, config.tokenizer, trust_remote_code=config.trust_remote_code)
-        except (ValueError, OSError, ImportError) as error:
-            source = config.tokenizer or config.model
-            raise invalid_argument(f"the tokenizer of '{source}' cannot be loaded: {error}") from error
-        self._decoupled = model.config.model_transaction_policy.decoupled
+        check_checkpoint(self._arguments.engine.model)
+        self._text = _load_text(self._arguments.engine) if schema.needs_text else NoText()
         self._policies = QueuePolicies.of(model.config.dynamic_batching)
         self._metrics = LlmMetrics(model.backend, model.name, model.version)
         self._tasks = TaskMap(self._policies, self._arguments.max_queue_size)
@@ -100,7 +96,7 @@ class ModelState:
             raise internal(f"the engine of '{instance.name}' did not start: {error}") from error
         with self._lock:
             self._engines.append(engine)
-            self.converter = RequestConverter(self._text, self._limits(), self._policies, decoupled=self._decoupled)
+            self.converter = RequestConverter(self.schema, self._text, self._limits(), self._policies)
         logger.info("%s: %s", instance.name, engine.info.description or f"loaded in {engine.info.load_s:.1f} s")
         return engine
 
@@ -156,6 +152,11 @@ class ModelState:
         self._metrics.queued(self._tasks.num_queued)
         _wake(engines)
 
+    def stop_requests(self, client_id: str) -> None:
+        """Ends all requests that have this id, with what they have so far and without an error."""
+        for request_id in self._tasks.ids_of(client_id):
+            self._give_up(request_id, None)
+
     def _set_deadlines(self, task: InferTask) -> None:
         """For the whole request (its own `timeout`, the model's request_timeout_s), and for its time in the queue."""
         timeouts_s = [self._arguments.request_timeout_s, task.timeout_us * 1e-6]
@@ -183,8 +184,8 @@ class ModelState:
         if self._tasks.expired_in_queue(request_id):
             self._expire(request_id)
 
-    def _give_up(self, request_id: str, error: TritonError) -> None:
-        """Has an engine's loop end the task, so that nobody else uses it at the same time."""
+    def _give_up(self, request_id: str, error: TritonError | None) -> None:
+        """Has an engine's loop end the task, so that nobody else uses it at the same time. None: it ends well."""
         engines = tuple(self._engines)
         holder = self._tasks.give_up(request_id, error, engines[0].holder) if engines else None
         if holder is not None:
@@ -205,6 +206,7 @@ class ModelState:
         for task in tasks:
             if not task.output_token_ids:
                 self._metrics.taken_by_engine(task, now_ns)
+            task.times.taken_ns = task.times.taken_ns or now_ns
         return [task.resume_request() for task in tasks]
 
     def _send_responses(self, engine: Engine, outputs: Sequence[StepOutput]) -> None:
@@ -225,7 +227,10 @@ class ModelState:
         """Answers requests that were given up and names those that this engine must drop."""
         controls = self._tasks.controls(engine.holder)
         for task, error in controls.ended:
-            self._fail(task, error, "abort")
+            if error is None:
+                self._finish_early(task)
+            else:
+                self._fail(task, error, "abort")
         for holder in controls.elsewhere:
             holder.wake()
         if controls.ended:
@@ -302,6 +307,12 @@ class ModelState:
             self._tasks.pop_stopped(task.request_id, engine.holder)
             engine.manager.wake()
 
+    def _finish_early(self, task: InferTask) -> None:
+        now_ns = time.monotonic_ns()
+        task.take_in(StepOutput(task.request_id, finish_reason="abort"), now_ns)
+        self._finished(task, "abort", now_ns)
+        task.deliver()
+
     def _fail(self, task: InferTask, error: TritonError, reason: str = "error") -> None:
         self._finished(task, reason, time.monotonic_ns())
         task.fail(error)
@@ -310,6 +321,19 @@ class ModelState:
         for alarm in task.alarms:
             self._timer.clear(alarm)
         self._metrics.finished(task, reason, now_ns)
+
+
+def _load_text(config: EngineConfig) -> Text:
+    try:
+        return load_text(
+            config.model,
+            config.tokenizer,
+            trust_remote_code=config.trust_remote_code,
+            interpreter=config.engine_python,
+        )
+    except (ValueError, OSError, ImportError) as error:
+        source = config.tokenizer or config.model
+        raise invalid_argument(f"the tokenizer of '{source}' cannot be loaded: {error}") from error
 
 
 def _no_engine(engines: Sequence[Engine]) -> str:

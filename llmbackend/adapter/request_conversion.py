@@ -1,4 +1,4 @@
-"""One Triton request → one InferRequest for the engine and one InferTask for its way back.
+"""One Triton request → an InferRequest for the engine and an InferTask for its way back, for each of its generations.
 
 For: everything about a request that can be checked before the engine sees it. Does not know: queues, threads.
 Invariant: what leaves here can be generated: the prompt is tokens of the vocabulary, not empty, and leaves room for a
@@ -7,9 +7,11 @@ token.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +19,12 @@ from llmbackend.core.backend_api import ModelInstance, Request, TritonError, inv
 from llmbackend.engine.infer_request import InferRequest
 from llmbackend.waiting.queue_policy import QueuePolicies
 
-from .infer_task import InferTask, TaskTimes
+from .answer import Answer
+from .infer_task import InferTask
 from .output_assembler import OutputAssembler
-from .sampling import parse_sampling_parameters
-from .tensor_interface import LlmInputs, read_inputs
+from .sampling import GenerationParams, parse_sampling_parameters
+from .task_times import TaskTimes
+from .tensor_schema import LlmInputs, Prompt, Schema
 from .text import Text
 
 _ids = itertools.count(1)
@@ -50,64 +54,80 @@ class ModelLimits:
         return min(room, self.max_output_tokens) if self.max_output_tokens else room
 
 
+@dataclass(frozen=True, slots=True)
+class _Generation:
+    """A generation that was found possible."""
+
+    inputs: LlmInputs
+    prompt: Prompt
+    params: GenerationParams
+
+
 class RequestConverter:
     """Read-only after it was made: any instance thread uses it."""
 
-    def __init__(self, text: Text, limits: ModelLimits, policies: QueuePolicies, *, decoupled: bool) -> None:
+    def __init__(self, schema: Schema, text: Text, limits: ModelLimits, policies: QueuePolicies) -> None:
+        self._schema = schema
         self._text = text
         self._limits = limits
         self._policies = policies
-        self._decoupled = decoupled
 
-    def convert(self, request: Request, instance: ModelInstance, times: TaskTimes) -> InferTask:
-        """Raises TritonError INVALID_ARG or UNSUPPORTED with a text for the client; the request is then untouched."""
-        inputs = read_inputs(request, decoupled=self._decoupled)
-        prompt_text, prompt_ids = self._prompt(inputs)
-        self._check_prompt(prompt_ids)
-        times.compute_start_ns = time.monotonic_ns()
+    def convert(self, request: Request, instance: ModelInstance, exec_start_ns: int) -> list[InferTask]:
+        """A task for each generation. Raises TritonError INVALID_ARG or UNSUPPORTED with a text for the client; the
+        request is then untouched."""
+        generations = [self._generation(inputs) for inputs in self._schema.read(request)]
+        priority = self._policies.level(self._policies.priority(request.priority))
+        compute_start_ns = time.monotonic_ns()
+        answer = Answer(request, instance, exec_start_ns, len(generations))
+        return [self._task(answer, one, priority, TaskTimes(exec_start_ns, compute_start_ns)) for one in generations]
+
+    def _generation(self, inputs: LlmInputs) -> _Generation:
+        prompt = self._prompt(inputs)
+        self._check_prompt(prompt.token_ids)
         params = parse_sampling_parameters(
             inputs.sampling,
-            room_tokens=self._limits.room_tokens(len(prompt_ids)),
+            room_tokens=self._limits.room_tokens(len(prompt.token_ids)),
             vocab_size=self._limits.vocab_size,
-            logprobs_needed=inputs.options.cumulative_logprob,
+            logprobs_needed=inputs.options.logprobs,
         )
-        detokenizer = self._text.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        return _Generation(inputs, prompt, dataclasses.replace(params, stop_sequences=inputs.stop_sequences))
+
+    def _task(self, answer: Answer, generation: _Generation, priority: int, times: TaskTimes) -> InferTask:
+        inputs, prompt, params = generation.inputs, generation.prompt, generation.params
+        detokenizer = self._text.detokenizer(prompt.token_ids, skip_special_tokens=params.skip_special_tokens)
+        request = InferRequest(
+            # The client's id is not unique, and an engine knows its requests by id.
+            request_id=str(next(_ids)),
+            prompt_token_ids=prompt.token_ids,
+            sampling=params.sampling,
+            priority=priority,
+            cache_salt=params.cache_salt,
+        )
         return InferTask(
+            answer,
             request,
-            instance,
-            InferRequest(
-                # The client's id is not unique, and an engine knows its requests by id.
-                request_id=str(next(_ids)),
-                prompt_token_ids=tuple(prompt_ids),
-                sampling=params.sampling,
-                priority=self._policies.level(self._policies.priority(request.priority)),
-                cache_salt=params.cache_salt,
-            ),
             OutputAssembler(params, detokenizer),
-            inputs.options,
-            prompt_text=prompt_text if inputs.options.prepend_prompt else "",
-            wants_logprobs=inputs.sampling.get("logprobs") is not None,
-            token_text=self._text.token_text,
+            self._schema.reply(inputs, prompt, self._text),
+            stream=inputs.options.stream,
             times=times,
         )
 
-    def _prompt(self, inputs: LlmInputs) -> tuple[str, list[int]]:
-        """(prompt text, prompt tokens)."""
+    def _prompt(self, inputs: LlmInputs) -> Prompt:
         try:
             if inputs.text_input is not None:
-                return inputs.text_input, self._encode(inputs.text_input, add_special_tokens=True)
+                return Prompt(inputs.text_input, self._encode(inputs.text_input, add_special_tokens=True))
             if inputs.messages is not None:
                 rendered = self._render(inputs.messages)
-                return rendered, self._encode(rendered, add_special_tokens=False)
-            ids = list(inputs.input_ids or ())
+                return Prompt(rendered, self._encode(rendered, add_special_tokens=False))
+            ids = inputs.input_ids or ()
             self._check_ids(ids)
-            return (self._text.decode(ids) if inputs.options.prepend_prompt else ""), ids
+            return Prompt(self._text.decode(ids) if inputs.options.prepend_prompt else "", ids)
         except TritonError:
             raise
         except Exception as error:
             raise invalid_argument(f"the prompt cannot be tokenised: {error}") from error
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         # Before megabytes are tokenised for nothing, on the thread that every request of the instance goes through.
         most_chars = self._limits.max_tokens * self._text.max_token_chars
         if len(text) > most_chars:
@@ -116,7 +136,7 @@ class RequestConverter:
                 f"the model's context is {self._limits.max_tokens} tokens"
             )
         # An empty text is an empty prompt, also where the tokenizer would add a special token.
-        return self._text.encode(text, add_special_tokens=add_special_tokens) if text else []
+        return tuple(self._text.encode(text, add_special_tokens=add_special_tokens)) if text else ()
 
     def _render(self, text: str) -> str:
         """The input `messages`: a JSON list of chat messages, or an object with them and what else the template
@@ -140,13 +160,13 @@ class RequestConverter:
         options |= {name: chat[name] for name in ("add_generation_prompt", "documents") if name in chat}
         return self._text.render_chat(chat["messages"], chat.get("tools"), options)
 
-    def _check_ids(self, ids: list[int]) -> None:
+    def _check_ids(self, ids: Sequence[int]) -> None:
         size = self._limits.vocab_size
         bad = next((token_id for token_id in ids if not 0 <= token_id < size), None)
         if bad is not None:
             raise invalid_argument(f"input 'input_ids' holds {bad}, expected token ids from 0 to {size - 1}")
 
-    def _check_prompt(self, ids: list[int]) -> None:
+    def _check_prompt(self, ids: Sequence[int]) -> None:
         limit = self._limits.max_tokens
         if not ids:
             raise invalid_argument("the prompt is empty, expected at least one token")

@@ -63,6 +63,8 @@ class GenerationParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = ""
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    """Token ids that end it when they were generated one after the other."""
 
 
 Parser = Callable[[str, Any], Any]

@@ -30,8 +30,9 @@ class Holder:
 
     wake: Callable[[], None]
     probation: Probation = field(default_factory=Probation)
-    given_up: list[tuple[str, TritonError]] = field(default_factory=list)
-    """Requests to end with this error: cancelled, or too late. Their tasks are still in the map."""
+    given_up: list[tuple[str, TritonError | None]] = field(default_factory=list)
+    """Requests to end with this error: cancelled, or too late; or without one: stopped by their client. Their tasks
+    are still in the map."""
     stopped_ids: list[str] = field(default_factory=list)
     """Requests that a stop string ended before the engine did; their tasks are gone."""
 
@@ -41,7 +42,7 @@ class Controls:
     """ended: tasks that are out of the map, to be answered. stop: ids that the engine must drop. elsewhere: holders
     that must look at their own controls."""
 
-    ended: list[tuple[InferTask, TritonError]]
+    ended: list[tuple[InferTask, TritonError | None]]
     stop: list[str]
     elsewhere: list[Holder]
 
@@ -72,6 +73,11 @@ class TaskMap:
     @property
     def num_queued(self) -> int:
         return len(self._queue)
+
+    def ids_of(self, client_id: str) -> list[str]:
+        """The requests to which their client gave this id."""
+        with self._lock:
+            return [request_id for request_id, task in self._tasks.items() if task.client_id == client_id]
 
     def admit(self, task: InferTask) -> str:
         """Takes a new task into the map, but not yet into the queue; or says why the queue is too full for it."""
@@ -133,7 +139,7 @@ class TaskMap:
             ids = [one for one in self._tasks if holder is None or self._holder_of.get(one) is holder]
             return [task for task in map(self._pop, ids) if task is not None]
 
-    def give_up(self, request_id: str, error: TritonError, anybody: Holder) -> Holder | None:
+    def give_up(self, request_id: str, error: TritonError | None, anybody: Holder) -> Holder | None:
         """Marks a request to be ended with `error` by the loop of its engine, or by that of `anybody` while it has
         none. The holder whose loop must be woken; None when the request has ended."""
         with self._lock:
@@ -193,7 +199,7 @@ class TaskMap:
                 return ""
         return "without a task, {} are queued, {} owned by an engine, {} on probation".format(*left)
 
-    def _end(self, holder: Holder, request_id: str, error: TritonError, controls: Controls) -> None:
+    def _end(self, holder: Holder, request_id: str, error: TritonError | None, controls: Controls) -> None:
         owner = self._holder_of.get(request_id)
         if owner is not None and owner is not holder:  # another engine took it since
             owner.given_up.append((request_id, error))

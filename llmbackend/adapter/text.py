@@ -19,21 +19,13 @@ from tokenizers import Tokenizer, decoders
 from llmbackend.core.backend_api import invalid_argument
 
 from .chat_template import ChatTemplate, Message
-from .detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from .detokenizer import ByteDetokenizer, Detokenizer, NullDetokenizer, WindowDetokenizer
+from .tokenizer_files import call_in, convert, download
 
 logger = logging.getLogger(__name__)
 
 CONTEXT_TOKENS = 6
 """How many tokens of the prompt's end a window detokeniser sees."""
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "chat_template*",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "config.json",
-)
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CACHED_TOKEN_TEXTS = 1 << 16
 
@@ -98,6 +90,27 @@ class ByteText:
         return self._NAMES.get(token_id) or self._bytes(token_id)
 
 
+class NoText:
+    """For models whose clients send and get token ids alone; they need no tokenizer."""
+
+    max_token_chars = 1
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        raise invalid_argument("this model takes token ids, and has no tokenizer")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None, options: Mapping[str, Any]) -> str:
+        raise invalid_argument("this model takes token ids, and has no chat template")
+
+    def token_text(self, token_id: int) -> str:
+        return ""
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        return NullDetokenizer()
+
+
 class HuggingFaceText:
     """The text of a checkpoint with a `tokenizers` tokenizer."""
 
@@ -160,34 +173,34 @@ def byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-def load_text(model: str, tokenizer: str = "", *, trust_remote_code: bool = False) -> Text:
+def load_text(model: str, tokenizer: str = "", *, trust_remote_code: bool = False, interpreter: str = "") -> Text:
     """The text of `model`, or of `tokenizer` when it is another one; both a directory, a hub id or "mock".
+
+    interpreter: the Python that has the libraries which only a hub id and an old kind of tokenizer need; "" = this one.
 
     Raises ValueError or OSError saying what is missing.
     """
     source = tokenizer or model
     if source == "mock":
         return ByteText()
-    directory = _local_directory(source)
+    directory = _local_directory(source, interpreter)
     config = _read_json(directory / "tokenizer_config.json")
     special_tokens = _special_tokens(config, _read_json(directory / "special_tokens_map.json"))
     source_text = _chat_template_source(directory, config)
     template = ChatTemplate(source_text, special_tokens) if source_text is not None else None
-    return HuggingFaceText(_load_tokenizer(directory, trust_remote_code), template)
+    return HuggingFaceText(_load_tokenizer(directory, trust_remote_code, interpreter), template)
 
 
-def _local_directory(source: str) -> Path:
+def _local_directory(source: str, interpreter: str) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
     if path.is_absolute() or source.startswith("."):
         raise FileNotFoundError(f"the tokenizer's directory '{source}' does not exist")
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(source, allow_patterns=list(TOKENIZER_FILES)))
+    return Path(call_in(interpreter, download, source))
 
 
-def _load_tokenizer(directory: Path, trust_remote_code: bool) -> Tokenizer:
+def _load_tokenizer(directory: Path, trust_remote_code: bool, interpreter: str) -> Tokenizer:
     path = directory / "tokenizer.json"
     if path.is_file():
         try:
@@ -195,14 +208,7 @@ def _load_tokenizer(directory: Path, trust_remote_code: bool) -> Tokenizer:
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise ValueError(f"'{path.name}' of the model cannot be read: {error}") from error
     logger.warning("no tokenizer.json in %s: converting with transformers, which takes seconds", directory)
-    from transformers import AutoTokenizer
-
-    converted = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code)
-    backend = getattr(converted, "backend_tokenizer", None)
-    if backend is None:
-        raise ValueError(f"{type(converted).__name__} has no fast tokenizer: provide a tokenizer.json")
-    # A copy: the converted object keeps its own truncation and padding settings.
-    return Tokenizer.from_str(backend.to_str())
+    return Tokenizer.from_str(call_in(interpreter, convert, str(directory), str(int(trust_remote_code))))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -54,12 +54,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no
     weights). max_model_len None = the model's own limit. num_kv_blocks None = sized from kv_cache_memory_bytes.
-    max_num_batched_tokens: the token budget of a step. speculative_config None = no speculation. num_threads 0 = all
-    cores. quantization "int8": weights per output channel, activations per token, in whole numbers of 8 bits.
-    enforce_eager: the model's modules compute, and not one native program; kernels "torch": not even native operations
-    under the modules. step_timeout_s: an engine whose step takes longer hangs, and is replaced; load_timeout_s: the
-    same for loading. max_engine_failures: how many may die in a row without finishing a step before the model is given
-    up. fault_directory: see fault_injection.py.
+    max_num_batched_tokens: the token budget of a step. speculative_config None = no speculation. engine_python: the
+    Python that runs the engine's process, "" = the host's own. num_threads 0 = all cores. quantization "int8": weights
+    per output channel, activations per token, in whole numbers of 8 bits. enforce_eager: the model's modules
+    compute, and not one native program; kernels "torch": not even native operations under the modules. step_timeout_s:
+    an engine whose step takes longer hangs, and is replaced; load_timeout_s: the same for loading.
+    max_engine_failures: how many may die in a row without finishing a step before the model is given up.
+    fault_directory: see fault_injection.py.
     """
 
     model: str
@@ -77,6 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculative_config: SpeculativeConfig | None = None
     trust_remote_code: bool = False
     transport: Literal["process", "inline"] = "process"
+    engine_python: str = ""
     num_threads: int = 0
     quantization: Literal["int8"] | None = None
     enforce_eager: bool = False

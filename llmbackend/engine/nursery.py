@@ -9,6 +9,7 @@ start the process before it knows for which config (`start_ahead`): the first nu
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -21,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from .config import EngineConfig
+from .interpreter import THIS_PYTHON, command, environment, is_this
 
 CLOSE_TIMEOUT_S = 5.0
 IMPORT_AHEAD = "ahead"
@@ -61,7 +63,7 @@ def start_ahead() -> None:
     """Starts a process for a nursery that is to come, so that its imports and the caller's run side by side."""
     with _ahead_lock:
         if not _ahead:
-            _ahead.append(_start(IMPORT_AHEAD))
+            _ahead.append(_start(THIS_PYTHON, IMPORT_AHEAD))
 
 
 def end_ahead() -> None:
@@ -76,16 +78,19 @@ def _take_ahead() -> Started | None:
         return _ahead.pop() if _ahead else None
 
 
-def _start(*words: str) -> Started:
+def _start(interpreter: str, *words: str) -> Started:
+    """Raises OSError."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
+    with theirs, contextlib.ExitStack() as on_failure:
+        on_failure.callback(control.close)
         process = subprocess.Popen(
-            [sys.executable, "-m", "llmbackend.engine.engine_process", str(theirs.fileno()), *words],
+            [*command(interpreter, "llmbackend.engine.engine_process"), str(theirs.fileno()), *words],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            env=os.environ | _FORKS_WELL,
+            env=environment(interpreter) | _FORKS_WELL,
         )
+        on_failure.pop_all()
     return Started(process, control)
 
 
@@ -101,7 +106,9 @@ class Nursery:
         goes; returns at once. The caller closes its copies of the descriptors. Raises OSError."""
         if self._started is None or self._started.process.poll() is not None:
             self.close()
-            self._started = _take_ahead() or _start()
+            interpreter = self.config.engine_python
+            ahead = _take_ahead() if is_this(interpreter) else None
+            self._started = ahead or _start(interpreter)
         order = msgspec.json.encode(Order(endpoint, self.config))
         socket.send_fds(self._started.control, [order], [lifeline_fd, output_fd])
         return EngineProcess(*self._started)

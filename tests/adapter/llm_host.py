@@ -99,6 +99,14 @@ class LlmHost:
         )
         return call
 
+    def start_tensors(self, inputs: tuple[Tensor, ...], request_id: str = "", outputs: tuple[str, ...] = ()) -> Call:
+        """Sends a request with these very tensors."""
+        call = Call()
+        call.handle = self.server.infer_async(
+            InferenceRequest(MODEL, call.on_response, id=request_id, inputs=inputs, requested_outputs=outputs)
+        )
+        return call
+
     def infer(self, *args: Any, **inputs: Any) -> Call:
         return self.start(*args, **inputs).wait()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from llmbackend.adapter.engine_args import read_model_arguments
-from llmbackend.adapter.tensor_interface import complete_config
+from llmbackend.adapter.tensor_schemas import schema_for
 from llmbackend.core.backend_api import InstanceGroupKind, Model
 from llmbackend.core.messages import LoadParameters
 from llmbackend.core.model_config import config_to_json, merge_auto_complete, set_instance_groups
@@ -60,7 +60,7 @@ class ConfigReader:
         config = spec.config
         set_instance_groups(config, [])
         if config.backend == "llm":
-            merge_auto_complete(config, complete_config(config))
+            merge_auto_complete(config, schema_for(config).complete(config))
         validate_config(config)
         warn_of_ignored_fields(config)
         for group in config.instance_group:

@@ -1,0 +1,78 @@
+"""One Triton request on its way back, shared by the tasks that answer it.
+
+For: InferTask; a request with a batch of prompts has one task for each. Does not know: tokens, tensors' names, queues.
+Invariant: exactly one FINAL, with the end of the last task; then statistics, release and the factory's end, in this
+order, once. A task that fails sends its error and leaves the others alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from llmbackend.core.backend_api import ModelInstance, Request, ResponseFlag, Tensor, TritonError
+
+from .task_times import TaskTimes
+
+
+class Answer:
+    """`_lock`: the tasks of a batch may be on several engines, whose loops send at the same time."""
+
+    def __init__(self, request: Request, instance: ModelInstance, exec_start_ns: int, num_tasks: int = 1) -> None:
+        self.client_id = request.id
+        self.timeout_us = request.timeout_us
+        self._request = request
+        self._instance = instance
+        self._factory = request.response_factory()
+        self._num_tasks = num_tasks
+        self._num_live = num_tasks
+        self._has_failed = False
+        self._response_start_ns = exec_start_ns
+        self._lock = threading.Lock()
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Registers what a cancel of the request calls; only before the task is queued."""
+        self._request.on_cancel(callback)
+
+    def send(self, tensors: Sequence[Tensor], times: TaskTimes, *, is_last: bool) -> None:
+        """One response; `is_last`: the last one of its task."""
+        with self._lock:
+            flags = self._flags(is_last)
+            output_start_ns = time.monotonic_ns()
+            response = self._factory.new_response()
+            for tensor in tensors:
+                response.add_output(tensor)
+            response.send(flags)
+            self._report(output_start_ns, None)
+            self._close_after(flags, times)
+
+    def fail(self, error: TritonError, times: TaskTimes) -> None:
+        """The end of a task that has no last response."""
+        with self._lock:
+            self._has_failed = True
+            flags = self._flags(is_last=True)
+            self._factory.new_response().send(flags, error)
+            self._report(time.monotonic_ns(), error)
+            self._close_after(flags, times)
+
+    def _flags(self, is_last: bool) -> ResponseFlag:
+        self._num_live -= is_last
+        return ResponseFlag.NONE if self._num_live else ResponseFlag.FINAL
+
+    def _report(self, output_start_ns: int, error: TritonError | None) -> None:
+        start_ns, self._response_start_ns = self._response_start_ns, time.monotonic_ns()
+        self._instance.report_response_statistics(
+            self._factory, start_ns, output_start_ns, self._response_start_ns, error
+        )
+
+    def _close_after(self, flags: ResponseFlag, times: TaskTimes) -> None:
+        if not flags & ResponseFlag.FINAL:
+            return
+        end_ns = time.monotonic_ns()
+        stations = (times.exec_start_ns, times.compute_start_ns, times.last_token_ns or end_ns, end_ns)
+        self._instance.report_statistics(self._request, not self._has_failed, *stations)
+        if not self._has_failed:
+            self._instance.report_batch_statistics(self._num_tasks, *stations)
+        self._request.release()
+        self._factory.close()

@@ -1,0 +1,174 @@
+"""Metric families on top of pb_utils, written in the background and in few words.
+
+For: TritonBackend. Does not know: what is measured. Why a buffer: each write through pb_utils is a round trip to
+Triton's process, about as dear as sending a token; here a write only changes a number, and `flush` sends the sums.
+Invariant: what was written is in Triton's /metrics after the next flush, exactly; nothing waits unbounded, since a
+series holds one number. For the same reason a histogram is written as what Prometheus makes of it, the counters
+`<name>_bucket{le}`, `<name>_sum` and `<name>_count`: pb_utils can only observe one value per call.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from llmbackend.core.backend_api import MetricFamily, MetricKind, unsupported
+
+logger = logging.getLogger(__name__)
+
+Labels = dict[str, str]
+SeriesKey = tuple[str, tuple[tuple[str, str], ...]]
+"""(family, sorted labels)"""
+
+
+class MetricBuffer:
+    """Every series of one model, and what Triton has not been told yet. `_lock` owns the changes and is held for an
+    instant only; `_talking` owns the objects of pb_utils and is held while Triton is told."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake`: there is something to flush."""
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._talking = threading.Lock()
+        self._added: dict[SeriesKey, float] = {}
+        self._set: dict[SeriesKey, float] = {}
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[SeriesKey, Any] = {}
+        self.is_served = True
+        """False when Triton runs without metrics (--allow-metrics=false)."""
+
+    def family(
+        self, kind: MetricKind, name: str, description: str, buckets: Sequence[float] | None = None
+    ) -> MetricFamily:
+        if kind is MetricKind.HISTOGRAM:
+            self._declare(MetricKind.COUNTER, f"{name}_bucket", description)
+            self._declare(MetricKind.COUNTER, f"{name}_sum", description)
+            self._declare(MetricKind.COUNTER, f"{name}_count", description)
+            return Histogram(self, name, buckets or ())
+        self._declare(kind, name, description)
+        return Scalar(self, name)
+
+    def add(self, name: str, labels: Labels, value: float) -> None:
+        key = (name, tuple(sorted(labels.items())))
+        with self._lock:
+            self._added[key] = self._added.get(key, 0.0) + value
+        self._wake()
+
+    def set(self, name: str, labels: Labels, value: float) -> None:
+        with self._lock:
+            self._set[name, tuple(sorted(labels.items()))] = value
+        self._wake()
+
+    def forget(self, name: str, labels: Labels) -> None:
+        """Removes the series with these labels, and those that have further ones (a histogram's buckets)."""
+        wanted = set(labels.items())
+        with self._talking, self._lock:
+            for series in (self._added, self._set, self._metrics):
+                for key in [key for key in series if key[0] == name and wanted.issubset(key[1])]:
+                    del series[key]
+
+    def flush(self) -> None:
+        """Tells Triton what changed."""
+        with self._talking:
+            with self._lock:
+                added, self._added = self._added, {}
+                values, self._set = self._set, {}
+            if not self.is_served:
+                return
+            for key, value in added.items():
+                metric = self._metric(key)
+                if value:
+                    metric.increment(value)
+            for key, value in values.items():
+                self._metric(key).set(value)
+
+    def close(self) -> None:
+        """Gives all families back. A family of pb_utils keeps its metrics until it goes itself."""
+        with self._talking, self._lock:
+            self.is_served = False
+            self._metrics.clear()
+            self._families.clear()
+
+    def _declare(self, kind: MetricKind, name: str, description: str) -> None:
+        if not self.is_served or name in self._families:
+            return
+        pb_kind = pb_utils.MetricFamily.GAUGE if kind is MetricKind.GAUGE else pb_utils.MetricFamily.COUNTER
+        try:
+            self._families[name] = pb_utils.MetricFamily(name=name, description=description, kind=pb_kind)
+        except pb_utils.TritonModelException as error:
+            logger.warning("no metrics: %s", error)
+            self.is_served = False
+
+    def _metric(self, key: SeriesKey) -> Any:
+        metric = self._metrics.get(key)
+        if metric is None:
+            metric = self._metrics[key] = self._families[key[0]].Metric(labels=dict(key[1]))
+        return metric
+
+
+class _Series:
+    """What both kinds of families refuse."""
+
+    _name: str
+
+    def value(self, **labels: str) -> float:
+        raise unsupported(f"metric '{self._name}' is written here, and not read")
+
+
+class Scalar(_Series):
+    """A counter or a gauge."""
+
+    def __init__(self, buffer: MetricBuffer, name: str) -> None:
+        self._buffer = buffer
+        self._name = name
+
+    def increment(self, value: float = 1.0, /, **labels: str) -> None:
+        self._buffer.add(self._name, labels, value)
+
+    def set(self, value: float, /, **labels: str) -> None:
+        self._buffer.set(self._name, labels, value)
+
+    def observe(self, value: float, /, **labels: str) -> None:
+        raise unsupported(f"metric '{self._name}' is no histogram: can not observe it")
+
+    def remove(self, **labels: str) -> None:
+        self._buffer.forget(self._name, labels)
+
+
+class Histogram(_Series):
+    """Counters of how many values were at most each bound, of their sum and of their number."""
+
+    def __init__(self, buffer: MetricBuffer, name: str, buckets: Sequence[float]) -> None:
+        self._buffer = buffer
+        self._name = name
+        self._bounds = (*sorted(buckets), math.inf)
+        self._texts = ["+Inf" if math.isinf(bound) else f"{bound:g}" for bound in self._bounds]
+        self._seen: set[tuple[str, ...]] = set()
+
+    def increment(self, value: float = 1.0, /, **labels: str) -> None:
+        raise unsupported(f"metric '{self._name}' is a histogram: can not increment it")
+
+    def set(self, value: float, /, **labels: str) -> None:
+        raise unsupported(f"metric '{self._name}' is a histogram: can not set it")
+
+    def observe(self, value: float, /, **labels: str) -> None:
+        first = bisect.bisect_left(self._bounds, value)
+        if tuple(labels.values()) not in self._seen:
+            self._seen.add(tuple(labels.values()))
+            for text in self._texts[:first]:  # a bucket that is empty is shown, too
+                self._buffer.add(f"{self._name}_bucket", {**labels, "le": text}, 0.0)
+        for text in self._texts[first:]:
+            self._buffer.add(f"{self._name}_bucket", {**labels, "le": text}, 1.0)
+        self._buffer.add(f"{self._name}_sum", labels, value)
+        self._buffer.add(f"{self._name}_count", labels, 1.0)
+
+    def remove(self, **labels: str) -> None:
+        self._seen.discard(tuple(labels.values()))
+        for part in ("bucket", "sum", "count"):
+            self._buffer.forget(f"{self._name}_{part}", labels)

@@ -1,0 +1,279 @@
+"""TensorRT-LLM's tensors: how a request's inputs are read, in the form of its users and in that of its core model.
+
+For: models of the schema "tensorrtllm" (text in, text out: what its `ensemble` and `tensorrt_llm_bls` models take) and
+"tensorrtllm_core" (token ids in, token ids out: its `tensorrt_llm` model, between `preprocessing` and
+`postprocessing`). Does not know: tokenizers, engines.
+Invariants: its rules and defaults, not vLLM's: without top_k and top_p a generation is greedy, the seed is 0, nothing
+but `end_id` ends it in the core form; a batch of N prompts gives N generations, each with responses of its own.
+Source: TensorRT-LLM's triton_backend, utils.cc and model_instance_state.cc, and the defaults of its sampling layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tritonclient.grpc import model_config_pb2
+
+from llmbackend.core.backend_api import ModelConfig, Request, Tensor, invalid_argument, unsupported
+
+from .sampling import SEED_MASK
+from .tensor_schema import (
+    LlmInputs,
+    OutputOptions,
+    Prompt,
+    Reply,
+    TensorType,
+    complete_tensors,
+    decoded,
+    parameter,
+    wanted_outputs,
+)
+from .tensorrtllm_reply import TensorRtLlmReply
+from .tensorrtllm_tensors import (
+    CORE_INPUTS,
+    CORE_OUTPUTS,
+    PERF_OUTPUTS,
+    REFUSED_INPUTS,
+    USER_INPUTS,
+    USER_OUTPUTS,
+)
+from .text import Text
+
+MOST_SEQUENCES = 64
+"""num_return_sequences; each is a generation of its own."""
+_FLOAT_FIELDS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_ENABLED_BY = {
+    "return_log_probs": ("cum_log_probs", "output_log_probs"),
+    "return_num_input_tokens": ("num_input_tokens",),
+    "return_num_output_tokens": ("num_output_tokens",),
+    "return_perf_metrics": PERF_OUTPUTS,
+}
+
+
+class TensorRtLlmSchema:
+    def __init__(self, config: ModelConfig, *, is_core: bool) -> None:
+        self.needs_text = not is_core
+        self._is_core = is_core
+        self._inputs: Mapping[str, TensorType] = CORE_INPUTS if is_core else USER_INPUTS
+        self._outputs: Mapping[str, TensorType] = CORE_OUTPUTS if is_core else USER_OUTPUTS
+        self._decoupled = config.model_transaction_policy.decoupled
+        self._batches = config.max_batch_size > 0
+        self._excludes_input = parameter(config, "exclude_input_in_output").lower() in ("true", "1")
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        completed = model_config_pb2.ModelConfig()
+        completed.CopyFrom(config)
+        complete_tensors("input", completed.input, self._inputs)
+        complete_tensors("output", completed.output, self._outputs)
+        if not completed.HasField("model_transaction_policy"):
+            completed.model_transaction_policy.decoupled = True
+        return completed
+
+    def is_stop(self, request: Request) -> bool:
+        tensor = request.inputs.get("stop")
+        return tensor is not None and bool(np.any(tensor.data))
+
+    def read(self, request: Request) -> Sequence[LlmInputs]:
+        rows = Rows(request, self._batches, "input_ids" if self._is_core else "text_input")
+        if rows.count > 1 and not self._decoupled:
+            raise unsupported(
+                f"a batch of {rows.count} gives {rows.count} responses, but this model is configured with "
+                "decoupled: false"
+            )
+        return [inputs for index in range(rows.count) for inputs in self._read_row(rows.row(index), request)]
+
+    def reply(self, inputs: LlmInputs, prompt: Prompt, text: Text) -> Reply:
+        return TensorRtLlmReply(inputs, prompt, is_core=self._is_core, leading=(1,) if self._batches else ())
+
+    def _read_row(self, row: Row, request: Request) -> list[LlmInputs]:
+        row.refuse_what_is_not_served()
+        sampling = self._sampling(row)
+        count = _return_sequences(row)
+        if count > 1 and not self._decoupled:
+            raise unsupported("'num_return_sequences' above 1 needs a model that is configured with decoupled: true")
+        return [
+            LlmInputs(
+                options=self._options(row, request, count),
+                sampling={**sampling, "seed": (sampling["seed"] + index) & SEED_MASK},
+                text_input=None if self._is_core else _prompt_text(row),
+                input_ids=_prompt_ids(row) if self._is_core else None,
+                stop_sequences=_word_list(row, "stop_words_list") if self._is_core else (),
+                batch_index=row.index,
+                sequence_index=index,
+            )
+            for index in range(count)
+        ]
+
+    def _options(self, row: Row, request: Request, num_sequences: int) -> OutputOptions:
+        stream = row.flag("streaming" if self._is_core else "stream")
+        if stream and not self._decoupled:
+            raise unsupported("Streaming is only supported in decoupled mode.")
+        excludes = row.flag("exclude_input_in_output", self._excludes_input)
+        enabled = {"output_ids", "sequence_length", "text_output"}
+        enabled.update(name for flag, names in _ENABLED_BY.items() if row.flag(flag) for name in names)
+        if row.batch_size > 1:
+            enabled.add("batch_index")
+        if num_sequences > 1:
+            enabled.add("sequence_index")
+        return OutputOptions(
+            stream,
+            prepend_prompt=not excludes and not stream,
+            outputs=wanted_outputs(enabled, request),
+            logprobs=row.flag("return_log_probs"),
+        )
+
+    def _sampling(self, row: Row) -> dict[str, Any]:
+        """Under the names of sampling.py."""
+        values: dict[str, Any] = {name: row.number(name) for name in _FLOAT_FIELDS if name in row}
+        values |= self._choice_of_tokens(row)
+        values["max_tokens"] = row.number("request_output_len" if self._is_core else "max_tokens", required=True)
+        values["min_tokens"] = row.number("min_tokens", row.number("min_length", 0))
+        values["seed"] = int(row.number("seed", row.number("random_seed", 0)))
+        end_id = row.number("end_id")
+        if end_id is not None or self._is_core:
+            values["ignore_eos"] = True
+            values["stop_token_ids"] = [int(end_id)] if end_id is not None and end_id >= 0 else []
+        if self._is_core:
+            values["logit_bias"] = row.bias("embedding_bias")
+        else:
+            values["stop"] = row.texts("stop_words") or None
+            values["include_stop_str_in_output"] = True
+        return values
+
+    def _choice_of_tokens(self, row: Row) -> dict[str, Any]:
+        prefix = "runtime_" if self._is_core else ""
+        top_k = int(row.number(f"{prefix}top_k", 0))
+        top_p = float(row.number(f"{prefix}top_p", 0.0))
+        if top_k <= 0 and top_p <= 0.0:
+            return {"temperature": 0.0}
+        return {"top_k": max(top_k, 0), "top_p": top_p if top_p > 0.0 else 1.0}
+
+
+class Rows:
+    """A request's inputs, prompt by prompt."""
+
+    def __init__(self, request: Request, batches: bool, prompt: str) -> None:
+        self._inputs = request.inputs
+        self._batches = batches
+        if prompt not in request.inputs:
+            raise invalid_argument(f"A value is required for {prompt}")
+        self.count = request.inputs[prompt].shape[0] if batches else 1
+
+    def row(self, index: int) -> Row:
+        return Row({name: self._of(tensor, index) for name, tensor in self._inputs.items()}, index, self.count)
+
+    def _of(self, tensor: Tensor, index: int) -> npt.NDArray[Any]:
+        if not self._batches:
+            return tensor.data
+        if tensor.data.shape[0] != self.count:
+            raise invalid_argument(
+                f"Expected batch size doesn't match batch size for tensor {tensor.name}. "
+                f"Expected {self.count} got {tensor.data.shape[0]}"
+            )
+        row: npt.NDArray[Any] = np.asarray(tensor.data[index])
+        return row
+
+
+class Row:
+    """The inputs of one prompt, without the batch dimension (and with or without that of a scalar)."""
+
+    def __init__(self, values: Mapping[str, npt.NDArray[Any]], index: int, batch_size: int) -> None:
+        self._values = values
+        self.index = index
+        self.batch_size = batch_size
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def array(self, name: str) -> npt.NDArray[Any] | None:
+        return self._values.get(name)
+
+    def number(self, name: str, default: Any = None, *, required: bool = False) -> Any:
+        values = self._values.get(name)
+        if values is None:
+            if required:
+                raise invalid_argument(f"A value is required for {name}")
+            return default
+        if values.size != 1:
+            raise invalid_argument(f"Expected a scalar tensor for tensor {name}")
+        return values.item()
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self.number(name, default))
+
+    def texts(self, name: str) -> list[str]:
+        """The strings that are not empty."""
+        return [decoded(name, value) for value in self._values.get(name, np.empty(0)).ravel().tolist() if value]
+
+    def bias(self, name: str) -> dict[int, float] | None:
+        """What is added to the logits, by token id."""
+        values = self._values.get(name)
+        if values is None or not np.any(values):
+            return None
+        flat = values.ravel()
+        return {int(token_id): float(flat[token_id]) for token_id in np.flatnonzero(flat)}
+
+    def refuse_what_is_not_served(self) -> None:
+        for name, values in self._values.items():
+            if name in REFUSED_INPUTS and _asks_for_something(name, values):
+                raise unsupported(f"input '{name}' is not supported by this backend")
+        if self.number("beam_width", 1) > 1:
+            raise unsupported(f"'beam_width' is {self.number('beam_width')}, only 1 is supported by this backend")
+
+
+def _asks_for_something(name: str, values: npt.NDArray[Any]) -> bool:
+    if name == "bad_words_list":
+        return bool(_words(name, values))
+    if name == "decoder_input_ids":  # preprocessing sends one padding token to every model
+        return values.size > 1
+    if values.dtype == np.object_:
+        return any(values.ravel().tolist())
+    return bool(np.any(values))
+
+
+def _return_sequences(row: Row) -> int:
+    count = int(row.number("num_return_sequences", 1))
+    if not 1 <= count <= MOST_SEQUENCES:
+        raise invalid_argument(f"'num_return_sequences' is {count}, expected 1 to {MOST_SEQUENCES}")
+    return count
+
+
+def _prompt_text(row: Row) -> str:
+    return decoded("text_input", row.number("text_input"))
+
+
+def _prompt_ids(row: Row) -> tuple[int, ...]:
+    """`input_ids` up to `input_lengths`; what follows is padding."""
+    values = row.array("input_ids")
+    assert values is not None
+    length = int(row.number("input_lengths", values.size))
+    if not 0 <= length <= values.size:
+        raise invalid_argument(f"'input_lengths' is {length}, but 'input_ids' holds {values.size} token ids")
+    return tuple(values.ravel()[:length].tolist())
+
+
+def _word_list(row: Row, name: str) -> tuple[tuple[int, ...], ...]:
+    values = row.array(name)
+    return () if values is None else _words(name, values)
+
+
+def _words(name: str, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
+    """Two rows: all words' token ids one after the other, and where each word ends; both padded."""
+    if values.ndim != 2 or values.shape[0] != 2:
+        raise invalid_argument(f"Invalid format for word list: '{name}' has shape {list(values.shape)}, expected [2,n]")
+    ids, ends = values.tolist()
+    words: list[tuple[int, ...]] = []
+    start = 0
+    for end in ends:
+        if end == -1:
+            break
+        if not start < end <= len(ids):
+            if end == 0 and not words:  # an empty list, padded with zeros
+                break
+            raise invalid_argument(f"Invalid format for word list: '{name}' has offset {end} after {start}")
+        words.append(tuple(ids[start:end]))
+        start = end
+    return tuple(words)

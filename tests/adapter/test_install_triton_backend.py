@@ -1,0 +1,133 @@
+"""`llmbackend install-triton-backend`: what it puts there, what that imports, and that engines run in another Python.
+
+That it works inside NVIDIA's server is shown against a real one, in tests/real_triton.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from llm_host import MODEL, llm_host, write_model
+from typer.testing import CliRunner
+
+import llmbackend
+from llmbackend.adapter.inside_triton.install import install
+from llmbackend.adapter.text import load_text
+from llmbackend.adapter.tokenizer_files import call_in, convert
+from llmbackend.cli import app
+from llmbackend.core.backend_api import TritonError
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import ServerOptions
+
+OTHER_PYTHON = next(
+    str(path) for path in sorted(Path(sys.executable).parent.glob("python3*")) if str(path) != sys.executable
+)
+"""The same environment by another name: it counts as another interpreter."""
+HEAVY = ("torch", "transformers", "grpc", "fastapi", "uvicorn", "typer", "orjson", "prometheus_client", "safetensors")
+PB_UTILS = """
+class TritonModelException(Exception): pass
+class MetricFamily: COUNTER, GAUGE = 1, 2
+class Logger: pass
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("backends"))
+
+
+def test_the_command_installs_and_says_where(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["install-triton-backend", str(tmp_path / "b"), "--name", "vllm"])
+    assert result.exit_code == 0, result.output
+    assert result.output.split() == ["installed", "in", str(tmp_path / "b" / "vllm")]
+    facts = json.loads((tmp_path / "b" / "vllm" / "installed.json").read_text())
+    assert (facts["llmbackend"], facts["engine_python"]) == (llmbackend.__version__, sys.executable)
+    (tmp_path / "file").touch()
+    refused = CliRunner().invoke(app, ["install-triton-backend", str(tmp_path / "file")])
+    assert refused.exit_code == 1 and "install-triton-backend:" in refused.output
+
+
+def test_a_new_installation_replaces_the_old_one_whole(tmp_path: Path) -> None:
+    target = install(tmp_path, engine_python="/opt/engine/bin/python")
+    (target / "code" / "leftover.py").touch()
+    assert install(tmp_path) == target
+    assert not (target / "code" / "leftover.py").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["llm"]
+
+
+def test_the_stubs_imports_are_light_and_come_from_the_installation(installed: Path, tmp_path: Path) -> None:
+    """In an interpreter that sees numpy, the standard library and nothing else of this environment."""
+    numpy_only = tmp_path / "site"
+    numpy_only.mkdir()
+    import numpy
+
+    for name in ("numpy", "numpy.libs"):
+        (numpy_only / name).symlink_to(Path(numpy.__file__).parents[1] / name)
+    (numpy_only / "triton_python_backend_utils.py").write_text(PB_UTILS)
+    program = f"""
+import sys
+sys.path[:0] = [{str(numpy_only)!r}]
+sys.path.append({str(installed)!r})
+import model
+assert model.TritonPythonModel.execute
+heavy = sorted({set(HEAVY)!r} & set(sys.modules))
+assert not heavy, heavy
+outside = sorted(name for name, module in sys.modules.items()
+    if "site-packages" in (getattr(module, "__file__", None) or "") and not name.startswith("numpy"))
+assert not outside, outside
+import llmbackend, os
+print(llmbackend.__file__, os.environ["LLMBACKEND_ENGINE_PYTHON"])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    base = Path(sys.base_prefix) / "bin" / "python{}.{}".format(*sys.version_info[:2])
+    done = subprocess.run([str(base), "-S", "-E", "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(installed / "code" / "llmbackend" / "__init__.py"), sys.executable]
+
+
+def test_another_python_version_is_told_what_to_do(installed: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "llm"
+    copy.mkdir()
+    (copy / "model.py").write_text((installed / "model.py").read_text())
+    facts = json.loads((installed / "installed.json").read_text())
+    (copy / "installed.json").write_text(json.dumps({**facts, "python": "3.99"}))
+    done = subprocess.run([sys.executable, str(copy / "model.py")], capture_output=True, text=True)
+    assert done.returncode
+    assert "was installed for Python 3.99, but this stub runs Python" in done.stderr
+    assert "-m pip install --no-deps --upgrade --target" in done.stderr
+
+
+def test_an_engine_runs_in_another_python_with_this_very_code(tmp_path: Path) -> None:
+    with llm_host(tmp_path, transport="process", engine_python=OTHER_PYTHON) as host:
+        commands = [
+            Path(f"/proc/{pid}/cmdline").read_text()
+            for task in Path("/proc/self/task").iterdir()
+            for pid in (task / "children").read_text().split()
+        ]
+        assert any(one.startswith(OTHER_PYTHON) and str(Path(llmbackend.__file__).parent) in one for one in commands)
+        assert host.infer(text_input="hi", sampling={"max_tokens": 3}).error is None
+
+
+def test_an_engine_python_that_does_not_exist_is_a_load_error(tmp_path: Path) -> None:
+    write_model(tmp_path, transport="process", engine_python="/nowhere/python")
+    server = InferenceServer(ServerOptions(model_repositories=(tmp_path,), model_control_mode="explicit"))
+    server.start()
+    with pytest.raises(TritonError, match=r"the engine process could not be started.*/nowhere/python"):
+        server.load_model(MODEL)
+    assert server.stop(10)
+
+
+def test_a_library_that_this_environment_lacks_is_asked_of_the_engines(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[2] / "model_repository" / "demo" / "1"
+    here = load_text(str(demo)).encode("Hello", add_special_tokens=True)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((demo / name).read_text())
+    assert '"model"' in call_in(OTHER_PYTHON, convert, str(tmp_path), "0")
+    assert here
+    with pytest.raises(ValueError, match="nowhere"):
+        call_in(OTHER_PYTHON, convert, str(tmp_path / "nowhere"), "0")

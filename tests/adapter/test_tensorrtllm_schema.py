@@ -1,0 +1,453 @@
+"""TensorRT-LLM's tensors: in its users' form and in that of its core model, read one by one and through the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+from llm_host import Call, LlmHost, llm_host
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from llmbackend.adapter import tensorrtllm_tensors as tables
+from llmbackend.adapter.tensor_schema import LlmInputs
+from llmbackend.adapter.tensor_schemas import schema_for
+from llmbackend.adapter.tensorrtllm_schema import TensorRtLlmSchema
+from llmbackend.adapter.vllm_schema import VllmSchema
+from llmbackend.core.backend_api import ErrorCode, Tensor, TritonError
+
+SCHEMA = 'parameters {{ key: "tensor_schema" value {{ string_value: "{}" }} }}'
+USER = SCHEMA.format("tensorrtllm")
+CORE = SCHEMA.format("tensorrtllm_core")
+BATCH = "max_batch_size: 4\n"
+FREE = {"end_id": [[-1]], "request_output_len": [[12]]}
+
+
+def config_of(pbtxt: str) -> ModelConfig:
+    config: ModelConfig = text_format.Parse(pbtxt, ModelConfig())
+    return schema_for(config).complete(config)
+
+
+def read(pbtxt: str, outputs: list[str] | None = None, **inputs: Any) -> list[LlmInputs]:
+    config = config_of(pbtxt)
+    types = {tensor.name: tensor for tensor in config.input}
+    tensors = {name: tensor_of(name, value, types[name].data_type) for name, value in inputs.items()}
+    wanted = outputs or [tensor.name for tensor in config.output]
+    request: Any = SimpleNamespace(inputs=tensors, requested_outputs=wanted)
+    return list(schema_for(config).read(request))
+
+
+def tensor_of(name: str, value: Any, data_type: int = 0) -> Tensor:
+    kinds = {1: np.bool_, 5: np.uint64, 8: np.int32, 11: np.float32, 10: np.float16, 2: np.uint8, 13: np.object_}
+    array = np.array(value, kinds.get(data_type))
+    if array.dtype == np.object_:
+        array = np.array([text.encode() for text in array.ravel()], np.object_).reshape(array.shape)
+    return Tensor.of(name, array)
+
+
+def refusal(pbtxt: str, **inputs: Any) -> TritonError:
+    with pytest.raises(TritonError) as caught:
+        read(pbtxt, **inputs)
+    return caught.value
+
+
+# --- which schema -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pbtxt", "schema", "needs_text"),
+    [
+        ('backend: "llm"', VllmSchema, True),
+        ('backend: "vllm"', VllmSchema, True),
+        (f'backend: "llm" {USER}', TensorRtLlmSchema, True),
+        (f'backend: "llm" {CORE}', TensorRtLlmSchema, False),
+        ('backend: "tensorrtllm"', TensorRtLlmSchema, False),
+        ('backend: "tensorrtllm" input { name: "text_input" data_type: TYPE_STRING dims: 1 }', TensorRtLlmSchema, True),
+        (
+            f'backend: "llm" {USER} input {{ name: "request_output_len" data_type: TYPE_INT32 dims: 1 }}',
+            TensorRtLlmSchema,
+            False,
+        ),
+    ],
+)
+def test_the_configuration_chooses_the_schema(pbtxt: str, schema: type, needs_text: bool) -> None:
+    chosen = schema_for(text_format.Parse(pbtxt, ModelConfig()))
+    assert type(chosen) is schema
+    assert chosen.needs_text is needs_text
+
+
+def test_an_unknown_schema_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(TritonError, match="'tensor_schema' is 'openai', expected one of: vllm, tensorrtllm"):
+        schema_for(text_format.Parse(SCHEMA.format("openai"), ModelConfig()))
+
+
+def test_auto_complete_declares_every_tensor_and_keeps_the_batch_size() -> None:
+    config = config_of(BATCH + USER)
+    assert {tensor.name for tensor in config.input} == set(tables.USER_INPUTS)
+    assert {tensor.name for tensor in config.output} == set(tables.USER_OUTPUTS)
+    assert (config.max_batch_size, config.model_transaction_policy.decoupled) == (4, True)
+
+
+def test_tensorrtllms_own_declarations_fit() -> None:
+    declared = """
+      input [
+        { name: "input_ids" data_type: TYPE_INT32 dims: [ -1 ] allow_ragged_batch: true optional: true },
+        { name: "input_lengths" data_type: TYPE_INT32 dims: [ 1 ] reshape: { shape: [ ] } },
+        { name: "request_output_len" data_type: TYPE_INT32 dims: [ 1 ] reshape: { shape: [ ] } },
+        { name: "stop_words_list" data_type: TYPE_INT32 dims: [ 2, -1 ] optional: true allow_ragged_batch: true },
+        { name: "prompt_embedding_table" data_type: TYPE_BF16 dims: [ -1, -1 ] optional: true }
+      ]
+      output [ { name: "output_ids" data_type: TYPE_INT32 dims: [ -1, -1 ] } ]
+    """
+    config = config_of(f'backend: "tensorrtllm" {BATCH} {declared}')
+    assert not next(tensor for tensor in config.input if tensor.name == "input_lengths").optional
+    with pytest.raises(TritonError, match=r"input 'seed' is TYPE_INT32\[1\], expected TYPE_UINT64\[1\]"):
+        config_of('backend: "tensorrtllm" input { name: "seed" data_type: TYPE_INT32 dims: 1 }')
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_sampling_has_tensorrtllms_defaults_and_not_vllms() -> None:
+    (inputs,) = read(BATCH + USER, text_input=[["a"]], max_tokens=[[5]])
+    assert inputs.text_input == "a"
+    assert inputs.sampling["temperature"] == 0.0  # neither top_k nor top_p: greedy
+    assert (inputs.sampling["seed"], inputs.sampling["max_tokens"]) == (0, 5)
+    assert "ignore_eos" not in inputs.sampling
+    (core,) = read(BATCH + CORE, input_ids=[[1, 2]], request_output_len=[[5]])
+    assert (core.sampling["ignore_eos"], core.sampling["stop_token_ids"]) == (True, [])
+
+
+def test_sampling_inputs_are_read_under_their_names() -> None:
+    (inputs,) = read(
+        BATCH + USER,
+        text_input=[["a"]],
+        max_tokens=[[5]],
+        min_tokens=[[2]],
+        top_k=[[3]],
+        temperature=[[0.5]],
+        repetition_penalty=[[1.5]],
+        presence_penalty=[[0.25]],
+        frequency_penalty=[[0.75]],
+        seed=[[7]],
+        end_id=[[2]],
+        pad_id=[[0]],
+        stop_words=[["x", "", "yz"]],
+        bad_words=[[""]],
+        length_penalty=[[1.0]],
+    )
+    expected = {
+        "max_tokens": 5,
+        "min_tokens": 2,
+        "top_k": 3,
+        "top_p": 1.0,
+        "temperature": 0.5,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.25,
+        "frequency_penalty": 0.75,
+        "seed": 7,
+        "ignore_eos": True,
+        "stop_token_ids": [2],
+        "stop": ["x", "yz"],
+        "include_stop_str_in_output": True,
+    }
+    assert inputs.sampling == expected
+
+
+def test_top_p_alone_and_zero_as_not_given() -> None:
+    (inputs,) = read(USER, text_input=["a"], max_tokens=[5], top_p=[0.5], top_k=[0], temperature=[0.75])
+    assert (inputs.sampling["top_k"], inputs.sampling["top_p"], inputs.sampling["temperature"]) == (0, 0.5, 0.75)
+    (greedy,) = read(USER, text_input=["a"], max_tokens=[5], top_p=[0.0], temperature=[0.75])
+    assert greedy.sampling["temperature"] == 0.0
+
+
+def test_a_batch_is_one_generation_per_prompt_without_the_padding() -> None:
+    batch = read(
+        BATCH + CORE,
+        input_ids=[[1, 2, 3], [4, 5, 0]],
+        input_lengths=[[3], [2]],
+        request_output_len=[[5], [6]],
+        stop_words_list=[[[9, 8, 7], [1, 3, -1]], [[0, 0, 0], [-1, -1, -1]]],
+        seed=[[1], [2]],
+    )
+    assert [inputs.input_ids for inputs in batch] == [(1, 2, 3), (4, 5)]
+    assert [inputs.sampling["max_tokens"] for inputs in batch] == [5, 6]
+    assert [inputs.stop_sequences for inputs in batch] == [((9,), (8, 7)), ()]
+    assert [inputs.batch_index for inputs in batch] == [0, 1]
+    assert all("batch_index" in inputs.options.outputs for inputs in batch)
+
+
+def test_without_a_batch_dimension() -> None:
+    (inputs,) = read(CORE, input_ids=[1, 2], input_lengths=[2], request_output_len=[3], stop_words_list=[[5], [1]])
+    assert (inputs.input_ids, inputs.stop_sequences) == ((1, 2), ((5,),))
+    assert "batch_index" not in inputs.options.outputs
+
+
+def test_return_sequences_draw_with_seeds_of_their_own() -> None:
+    several = read(BATCH + USER, text_input=[["a"]], max_tokens=[[5]], num_return_sequences=[[3]], seed=[[5]])
+    assert [inputs.sampling["seed"] for inputs in several] == [5, 6, 7]
+    assert [inputs.sequence_index for inputs in several] == [0, 1, 2]
+    assert all("sequence_index" in inputs.options.outputs for inputs in several)
+
+
+def test_the_embedding_bias_is_a_logit_bias() -> None:
+    (inputs,) = read(BATCH + CORE, input_ids=[[1]], request_output_len=[[3]], embedding_bias=[[0.0, -2.5, 0.0, 1.0]])
+    assert inputs.sampling["logit_bias"] == {1: -2.5, 3: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("pbtxt", "given", "in_stream", "prepends"),
+    [
+        (USER, None, False, True),
+        (USER, True, False, False),
+        (USER, None, True, False),
+        (USER, False, True, False),
+        (USER + 'parameters { key: "exclude_input_in_output" value { string_value: "true" } }', None, False, False),
+        (USER + 'parameters { key: "exclude_input_in_output" value { string_value: "true" } }', False, False, True),
+    ],
+)
+def test_when_the_prompt_stands_before_the_output(
+    pbtxt: str, given: bool | None, in_stream: bool, prepends: bool
+) -> None:
+    flags = {"stream": [in_stream]} | ({} if given is None else {"exclude_input_in_output": [given]})
+    (inputs,) = read(pbtxt, text_input=["a"], max_tokens=[5], **flags)
+    assert inputs.options.prepend_prompt is prepends
+
+
+NOTHING: dict[str, Any] = {
+    "bad_words": [[""]],
+    "embedding_bias_words": [[""]],
+    "embedding_bias_weights": [[0.0]],
+    "return_context_logits": [[False]],
+    "prompt_vocab_size": [[0]],
+    "num_draft_tokens": [[0]],
+    "prompt_embedding_table": np.zeros((1, 0, 0)),
+}
+
+
+def test_an_input_that_asks_for_nothing_is_no_offence() -> None:
+    assert len(read(BATCH + USER, text_input=[["a"]], max_tokens=[[5]], **NOTHING)) == 1
+    core = {"input_ids": [[1]], "request_output_len": [[1]]}
+    empty: dict[str, Any] = {
+        "bad_words_list": np.zeros((1, 2, 0)),
+        "decoder_input_ids": [[0]],
+        "decoder_input_lengths": [[1]],
+    }
+    assert len(read(BATCH + CORE, **core, **empty)) == 1
+    assert len(read(BATCH + CORE, **core, bad_words_list=[[[0], [-1]]])) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bad_words", [["x"]]),
+        ("return_context_logits", [[True]]),
+        ("return_generation_logits", [[True]]),
+        ("prompt_embedding_table", [[[1.0]]]),
+        ("num_draft_tokens", [[3]]),
+        ("lora_task_id", [[1]]),
+        ("guided_decoding_guide_type", [["json"]]),
+        ("image_url_input", [["http://x"]]),
+        ("decoder_text_input", [["x"]]),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(name: str, value: Any) -> None:
+    error = refusal(BATCH + USER, text_input=[["a"]], max_tokens=[[5]], **{name: value})
+    assert error.code is ErrorCode.UNSUPPORTED
+    assert error.message == f"input '{name}' is not supported by this backend"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        ({"beam_width": [[2]]}, "'beam_width' is 2, only 1 is supported by this backend"),
+        ({"draft_input_ids": [[3]]}, "input 'draft_input_ids' is not supported"),
+        ({"bad_words_list": [[[5], [1]]]}, "input 'bad_words_list' is not supported"),
+        ({"runtime_top_p_decay": [[0.5]]}, "input 'runtime_top_p_decay' is not supported"),
+        ({"input_lengths": [[9]]}, "'input_lengths' is 9, but 'input_ids' holds 2 token ids"),
+        ({"runtime_top_k": [[1, 2]]}, "Expected a scalar tensor for tensor runtime_top_k"),
+        ({"seed": [[1], [2]]}, "Expected batch size doesn't match batch size for tensor seed. Expected 1 got 2"),
+        ({"stop_words_list": [[[1, 2], [2, 1]]]}, "Invalid format for word list: 'stop_words_list' has offset 1"),
+        ({"stop_words_list": [[[1, 2], [3, -1]]]}, "Invalid format for word list: 'stop_words_list' has offset 3"),
+        ({"num_return_sequences": [[0]]}, "'num_return_sequences' is 0, expected 1 to 64"),
+    ],
+)
+def test_a_bad_core_input_is_named(inputs: dict[str, Any], told: str) -> None:
+    assert told in refusal(BATCH + CORE, **{"input_ids": [[1, 2]], "request_output_len": [[3]], **inputs}).message
+
+
+def test_what_must_be_given() -> None:
+    assert refusal(BATCH + CORE, input_ids=[[1]]).message == "A value is required for request_output_len"
+    assert refusal(BATCH + USER, max_tokens=[[1]]).message == "A value is required for text_input"
+
+
+def test_without_decoupled_responses_there_is_one_prompt_and_no_stream() -> None:
+    fixed = BATCH + CORE + "model_transaction_policy { decoupled: false }"
+    core = {"input_ids": [[1]], "request_output_len": [[3]]}
+    assert "Streaming is only supported in decoupled mode." in refusal(fixed, **core, streaming=[[True]]).message
+    two = {"input_ids": [[1], [2]], "request_output_len": [[3], [3]]}
+    assert "a batch of 2 gives 2 responses" in refusal(fixed, **two).message
+    assert "'num_return_sequences' above 1" in refusal(fixed, **core, num_return_sequences=[[2]]).message
+
+
+def test_every_input_is_read_refused_or_known_to_change_nothing() -> None:
+    """A tensor that is declared and then dropped in silence would be a lie."""
+    source = (Path(tables.__file__).parent / "tensorrtllm_schema.py").read_text()
+    flags = ("return_log_probs", "return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
+    for name in {**tables.USER_INPUTS, **tables.CORE_INPUTS}:
+        bare = name.removeprefix("runtime_")
+        is_read = f'"{name}"' in source or f'{{prefix}}{bare}"' in source or name in flags
+        assert is_read or name in tables.REFUSED_INPUTS | tables.WITHOUT_EFFECT, name
+
+
+# --- through the host -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmHost]:
+    with llm_host(tmp_path_factory.mktemp("core"), BATCH + CORE) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmHost]:
+    with llm_host(tmp_path_factory.mktemp("user"), BATCH + USER) as one:
+        yield one
+
+
+def tensors(host: LlmHost, **inputs: Any) -> tuple[Tensor, ...]:
+    config = host.server.model_config("mock_llm")
+    types = {tensor.name: tensor.data_type for tensor in config.input}
+    return tuple(tensor_of(name, value, types[name]) for name, value in inputs.items())
+
+
+def infer(host: LlmHost, request_id: str = "", **inputs: Any) -> Call:
+    return start(host, request_id, **inputs).wait()
+
+
+def start(host: LlmHost, request_id: str = "", **inputs: Any) -> Call:
+    return host.start_tensors(tensors(host, **inputs), request_id=request_id)
+
+
+def outputs_of(call: Call, name: str) -> list[np.ndarray[Any, Any]]:
+    return [tensor.data for response in call.responses for tensor in response.outputs if tensor.name == name]
+
+
+def test_the_core_form_gives_ids_with_a_batch_and_a_beam_dimension(core: LlmHost) -> None:
+    call = infer(core, input_ids=[[65, 66]], input_lengths=[[2]], exclude_input_in_output=[[True]], **FREE)
+    assert call.output_names == [{"output_ids", "sequence_length"}]
+    (ids,), (length,) = outputs_of(call, "output_ids"), outputs_of(call, "sequence_length")
+    assert (ids.shape, length.shape, length.item()) == ((1, 1, 12), (1, 1), 12)
+    with_prompt = infer(core, input_ids=[[65, 66]], input_lengths=[[2]], **FREE)
+    assert outputs_of(with_prompt, "output_ids")[0][0, 0].tolist() == [65, 66, *ids[0, 0].tolist()]
+
+
+def test_a_core_stream_gives_the_new_ids_of_each_step(core: LlmHost) -> None:
+    whole = infer(core, input_ids=[[65, 66]], exclude_input_in_output=[[True]], **FREE)
+    call = infer(core, input_ids=[[65, 66]], streaming=[[True]], return_log_probs=[[True]], **FREE)
+    pieces = outputs_of(call, "output_ids")
+    assert len(pieces) > 2
+    assert np.concatenate(pieces, axis=2).tolist() == outputs_of(whole, "output_ids")[0].tolist()
+    log_probs = np.concatenate(outputs_of(call, "output_log_probs"), axis=2)
+    assert log_probs.shape == (1, 1, 12)
+    assert outputs_of(call, "cum_log_probs")[-1].item() == pytest.approx(log_probs.sum(), rel=1e-5)
+    assert call.num_finals == 1
+
+
+def test_the_end_id_ends_a_generation_and_is_no_output(core: LlmHost) -> None:
+    free = outputs_of(infer(core, input_ids=[[65]], exclude_input_in_output=[[True]], **FREE), "output_ids")[0][0, 0]
+    end = int(free[5])
+    first = free.tolist().index(end)
+    call = infer(core, input_ids=[[65]], request_output_len=[[12]], end_id=[[end]], exclude_input_in_output=[[True]])
+    assert outputs_of(call, "output_ids")[0][0, 0].tolist() == free[:first].tolist()
+
+
+def test_a_stop_word_of_several_tokens_ends_a_generation_and_stays(core: LlmHost) -> None:
+    free = outputs_of(infer(core, input_ids=[[65]], exclude_input_in_output=[[True]], **FREE), "output_ids")[0][0, 0]
+    word = free[4:6].tolist()
+    call = infer(core, input_ids=[[65]], stop_words_list=[[word, [2, -1]]], exclude_input_in_output=[[True]], **FREE)
+    got = outputs_of(call, "output_ids")[0][0, 0].tolist()
+    assert got[-2:] == word
+    assert got == free[: len(got)].tolist()
+
+
+def test_a_batch_is_answered_prompt_by_prompt_with_one_final(core: LlmHost) -> None:
+    call = infer(
+        core,
+        input_ids=[[65, 66, 67], [68, 0, 0]],
+        input_lengths=[[3], [1]],
+        request_output_len=[[6], [9]],
+        end_id=[[-1], [-1]],
+        exclude_input_in_output=[[True], [True]],
+    )
+    by_index = dict(
+        zip([int(one.item()) for one in outputs_of(call, "batch_index")], outputs_of(call, "output_ids"), strict=True)
+    )
+    assert {index: ids.shape for index, ids in by_index.items()} == {0: (1, 1, 6), 1: (1, 1, 9)}
+    alone = infer(core, input_ids=[[68]], request_output_len=[[9]], end_id=[[-1]], exclude_input_in_output=[[True]])
+    assert by_index[1].tolist() == outputs_of(alone, "output_ids")[0].tolist()
+    assert (len(call.responses), call.num_finals) == (2, 1)
+
+
+def test_a_bad_prompt_in_a_batch_refuses_the_request(core: LlmHost) -> None:
+    call = infer(core, input_ids=[[65], [999]], request_output_len=[[3], [3]])
+    assert call.error is not None and "input 'input_ids' holds 999" in call.error.message
+    assert call.num_finals == 1
+
+
+def test_performance_numbers_come_with_the_last_response(core: LlmHost) -> None:
+    call = infer(core, input_ids=[[65]], streaming=[[True]], return_perf_metrics=[[True]], **FREE)
+    names = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+    assert all(set(names).isdisjoint(one) for one in call.output_names[:-1])
+    times = [outputs_of(call, name)[0].item() for name in names]
+    assert times == sorted(times)
+
+
+def test_stop_ends_the_requests_with_its_id_and_gives_what_they_have(tmp_path: Path) -> None:
+    with llm_host(tmp_path, BATCH + CORE, mock_step_ms=5.0) as host:
+        running = start(host, "me", input_ids=[[65]], streaming=[[True]], end_id=[[-1]], request_output_len=[[200]])
+        other = start(host, "you", input_ids=[[65]], end_id=[[-1]], request_output_len=[[20]])
+        assert running.first.wait(20)
+        placeholder = {"input_ids": [[0]], "input_lengths": [[0]], "request_output_len": [[0]]}
+        stop = infer(host, "me", stop=[[True]], **placeholder)
+        assert [response.outputs for response in stop.responses] == [()]
+        assert running.wait().responses[-1].error is None
+        assert 0 < sum(ids.shape[2] for ids in outputs_of(running, "output_ids")) < 200
+        assert outputs_of(other.wait(), "output_ids")[0].shape == (1, 1, 21)
+        anonymous = infer(host, stop=[[True]], **placeholder)
+        assert anonymous.error is not None
+        assert anonymous.error.message == "Trying to stop a request but request ID is not provided"
+
+
+def test_the_users_form_gives_text(user: LlmHost) -> None:
+    call = infer(user, text_input=[["ab"]], max_tokens=[[9]], end_id=[[-1]])
+    (text,) = outputs_of(call, "text_output")
+    assert text.shape == (1,)
+    assert call.text.startswith("ab")
+    flags = {
+        "exclude_input_in_output": [[True]],
+        "return_num_input_tokens": [[True]],
+        "return_num_output_tokens": [[True]],
+    }
+    alone = infer(user, text_input=[["ab"]], max_tokens=[[9]], end_id=[[-1]], **flags)
+    assert call.text == "ab" + alone.text
+    assert outputs_of(alone, "num_input_tokens")[0].tolist() == [[2]]
+    assert outputs_of(alone, "num_output_tokens")[0].tolist() == [[9]]
+
+
+def test_a_users_stream_is_the_whole_and_a_stop_word_stays_in_the_text(user: LlmHost) -> None:
+    free = infer(user, text_input=[["ab"]], max_tokens=[[40]], end_id=[[-1]], exclude_input_in_output=[[True]])
+    word = next(char for char in free.text[5:] if char.isascii() and char.isprintable())
+    call = infer(user, text_input=[["ab"]], max_tokens=[[40]], end_id=[[-1]], stop_words=[[word]], stream=[[True]])
+    assert call.text == free.text[: free.text.index(word) + 1]
+    assert call.num_finals == 1
+
+
+def test_a_request_that_asks_for_something_unserved_harms_nobody(user: LlmHost) -> None:
+    call = infer(user, text_input=[["ab"]], max_tokens=[[9]], beam_width=[[4]])
+    assert call.error is not None and call.error.code is ErrorCode.UNSUPPORTED
+    assert infer(user, text_input=[["ab"]], max_tokens=[[2]]).error is None

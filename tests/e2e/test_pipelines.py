@@ -1,0 +1,108 @@
+"""The bundled pipeline in TensorRT-LLM's layout: preprocessing → tensorrt_llm → postprocessing, ensemble and BLS."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton_grpc
+from server_process import ROOT, ServerProcess, post, start_server, stop_server
+
+PROMPT = "What is Triton?"
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    running = start_server("--model-repository", str(ROOT / "model_repository_pipelines"))
+    yield running
+    assert stop_server(running) == 0
+
+
+def generate(server: ServerProcess, model: str, **body: Any) -> dict[str, Any]:
+    status, text = post(
+        server, f"/v2/models/{model}/generate", {"text_input": PROMPT, "max_tokens": MAX_TOKENS, **body}
+    )
+    assert status == 200, text
+    answer = json.loads(text)
+    assert isinstance(answer, dict)
+    return answer
+
+
+def stream(server: ServerProcess, model: str, **body: Any) -> list[dict[str, Any]]:
+    connection = http.client.HTTPConnection(server.http, timeout=60)
+    payload = {"text_input": PROMPT, "max_tokens": MAX_TOKENS, "stream": True, **body}
+    connection.request("POST", f"/v2/models/{model}/generate_stream", json.dumps(payload))
+    answer = connection.getresponse()
+    lines = answer.read().decode().splitlines()
+    connection.close()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+def test_the_ensemble_gives_what_the_model_gives(server: ServerProcess) -> None:
+    answer = generate(server, "ensemble", return_num_output_tokens=True)
+    assert answer["text_output"]
+    assert answer["num_output_tokens"] <= MAX_TOKENS
+    again = generate(server, "ensemble")
+    assert again["text_output"] == answer["text_output"]
+
+
+def test_ensemble_and_bls_stream_the_same_text(server: ServerProcess) -> None:
+    whole = generate(server, "ensemble")["text_output"]
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        events = stream(server, model)
+        assert len(events) > 2
+        assert "".join(event["text_output"] for event in events) == whole, model
+
+
+def test_stop_words_and_sampling_reach_the_engine_through_the_pipeline(server: ServerProcess) -> None:
+    free = generate(server, "ensemble", top_k=20, temperature=1.3, seed=4)["text_output"]
+    assert free != generate(server, "ensemble", top_k=20, temperature=1.3, seed=5)["text_output"]
+    word = free.split()[1]
+    cut = generate(server, "ensemble", top_k=20, temperature=1.3, seed=4, stop_words=[word])["text_output"]
+    assert free.startswith(cut)
+    bls = "".join(
+        event["text_output"] for event in stream(server, "tensorrt_llm_bls", top_k=20, temperature=1.3, seed=4)
+    )
+    assert bls == free
+
+
+def test_what_the_llm_refuses_is_the_answer_of_the_pipeline(server: ServerProcess) -> None:
+    body = {"text_input": PROMPT, "max_tokens": 5, "beam_width": 3}
+    _, text = post(server, "/v2/models/ensemble/generate", body)
+    assert "'beam_width' is 3, only 1 is supported" in text
+
+
+def test_a_batch_of_prompts_over_grpc(server: ServerProcess) -> None:
+    """Straight to the core model, as TensorRT-LLM's own client does."""
+    ids = np.array([[40, 41, 42], [43, 0, 0]], np.int32)
+    inputs = {
+        "input_ids": ids,
+        "input_lengths": np.array([[3], [1]], np.int32),
+        "request_output_len": np.array([[4], [6]], np.int32),
+    }
+    tensors = []
+    for name, value in inputs.items():
+        tensors.append(triton_grpc.InferInput(name, list(value.shape), "INT32"))
+        tensors[-1].set_data_from_numpy(value)
+    came: list[Any] = []
+    with triton_grpc.InferenceServerClient(server.grpc) as client:
+        client.start_stream(lambda result, error: came.append((result, error)))
+        client.async_stream_infer("tensorrt_llm", tensors, enable_empty_final_response=False)
+        client.stop_stream()
+    assert [error for _, error in came] == [None, None]
+    lengths = {int(one.as_numpy("batch_index")[0, 0]): one.as_numpy("sequence_length")[0, 0] for one, _ in came}
+    assert lengths == {0: 4, 1: 6}
+
+
+def test_a_cancel_of_the_bls_model_ends_the_request_in_the_engine(server: ServerProcess) -> None:
+    connection = http.client.HTTPConnection(server.http, timeout=60)
+    body = {"text_input": PROMPT, "max_tokens": 900, "end_id": -1, "stream": True}
+    connection.request("POST", "/v2/models/tensorrt_llm_bls/generate_stream", json.dumps(body))
+    assert connection.getresponse().fp.readline().startswith(b"data: ")
+    connection.close()
+    server.wait_until_idle("tensorrt_llm")
