@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,9 +101,9 @@ def test_a_batch_of_prompts_over_grpc(server: ServerProcess) -> None:
 
 
 def test_a_cancel_of_the_bls_model_ends_the_request_in_the_engine(server: ServerProcess) -> None:
-    connection = http.client.HTTPConnection(server.http, timeout=60)
     body = {"text_input": PROMPT, "max_tokens": 900, "end_id": -1, "stream": True}
-    connection.request("POST", "/v2/models/tensorrt_llm_bls/generate_stream", json.dumps(body))
-    assert connection.getresponse().fp.readline().startswith(b"data: ")
-    connection.close()
+    address = f"http://{server.http}/v2/models/tensorrt_llm_bls/generate_stream"
+    with urllib.request.urlopen(address, json.dumps(body).encode(), timeout=60) as answer:
+        assert answer.readline().startswith(b"data: ")
+        assert server.metric("vllm:num_requests_running", "tensorrt_llm") == 1
     server.wait_until_idle("tensorrt_llm")
