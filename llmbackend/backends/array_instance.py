@@ -1,0 +1,132 @@
+"""One Execute call of a backend that computes on arrays: SetInputTensors → Execute → ReadOutputTensors.
+
+For: the pytorch and onnxruntime backends, and whoever writes another such backend. Does not know: any framework; it
+hands over numpy arrays and takes numpy arrays back. Invariants: the requests of a call are computed together, joined
+along their first dimension when the model batches; when that fails, each is computed alone, so that an error meets
+its own request and no other; every request ends with exactly one FINAL and is released once.
+Source: the life of a model instance in Triton's own framework backends (BackendInputCollector, BackendOutputResponder).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tritonclient.grpc.model_config_pb2 import DataType, ModelOutput
+
+from llmbackend.core.backend_api import (
+    DATATYPE_OF_CONFIG_TYPE,
+    NUMPY_DTYPE,
+    ModelInstance,
+    Request,
+    ResponseFlag,
+    Tensor,
+    TritonError,
+    internal,
+)
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+
+
+class ArrayInstance(ABC):
+    """An instance's state. Execute comes from the instance's own thread, one call at a time."""
+
+    def __init__(self, instance: ModelInstance) -> None:
+        self._instance = instance
+        config = instance.model.config
+        self._batches = config.max_batch_size > 0
+        self._outputs = {output.name: _dtype(output) for output in config.output}
+
+    @abstractmethod
+    def compute(self, inputs: Arrays) -> Mapping[str, Array]:
+        """The model's outputs by name. Raises what the framework raises."""
+
+    def execute(self, requests: Sequence[Request]) -> None:
+        """Takes the requests over: each is answered and released on return."""
+        exec_start_ns = time.monotonic_ns()
+        together = [list(requests)] if self._batches else [[request] for request in requests]
+        for group in together:
+            self._execute_together(group, exec_start_ns)
+
+    def _execute_together(self, requests: Sequence[Request], exec_start_ns: int) -> None:
+        try:
+            inputs = self.set_input_tensors(requests)
+            compute_start_ns = time.monotonic_ns()
+            outputs = self.compute(inputs)
+            compute_end_ns = time.monotonic_ns()
+            answers = self.read_output_tensors(outputs, requests)
+        except Exception as error:
+            if len(requests) == 1:
+                self._fail(requests[0], error)
+                return
+            for request in requests:
+                self._execute_together([request], exec_start_ns)
+            return
+        times_ns = (exec_start_ns, compute_start_ns, compute_end_ns, time.monotonic_ns())
+        self._instance.report_batch_statistics(sum(map(self._num_rows, requests)), *times_ns)
+        for request, tensors in zip(requests, answers, strict=True):
+            self._instance.report_statistics(request, True, *times_ns)
+            self._respond(request, tensors)
+
+    def set_input_tensors(self, requests: Sequence[Request]) -> Arrays:
+        """The inputs of all requests by name, their rows one below the other."""
+        if len(requests) == 1:
+            return {name: tensor.data for name, tensor in requests[0].inputs.items()}
+        return {
+            name: np.concatenate([request.inputs[name].data for request in requests]) for name in requests[0].inputs
+        }
+
+    def read_output_tensors(self, outputs: Mapping[str, Array], requests: Sequence[Request]) -> list[list[Tensor]]:
+        """Each request's rows of the outputs that it wants. Raises TritonError INTERNAL for an output that is not as
+        the configuration says."""
+        counts = [self._num_rows(request) for request in requests]
+        for name in {name for request in requests for name in request.requested_outputs}:
+            self._check_output(name, outputs, sum(counts))
+        ends = np.cumsum(counts)
+        return [
+            [
+                Tensor.of(name, outputs[name][end - count : end] if self._batches else outputs[name])
+                for name in request.requested_outputs
+            ]
+            for request, count, end in zip(requests, counts, ends.tolist(), strict=True)
+        ]
+
+    def _check_output(self, name: str, outputs: Mapping[str, Array], num_rows: int) -> None:
+        model = self._instance.model.name
+        if name not in outputs:
+            raise internal(f"model '{model}' did not give its output '{name}'")
+        array = outputs[name]
+        if array.dtype != self._outputs[name]:
+            raise internal(
+                f"model '{model}' gave output '{name}' as {array.dtype}, its configuration says {self._outputs[name]}"
+            )
+        if self._batches and (array.ndim == 0 or len(array) != num_rows):
+            raise internal(f"model '{model}' gave output '{name}' in shape {array.shape}, expected {num_rows} rows")
+
+    def _num_rows(self, request: Request) -> int:
+        """The batch dimension of the request; 1 for a model that does not batch."""
+        first = next(iter(request.inputs.values()), None)
+        return first.shape[0] if self._batches and first is not None else 1
+
+    def _respond(self, request: Request, tensors: Sequence[Tensor]) -> None:
+        response = request.new_response()
+        for tensor in tensors:
+            response.add_output(tensor)
+        response.send(ResponseFlag.FINAL)
+        request.release()
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if not isinstance(error, TritonError):
+            error = internal(f"model '{self._instance.model.name}' failed: {type(error).__name__}: {error}")
+        self._instance.report_statistics(request, False, 0, 0, 0, 0)
+        request.new_response().send(ResponseFlag.FINAL, error)
+        request.release()
+
+
+def _dtype(output: ModelOutput) -> np.dtype[Any]:
+    return NUMPY_DTYPE[DATATYPE_OF_CONFIG_TYPE[DataType.Name(output.data_type)]]

@@ -1,0 +1,153 @@
+"""What all instances of an ONNX model share: its file, the options of its sessions, what its graph says of its tensors.
+
+For: backend.py, instance_state.py. Does not know: requests. Invariants: a configuration is completed only where it says
+nothing; a configured tensor that the graph does not have is refused when the model loads.
+Source: the parameters and auto-complete rules of Triton's ONNX Runtime backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+from tritonclient.grpc.model_config_pb2 import DataType
+
+from llmbackend.core.backend_api import (
+    InstanceGroupKind,
+    Model,
+    ModelConfig,
+    ModelInstance,
+    invalid_argument,
+    not_found,
+)
+
+from ..model_parameters import boolean, positive, read_parameters
+
+_FILE = "model.onnx"
+_TYPES = {
+    "tensor(bool)": "BOOL", "tensor(uint8)": "UINT8", "tensor(uint16)": "UINT16", "tensor(uint32)": "UINT32",
+    "tensor(uint64)": "UINT64", "tensor(int8)": "INT8", "tensor(int16)": "INT16", "tensor(int32)": "INT32",
+    "tensor(int64)": "INT64", "tensor(float16)": "FP16", "tensor(float)": "FP32", "tensor(double)": "FP64",
+    "tensor(string)": "STRING",
+}  # fmt: skip
+_LEVELS = {
+    "-1": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "0": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "1": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "2": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+_MODES = {"0": onnxruntime.ExecutionMode.ORT_SEQUENTIAL, "1": onnxruntime.ExecutionMode.ORT_PARALLEL}
+_QUIET = 3
+"""Of ONNX Runtime's log: errors only; warnings about a graph are of no use to whoever serves it."""
+
+
+def _one_of(values: dict[str, Any]) -> Any:
+    def read(text: str) -> Any:
+        if text not in values:
+            raise ValueError(f"expected one of {', '.join(values)}")
+        return values[text]
+
+    return read
+
+
+_PARAMETERS = {
+    "intra_op_thread_count": positive,
+    "inter_op_thread_count": positive,
+    "execution_mode": _one_of(_MODES),
+    "level": _one_of(_LEVELS),
+    "enable_mem_arena": boolean,
+    "enable_mem_pattern": boolean,
+}
+_OPTIONS = {
+    "intra_op_thread_count": "intra_op_num_threads",
+    "inter_op_thread_count": "inter_op_num_threads",
+    "execution_mode": "execution_mode",
+    "level": "graph_optimization_level",
+    "enable_mem_arena": "enable_cpu_mem_arena",
+    "enable_mem_pattern": "enable_mem_pattern",
+}
+_WITHOUT_EFFECT = ("cudnn_conv_algo_search", "gpu_mem_limit", "memory.enable_memory_arena_shrinkage")
+
+
+class ModelState:
+    def __init__(self, model: Model) -> None:
+        """Raises TritonError naming the file or the field that is wrong."""
+        self.name = model.name
+        self.path = _find(model)
+        settings = read_parameters(model.config, _PARAMETERS, _WITHOUT_EFFECT)
+        self._options = {_OPTIONS[key]: value for key, value in settings.items()}
+
+    def new_session(self, instance: ModelInstance) -> onnxruntime.InferenceSession:
+        """Raises TritonError INVALID_ARG when the graph has not the configured tensors."""
+        session = self._session(instance.kind, instance.device_id)
+        config = instance.model.config
+        _check_names(self.name, "input", [tensor.name for tensor in config.input], session.get_inputs())
+        _check_names(self.name, "output", [tensor.name for tensor in config.output], session.get_outputs())
+        return session
+
+    def auto_complete(self, model: Model) -> None:
+        """Tensors from the graph; a batch dimension where every tensor's first one is open, of the default size."""
+        config = model.config
+        if config.input and config.output:
+            return
+        session = self._session(InstanceGroupKind.CPU, 0)
+        tensors = [*session.get_inputs(), *session.get_outputs()]
+        batches = all(tensor.shape and not isinstance(tensor.shape[0], int) for tensor in tensors)
+        if batches and config.max_batch_size == 0 and not (config.input or config.output):
+            config.max_batch_size = int(model.backend.config.get("default-max-batch-size", "4"))
+            if config.max_batch_size > 1 and config.WhichOneof("scheduling_choice") is None:
+                config.dynamic_batching.SetInParent()
+        self._complete(config, session)
+        model.set_config(config)
+
+    def _complete(self, config: ModelConfig, session: onnxruntime.InferenceSession) -> None:
+        for target, tensors in ((config.input, session.get_inputs()), (config.output, session.get_outputs())):
+            if target:
+                continue
+            for tensor in tensors:
+                dims = [dim if isinstance(dim, int) else -1 for dim in tensor.shape]
+                target.add(
+                    name=tensor.name,
+                    data_type=_data_type(self.name, tensor),
+                    dims=(dims[1:] if config.max_batch_size else dims) or [1],
+                )
+
+    def _session(self, kind: InstanceGroupKind, device_id: int) -> onnxruntime.InferenceSession:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _QUIET
+        for name, value in self._options.items():
+            setattr(options, name, value)
+        providers: Sequence[Any] = ["CPUExecutionProvider"]
+        if kind is InstanceGroupKind.GPU:
+            providers = [("CUDAExecutionProvider", {"device_id": device_id}), *providers]
+        try:
+            return onnxruntime.InferenceSession(str(self.path), options, providers=providers)
+        except Exception as error:  # its errors share no base class
+            raise invalid_argument(f"failed to load model '{self.name}': {error}") from None
+
+
+def _data_type(model: str, tensor: Any) -> Any:
+    if tensor.type not in _TYPES:
+        raise invalid_argument(
+            f"model '{model}': tensor '{tensor.name}' is a {tensor.type}, which has no Triton datatype"
+        )
+    return DataType.Value(f"TYPE_{_TYPES[tensor.type]}")
+
+
+def _check_names(model: str, what: str, configured: Sequence[str], tensors: Sequence[Any]) -> None:
+    known = [tensor.name for tensor in tensors]
+    if unknown := [name for name in configured if name not in known]:
+        raise invalid_argument(
+            f"model '{model}': {what} '{unknown[0]}' is not in the graph, expected one of {', '.join(known)}"
+        )
+
+
+def _find(model: Model) -> Path:
+    path = model.version_directory / (model.config.default_model_filename or _FILE)
+    if path.is_dir():  # a model with weights in files of their own
+        path = path / _FILE
+    if not path.is_file():
+        raise not_found(f"unable to find '{path}' for model '{model.name}'")
+    return path

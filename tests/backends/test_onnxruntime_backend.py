@@ -1,0 +1,126 @@
+"""The onnxruntime backend on real ONNX files, through the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from framework_host import begin, infer, serving, texts, version_directory
+
+from llmbackend.core.errors import TritonError
+
+onnx = pytest.importorskip("onnx", reason="the test extra brings onnx and onnxruntime")
+pytest.importorskip("onnxruntime")
+from onnx import TensorProto, helper  # noqa: E402
+
+
+def save(directory: Path, nodes: list[object], inputs: list[object], outputs: list[object]) -> None:
+    graph = helper.make_graph(nodes, "graph", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, directory / "model.onnx")
+
+
+def tensor(name: str, *shape: object, kind: int = TensorProto.FLOAT) -> object:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def save_sum(directory: Path, rows: object = "rows") -> None:
+    """total = a + b, double = total + total"""
+    nodes = [helper.make_node("Add", ["a", "b"], ["total"]), helper.make_node("Add", ["total", "total"], ["double"])]
+    save(
+        directory,
+        nodes,
+        [tensor("a", rows, 3), tensor("b", rows, 3)],
+        [tensor("total", rows, 3), tensor("double", rows, 3)],
+    )
+
+
+def rows(count: int, value: float) -> np.ndarray:
+    return np.full((count, 3), value, np.float32)
+
+
+def test_a_model_without_configuration_is_completed_from_its_graph(tmp_path: Path) -> None:
+    save_sum(version_directory(tmp_path, "sum"))
+    (tmp_path / "sum" / "config.pbtxt").write_text('backend: "onnxruntime"')
+    with serving(tmp_path) as server:
+        server.load_model("sum")
+        config = server.model_config("sum")
+        assert config.max_batch_size == 4 and config.HasField("dynamic_batching")
+        assert [(item.name, list(item.dims)) for item in config.input] == [("a", [3]), ("b", [3])]
+        assert [item.name for item in config.output] == ["total", "double"]
+        got = infer(server, "sum", a=rows(2, 1), b=rows(2, 2))
+        assert (got["total"] == 3).all() and (got["double"] == 6).all() and got["total"].shape == (2, 3)
+
+
+def test_a_graph_of_fixed_shape_does_not_batch(tmp_path: Path) -> None:
+    save_sum(version_directory(tmp_path, "sum", 'platform: "onnxruntime_onnx"'), rows=2)
+    with serving(tmp_path) as server:
+        server.load_model("sum")
+        config = server.model_config("sum")
+        assert config.max_batch_size == 0 and [list(item.dims) for item in config.input] == [[2, 3], [2, 3]]
+        assert (infer(server, "sum", a=rows(2, 1), b=rows(2, 2))["total"] == 3).all()
+
+
+def test_requests_are_computed_together_and_each_gets_its_rows(tmp_path: Path) -> None:
+    config = """
+        backend: "onnxruntime" max_batch_size: 8
+        dynamic_batching { max_queue_delay_microseconds: 300000 preferred_batch_size: [ 8 ] }
+        parameters { key: "intra_op_thread_count" value { string_value: "1" } }
+        parameters { key: "level" value { string_value: "2" } }
+    """
+    save_sum(version_directory(tmp_path, "sum", config))
+    with serving(tmp_path) as server:
+        server.load_model("sum")
+        pending = [begin(server, "sum", "total", a=rows(n, n), b=rows(n, 1)) for n in (1, 3, 4)]
+        for n, answer in zip((1, 3, 4), pending, strict=True):
+            assert answer.outputs()["total"].tolist() == [[n + 1] * 3] * n
+        (statistics,) = server.model_statistics("sum")
+        assert (statistics.inference_count, statistics.execution_count) == (8, 1)
+
+
+def test_texts_go_through(tmp_path: Path) -> None:
+    directory = version_directory(tmp_path, "same", 'backend: "onnxruntime"')
+    save(directory, [helper.make_node("Identity", ["x"], ["y"])], [tensor("x", 2, kind=TensorProto.STRING)],
+         [tensor("y", 2, kind=TensorProto.STRING)])  # fmt: skip
+    with serving(tmp_path) as server:
+        server.load_model("same")
+        assert infer(server, "same", x=texts("a", "ö"))["y"].tolist() == [b"a", "ö".encode()]
+
+
+CONFIGURED = """
+    backend: "onnxruntime" max_batch_size: 4
+    input [ { name: "a" data_type: TYPE_FP32 dims: [ 3 ] }, { name: "b" data_type: TYPE_FP32 dims: [ 3 ] } ]
+    output [ { name: "total" data_type: TYPE_FP32 dims: [ 3 ] } ]
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            CONFIGURED.replace('"total"', '"absent"'),
+            "output 'absent' is not in the graph, expected one of total, double",
+        ),
+        (CONFIGURED.replace('"b"', '"c"'), "input 'c' is not in the graph, expected one of a, b"),
+        (CONFIGURED + 'parameters { key: "level" value { string_value: "9" } }', "'level' is '9': expected one of"),
+        (CONFIGURED + 'default_model_filename: "other.onnx"', "unable to find '.*other.onnx' for model 'sum'"),
+    ],
+)
+def test_what_is_wrong_is_named_when_the_model_loads(tmp_path: Path, config: str, reason: str) -> None:
+    save_sum(version_directory(tmp_path, "sum", config))
+    with serving(tmp_path) as server, pytest.raises(TritonError, match=reason):
+        server.load_model("sum")
+
+
+def test_a_file_that_is_no_graph_is_refused(tmp_path: Path) -> None:
+    (version_directory(tmp_path, "sum", CONFIGURED) / "model.onnx").write_bytes(b"nothing")
+    with serving(tmp_path) as server, pytest.raises(TritonError, match="failed to load model 'sum'"):
+        server.load_model("sum")
+
+
+def test_only_configured_outputs_are_given(tmp_path: Path) -> None:
+    save_sum(version_directory(tmp_path, "sum", CONFIGURED))
+    with serving(tmp_path) as server:
+        server.load_model("sum")
+        assert list(infer(server, "sum", a=rows(1, 1), b=rows(1, 2))) == ["total"]
