@@ -29,6 +29,7 @@ from .cli_flags import (
 )
 from .flag_groups import takes_flag_groups
 from .limit_flags import LimitFlags
+from .scheduling_flags import SchedulingFlags
 from .settings import ServerSettings
 
 app = typer.Typer(
@@ -51,6 +52,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 def serve(
     models: ModelFlags,
     life: LifeFlags,
+    scheduling: SchedulingFlags,
     http: HttpFlags,
     grpc: GrpcFlags,
     metrics: MetricsFlags,
@@ -67,8 +69,10 @@ def serve(
 
     settings = ServerSettings(
         log=log.settings(),
-        options=server_options(
-            models, life, metrics_config.options(), shared_memory.allowed(http.endpoint(), grpc.endpoint())
+        options=scheduling.applied_to(
+            server_options(
+                models, life, metrics_config.options(), shared_memory.allowed(http.endpoint(), grpc.endpoint())
+            )
         ),
         http=http.endpoint(),
         grpc=grpc.endpoint(),

@@ -199,13 +199,13 @@ def _import(location: BackendLocation) -> ModuleType:
             module = location.entry_point.load()
             assert isinstance(module, ModuleType), "an entry point of a backend names a module"
             return module
-        return _import_file(location.file)
+        return import_file(location.file)
     except Exception as error:
         log.exception("unable to load backend library %s", location.key)
         raise internal(f"unable to load backend library: {type(error).__name__}: {error}") from None
 
 
-def _import_file(file: Path) -> ModuleType:
+def import_file(file: Path) -> ModuleType:
     """Imports `file` under a name of its own, as a package, so that it may import its neighbours relatively."""
     name = f"llmbackend_backend_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])

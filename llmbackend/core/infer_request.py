@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Protocol
 
 from .backend_api import ParameterValue, ReleaseFlag, RequestFlag, ResponseFlag, State, Tensor
@@ -67,6 +67,8 @@ class InferRequest:
         self.batcher_start_ns = 0
         self.step: SequenceStep | None = None
         self.states: States | None = None
+        self.batch_key: object = None  # the dynamic batcher's: equal for requests that may share a batch
+        self.place: object = None  # the response order's: where its responses stand in line
         self.id = message.id
         self.correlation_id = message.correlation_id
         self.flags: RequestFlag = message.flags
@@ -141,11 +143,6 @@ class InferRequest:
         self.states = None
         self._inputs = self._own_inputs
         self.channel.count_now()
-
-    @cached_property
-    def batch_key(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """What two requests of one batch have in common: the inputs' names and shapes without the batch dimension."""
-        return tuple((name, tensor.shape[1:]) for name, tensor in self.inputs.items())
 
     def fail(self, error: TritonError, reason: FailureReason) -> None:
         """The host's way to end a request that it owns: an error response with FINAL, counted, then release."""

@@ -21,6 +21,7 @@ from llmbackend import __version__
 from llmbackend.waiting.timer import Timer
 
 from .backend_manager import BackendManager
+from .caching.cache_slot import CacheSlot
 from .conservation import BreachLog, breaches_of
 from .descriptions import EXTENSIONS, describe
 from .draining import cut, wait_until_drained
@@ -42,6 +43,7 @@ from .model import LoadedModel
 from .model_lifecycle import STOPPING
 from .model_loading import ModelLoader
 from .model_versions import UNLOADED, ModelState
+from .rate_limiter import RateLimiter
 from .reaper import Reaper
 from .shared_memory import SharedMemory
 
@@ -69,7 +71,15 @@ class InferenceServer:
         self._state_lock = threading.Lock()
         self._registry = CollectorRegistry(auto_describe=False)
         families = MetricFamilies(self._registry)
-        self._services = HostServices(Reaper(), Timer(), BreachLog(families), options.metrics, host=self)
+        self._services = HostServices(
+            Reaper(),
+            Timer(),
+            BreachLog(families),
+            options.metrics,
+            self,
+            CacheSlot(options.cache_config, self._registry),
+            RateLimiter(options.rate_limit, options.rate_limit_resources),
+        )
         self._shared_memory = SharedMemory(options.allow_client_shm)
         self._backends = BackendManager(
             options.backend_directory, options.backend_config, options.auto_complete_config, families
@@ -96,8 +106,8 @@ class InferenceServer:
         Raises TritonError when a startup model failed and options.exit_on_error; the server is stopped then.
         """
         self._state = ServerState.INITIALIZING
-        self._services.start()
         try:
+            self._services.start()
             self._repository.check()
             names = self._loader.startup_models()
         except TritonError:
@@ -282,6 +292,7 @@ class InferenceServer:
         left = {
             **self._loader.left_behind(),
             **self._shared_memory.left_behind(),
+            **self._services.rate_limiter.left_behind(),
             "actions for its reaper": self._services.reaper.backlog,
         }
         return found + breaches_of("the server", {**left, "timers without a model": timers})

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from .backend_api import ParameterValue, RequestFlag, ResponseFlag
 from .errors import TritonError
 from .metrics_options import MetricsOptions
+from .rate_limit_resources import RateLimitMode, RateLimitResource
 from .tensors import Place, RawTensor, SharedInput, Tensor
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ __all__ = [
     "ModelIndex",
     "ModelMetadata",
     "Place",
+    "RateLimitMode",
+    "RateLimitResource",
     "RawTensor",
     "RequestObserver",
     "ResponseCallback",
@@ -145,7 +148,7 @@ class ServerMetadata:
 class ServerOptions:
     """Options of the host, with Triton's names and defaults.
 
-    `backend_config` maps a backend's name ("" = every backend) to its settings.
+    `backend_config` maps a backend's name ("" = every backend) to its settings, `cache_config` a cache's.
     """
 
     model_repositories: Sequence[Path] = ()
@@ -161,6 +164,9 @@ class ServerOptions:
     auto_complete_config: bool = True
     allow_client_shm: bool = False
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    cache_config: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    rate_limit: RateLimitMode = "off"
+    rate_limit_resources: Sequence[RateLimitResource] = ()
 
 
 LoadParameters = Mapping[str, str | bytes]

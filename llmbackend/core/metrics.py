@@ -18,7 +18,8 @@ from .metrics_options import MetricsOptions
 from .model import LoadedModel
 from .statistics import FailureReason, Statistics
 
-Reader = Callable[[Statistics], float]
+Reader = Callable[[Statistics], float | None]
+"""None = a model without this metric; a family that no model has is not shown."""
 
 
 def _microseconds(ns: int) -> float:
@@ -75,6 +76,30 @@ MODEL_METRICS: tuple[tuple[str, str, str, Reader], ...] = (
         lambda statistics: _microseconds(statistics.compute.compute_output.ns),
     ),
     (
+        "nv_cache_num_hits_per_model",
+        "counter",
+        "Number of cache hits per model",
+        lambda statistics: statistics.cache_hit.count if statistics.is_cached else None,
+    ),
+    (
+        "nv_cache_hit_duration_per_model",
+        "counter",
+        "Total cache hit duration per model, in microseconds",
+        lambda statistics: _microseconds(statistics.cache_hit.ns) if statistics.is_cached else None,
+    ),
+    (
+        "nv_cache_num_misses_per_model",
+        "counter",
+        "Number of cache misses per model",
+        lambda statistics: statistics.cache_miss.count if statistics.is_cached else None,
+    ),
+    (
+        "nv_cache_miss_duration_per_model",
+        "counter",
+        "Total cache miss (insert+lookup) duration per model, in microseconds",
+        lambda statistics: _microseconds(statistics.cache_miss.ns) if statistics.is_cached else None,
+    ),
+    (
         "nv_inference_pending_request_count",
         "gauge",
         "Instantaneous number of pending requests awaiting execution per-model.",
@@ -121,8 +146,10 @@ class ModelMetrics:
         for name, kind, description, read in self._metrics:
             metric = Metric(name, description, kind)
             for model in models:
-                metric.add_sample(name, labels_of(model), read(model.statistics))
-            yield metric
+                if (value := read(model.statistics)) is not None:
+                    metric.add_sample(name, labels_of(model), value)
+            if metric.samples:
+                yield metric
             if name == "nv_inference_request_success":
                 yield _failures(models)
 

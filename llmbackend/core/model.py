@@ -8,6 +8,7 @@ every request in this model counts in `in_flight` until its last handle is gone.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from .backend_api import ExecutionPolicy, InstanceGroupKind
 from .backend_manager import LoadedBackend
+from .batch_strategy import BatchStrategy, load_strategy
 from .errors import ErrorCode, TritonError, unsupported
 from .host_services import HostServices
 from .in_flight import InFlight
@@ -80,6 +82,7 @@ class LoadedModel(InnerDoor):
         self._initializing = False
         self._threads: list[InstanceThread] = []
         self._scheduler: Scheduler | None = None
+        self._strategy: BatchStrategy | None = None
         self._validator: RequestValidator | None = None
         self._responses: Responses | None = None
 
@@ -111,6 +114,7 @@ class LoadedModel(InnerDoor):
             self.latencies = Latencies(self._config, self._services.metrics)
             self.statistics.summary = self.latencies.summary
             self._responses = Responses(self._config, self.directory, self.latencies.first_response)
+            self._strategy = load_strategy(self)
             self.instances = list(self._new_instances())
             self._initialize_instances(attributes.parallel_instance_loading)
             self._start_serving()
@@ -164,7 +168,7 @@ class LoadedModel(InnerDoor):
         """Counts that are 0 whenever no request is in flight."""
         return {
             "requests pending in its statistics": self.statistics.pending_count,
-            "requests in its queue": len(self._scheduler) if self._scheduler is not None else 0,
+            **(self._scheduler.left_behind() if self._scheduler is not None else {}),
             "requests in its registry": len(self.live),
             "request ids in its registry": self.live.id_count,
         }
@@ -180,8 +184,13 @@ class LoadedModel(InnerDoor):
         self._readiness.close()
         if self._scheduler is not None:
             self._scheduler.stop()
+        for instance in self.instances:
+            self._services.rate_limiter.unregister(instance)
         for thread in self._threads:
             thread.join()
+        if self._strategy is not None:
+            self._strategy.finalize()
+            self._strategy = None
         for instance in self.instances:
             instance.finalize()
         self.instances = []
@@ -207,7 +216,7 @@ class LoadedModel(InnerDoor):
             for index in range(group.count * len(devices)):
                 name = f"{group.name}_{index}"
                 device_id = devices[index // group.count]
-                instances.append(LoadedInstance(self, name, kind, device_id, group.passive))
+                instances.append(LoadedInstance(self, name, kind, device_id, group))
         return instances
 
     def _initialize_instances(self, parallel: bool) -> None:
@@ -223,11 +232,15 @@ class LoadedModel(InnerDoor):
 
     def _start_serving(self) -> None:
         self._validator = RequestValidator(self._config)
-        self._scheduler = new_scheduler(self._config, self, self.directory, self._services.timer, self._services.host)
         samples = warmup_samples(self._config, self.directory, self._validator)
-        for instances in self._thread_groups():
+        limiter = self._services.rate_limiter
+        groups = self._thread_groups()
+        for instance in itertools.chain(*groups):
+            limiter.register(instance)
+        self._scheduler = new_scheduler(self._config, self, self.directory, self._services, self._strategy)
+        for instances in groups:
             source = self._scheduler.source(instances[0].name)
-            thread = InstanceThread(instances, source, partial(warm_up, samples))
+            thread = InstanceThread(instances, limiter.source(instances, source), partial(warm_up, samples))
             thread.start()
             self._threads.append(thread)
         for thread in self._threads:

@@ -22,6 +22,7 @@ from tritonclient.grpc.model_config_pb2 import (
     ModelQueuePolicy,
 )
 
+from .batching_rules import validate_batch_io, validate_response_cache
 from .ensemble_rules import is_ensemble, validate_scheduling
 from .errors import invalid_argument
 from .reshape import validate_reshape
@@ -53,12 +54,14 @@ def validate_config(config: ModelConfig) -> None:
     _validate_paths(config)
     _validate_dynamic_batching(config)
     validate_sequence_batching(config)
+    validate_response_cache(config)
     for group in config.instance_group:
         _validate_group(name, group)
     count = sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group)
     if count > MOST_INSTANCES:
         raise invalid_argument(f"model '{name}' asks for {count} instances, expected at most {MOST_INSTANCES}")
     validate_tensors(config)
+    validate_batch_io(config)
 
 
 def _validate_enums(model: str, message: Message) -> None:
@@ -155,14 +158,7 @@ def _validate_group(model: str, group: ModelInstanceGroup) -> None:
 
 def warn_of_ignored_fields(config: ModelConfig) -> None:
     """One WARNING for each configured field that this host serves without."""
-    batching = config.dynamic_batching
     ignored = {
-        "response_cache": config.response_cache.enable,
-        "instance_group.rate_limiter": any(group.HasField("rate_limiter") for group in config.instance_group),
-        "batch_input": bool(config.batch_input),
-        "batch_output": bool(config.batch_output),
-        "input.allow_ragged_batch": any(tensor.allow_ragged_batch for tensor in config.input),
-        "dynamic_batching.preserve_ordering": batching.preserve_ordering,
         "model_repository_agents": bool(config.model_repository_agents.agents),
         "model_operations": bool(config.model_operations.op_library_filename),
     }

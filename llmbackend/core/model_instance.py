@@ -15,10 +15,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
+
 from .backend_api import InstanceGroupKind, Request, ResponseFactory
 from .errors import ErrorCode, TritonError, invalid_argument
 from .infer_request import InferRequest, InferResponseFactory
-from .scheduling.scheduler import BatchSource
+from .scheduling.scheduler import Batches
 from .statistics import FailureReason, PhaseTimes
 
 if TYPE_CHECKING:
@@ -31,14 +33,15 @@ class LoadedInstance:
     """An instance as the backend sees it (backend_api.ModelInstance)."""
 
     def __init__(
-        self, model: LoadedModel, name: str, kind: InstanceGroupKind, device_id: int, is_passive: bool
+        self, model: LoadedModel, name: str, kind: InstanceGroupKind, device_id: int, group: ModelInstanceGroup
     ) -> None:
         self.state: Any = None
         self.model = model
         self.name = name
         self.kind = kind
         self.device_id = device_id
-        self.is_passive = is_passive
+        self.is_passive = group.passive
+        self.rate_limiter = group.rate_limiter
         self._entry_points = model.backend.entry_points
 
     def initialize(self) -> None:
@@ -123,12 +126,12 @@ class InstanceThread:
     def __init__(
         self,
         instances: Sequence[LoadedInstance],
-        source: BatchSource,
+        batches: Batches,
         warm_up: Callable[[LoadedInstance], None] = lambda instance: None,
     ) -> None:
         self.warmed_up: Future[None] = Future()
         self._thread = threading.Thread(
-            target=partial(_live, instances, source, warm_up, self.warmed_up), name=instances[0].name
+            target=partial(_live, instances, batches, warm_up, self.warmed_up), name=instances[0].name
         )
         self._thread.daemon = True  # a backend that hangs in Execute must not keep a stopped process alive
 
@@ -141,7 +144,7 @@ class InstanceThread:
 
 def _live(
     instances: Sequence[LoadedInstance],
-    source: BatchSource,
+    batches: Batches,
     warm_up: Callable[[LoadedInstance], None],
     warmed_up: Future[None],
 ) -> None:
@@ -151,12 +154,12 @@ def _live(
         warmed_up.set_result(None)
     except BaseException as error:
         warmed_up.set_exception(error)
-    _serve(instances, source)
+    _serve(instances, batches)
 
 
-def _serve(instances: Sequence[LoadedInstance], source: BatchSource) -> None:
+def _serve(instances: Sequence[LoadedInstance], batches: Batches) -> None:
     for instance in itertools.cycle(instances):
-        batch = source.next_batch()
+        batch = batches.next_batch()
         if batch is None:
             return
         try:

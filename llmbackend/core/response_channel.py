@@ -17,7 +17,7 @@ from typing import Protocol
 
 from .backend_api import ResponseFlag
 from .errors import TritonError, internal, request_tag
-from .messages import InferenceRequest, InferenceResponse
+from .messages import InferenceRequest, InferenceResponse, ResponseCallback
 from .reaper import Reaper
 from .statistics import Statistics
 
@@ -88,6 +88,13 @@ class ResponseChannel:
         self.owner.request_done(self)
         if self.observer is not None:
             self.observer.done()
+
+    def intercept(self, wrap: Callable[[ResponseCallback], ResponseCallback]) -> bool:
+        """Puts a callback of the host between the responses and the client's; False when FINAL went before."""
+        with self._lock:
+            if not self._final_ns:
+                self._callback = wrap(self._callback)
+            return not self._final_ns
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> bool:
         """Calls the client's callback; False when FINAL went before (logged, nothing delivered)."""

@@ -83,6 +83,9 @@ class Statistics:
         self.success = Duration()
         self.fail = Duration()
         self.queue = Duration()
+        self.is_cached = False  # whether a response cache is asked before the queue
+        self.cache_hit = Duration()
+        self.cache_miss = Duration()
         self.compute = ComputeTimes()
         self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
         self._batches: dict[int, ComputeTimes] = {}
@@ -104,6 +107,19 @@ class Statistics:
             begins = (0, 0, *times_ns[:3])
             ends = (duration_ns, queue_ns, *times_ns[1:])
             self.summary.observe(tuple((end - begin) // 1000 for begin, end in zip(begins, ends, strict=True)))
+
+    def record_cache_hit(self, duration_ns: int, lookup_ns: int) -> None:
+        """A success without an inference."""
+        with self._lock:
+            self.success.add(duration_ns)
+            self.queue.add(0)
+            self.cache_hit.add(lookup_ns)
+
+    def record_cache_miss(self, lookup_ns: int, insertion_ns: int) -> None:
+        """Of a request that was answered, and counted as a success before its response was stored."""
+        with self._lock:
+            self.success.ns += insertion_ns
+            self.cache_miss.add(lookup_ns + insertion_ns)
 
     def record_failure(self, duration_ns: int, reason: FailureReason) -> None:
         with self._lock:
@@ -142,8 +158,8 @@ class Statistics:
             self.fail.write(totals.fail)
             self.queue.write(totals.queue)
             _write_compute(self.compute, totals)
-            Duration().write(totals.cache_hit)
-            Duration().write(totals.cache_miss)
+            self.cache_hit.write(totals.cache_hit)
+            self.cache_miss.write(totals.cache_miss)
             for batch_size, times in sorted(self._batches.items()):
                 _write_compute(times, message.batch_stats.add(batch_size=batch_size))
             for index, response in sorted(self._responses.items()):

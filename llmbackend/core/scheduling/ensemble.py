@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -65,11 +66,10 @@ class EnsembleScheduler:
         run.start()
 
     def source(self, instance: str) -> BatchSource:
-        return self
+        raise AssertionError("an ensemble has no instances")
 
-    def next_batch(self) -> list[InferRequest] | None:
-        """None: an ensemble has no instance that could ask."""
-        return None
+    def left_behind(self) -> Mapping[str, int]:
+        return {"requests in its flow": len(self)}
 
     def stop(self) -> None:
         self._stopped = True

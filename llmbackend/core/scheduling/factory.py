@@ -1,37 +1,68 @@
 """Which scheduler a model's configuration asks for.
 
-For: Model. Does not know: what a scheduler does. Invariant: one scheduler per model version; its sources are asked for
-by instance.
+For: Model. Does not know: what a scheduler does. Invariants: one scheduler per model version, its sources are asked for
+by instance; what a client meets first is outermost: the order of responses, then the response cache, then the queue.
+Source: SetConfiguredScheduler in Triton's backend_model.cc.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.inner_door import ModelHost
+from llmbackend.core.batch_strategy import BatchStrategy
+from llmbackend.core.host_services import HostServices
 from llmbackend.core.response_channel import ChannelOwner
+from llmbackend.core.statistics import Statistics
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Timer
 
+from .caching_scheduler import CachingScheduler
 from .dynamic_batcher import DynamicBatcher
 from .ensemble import EnsembleScheduler
 from .request_queue import RequestQueue
+from .response_order import ResponseOrder
 from .scheduler import Scheduler
 from .sequence_batcher import SequenceBatcher
 
+log = logging.getLogger(__name__)
+
 
 def new_scheduler(
-    config: ModelConfig, model: ChannelOwner, model_directory: Path, timer: Timer, host: ModelHost
+    config: ModelConfig,
+    model: ChannelOwner,
+    model_directory: Path,
+    services: HostServices,
+    strategy: BatchStrategy | None = None,
 ) -> Scheduler:
     """Raises TritonError INVALID_ARG for a configuration that only the scheduler finds wrong."""
+    scheduler: Scheduler
     if config.HasField("ensemble_scheduling"):
-        return EnsembleScheduler(config, host)
-    if config.HasField("sequence_batching"):
-        return SequenceBatcher(config, model, model_directory, timer)
-    if config.HasField("dynamic_batching"):
-        if config.max_batch_size > 1:
-            return DynamicBatcher(config, model.statistics, timer)
-        return RequestQueue(QueuePolicies.of(config.dynamic_batching), model.statistics, timer)
-    return RequestQueue(QueuePolicies(), model.statistics, timer)
+        scheduler = EnsembleScheduler(config, services.host)
+    elif config.HasField("sequence_batching"):
+        scheduler = SequenceBatcher(config, model, model_directory, services.timer)
+    else:
+        scheduler = _queue(config, model.statistics, services.timer, strategy)
+    if config.response_cache.enable:
+        scheduler = _with_cache(scheduler, model, services)
+    if config.dynamic_batching.preserve_ordering:
+        scheduler = ResponseOrder(scheduler)
+    return scheduler
+
+
+def _queue(config: ModelConfig, statistics: Statistics, timer: Timer, strategy: BatchStrategy | None) -> RequestQueue:
+    if not config.HasField("dynamic_batching"):
+        return RequestQueue(QueuePolicies(), statistics, timer)
+    if config.max_batch_size > 1:
+        return DynamicBatcher(config, statistics, timer, strategy)
+    return RequestQueue(QueuePolicies.of(config.dynamic_batching), statistics, timer)
+
+
+def _with_cache(scheduler: Scheduler, model: ChannelOwner, services: HostServices) -> Scheduler:
+    cache = services.caches.current
+    if cache is None:
+        log.warning("model '%s' has 'response_cache', but the server has none (--cache-config)", model.name)
+        return scheduler
+    return CachingScheduler(scheduler, cache, model)

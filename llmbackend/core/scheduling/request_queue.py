@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 
 from llmbackend.core.errors import TritonError, cancelled, request_tag, unavailable
@@ -70,21 +71,22 @@ class RequestQueue:
 
     def next_batch(self) -> list[InferRequest] | None:
         """Blocks until there is a batch for the calling instance; None when stopped and empty."""
-        while True:
-            with self._changed:
-                expired = self._queue.take_expired(time.monotonic_ns())
-                batch, wait_s = self._form_batch() if self._queue else ([], None)
-                if not expired and not batch:
-                    if self._stopped and not self._queue:
-                        return None
-                    self._changed.wait(wait_s)
-                elif self._queue:
-                    self._changed.notify()  # what is left is for another instance, which may sleep without a timeout
-            self._reject(expired)
-            for request in batch:
-                self._leave(request)
-            if batch:
-                return batch
+        return self._await_batch(take=True)
+
+    def wait_for_batch(self) -> bool:
+        """Blocks until `take_batch` would have one; False when stopped and empty."""
+        return self._await_batch(take=False) is not None
+
+    def take_batch(self) -> list[InferRequest]:
+        """The batch that is ready now; empty when there is none (any more)."""
+        with self._changed:
+            count, _ = self._ready_count() if self._queue else (0, None)
+            batch = self._pop(count)
+            if self._queue:
+                self._changed.notify()
+        for request in batch:
+            self._leave(request)
+        return batch
 
     def stop(self) -> None:
         """Refuses new requests; `next_batch` returns None once the queue is empty."""
@@ -93,9 +95,35 @@ class RequestQueue:
             self._changed.notify_all()
         self._timer.clear(self._expire)
 
-    def _form_batch(self) -> tuple[list[InferRequest], float | None]:
-        """Takes the next batch from the non-empty queue, or says how many seconds to wait for more. Holds the lock."""
-        return [self._queue.pop_first()], None
+    def left_behind(self) -> Mapping[str, int]:
+        return {"requests in its queue": len(self)}
+
+    def _await_batch(self, take: bool) -> list[InferRequest] | None:
+        """Waits until a batch is ready and gives it, or, unless `take`, an empty list; None when stopped and empty."""
+        while True:
+            with self._changed:
+                expired = self._queue.take_expired(time.monotonic_ns())
+                count, wait_s = self._ready_count() if self._queue else (0, None)
+                batch = self._pop(count) if take else []
+                if not expired and not count:
+                    if self._stopped and not self._queue:
+                        return None
+                    self._changed.wait(wait_s)
+                elif self._queue:
+                    self._changed.notify()  # what is left is for another instance, which may sleep without a timeout
+            self._reject(expired)
+            for request in batch:
+                self._leave(request)
+            if count:
+                return batch
+
+    def _pop(self, count: int) -> list[InferRequest]:
+        return [self._queue.pop_first() for _ in range(count)]
+
+    def _ready_count(self) -> tuple[int, float | None]:
+        """How many requests of the non-empty queue make the next batch, or 0 and the seconds to wait for more. Holds
+        the lock."""
+        return 1, None
 
     def _set_alarm(self) -> None:
         """One alarm for the earliest deadline; a later one is set when it rings. Holds the lock."""

@@ -1,22 +1,53 @@
 """What instance threads and a model need of a scheduler.
 
 For: every scheduler, Model, InstanceThread. Does not know: how requests are ordered. Invariant: a request that was
-enqueued either comes out of a source's `next_batch` once, or was completed with an error. (With iterative sequences a
-backend may give it back, and it comes out again.)
+enqueued either comes out of a source once, or was completed. (With iterative sequences a backend may give it back, and
+it comes out again.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from llmbackend.core.infer_request import InferRequest
 
 
-class BatchSource(Protocol):
-    """Where the thread of an instance takes its batches."""
+class Batches(Protocol):
+    """What the thread of an instance executes."""
 
     def next_batch(self) -> list[InferRequest] | None:
         """Blocks until there is a batch for the calling instance; None when stopped and empty."""
+
+
+class BatchSource(Batches, Protocol):
+    """Where an instance's batches come from: at once, or, where something else is needed before the batch may leave the
+    queue (the rate limiter's resources), in two steps."""
+
+    def wait_for_batch(self) -> bool:
+        """Blocks until `take_batch` would have one; False when stopped and empty."""
+
+    def take_batch(self) -> list[InferRequest]:
+        """The batch that is ready now; empty when there is none (any more)."""
+
+
+class TakenFirst:
+    """The source of one instance whose batches can not be looked at before they are taken: it waits with one in hand."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._taken: list[InferRequest] = []
+
+    def next_batch(self) -> list[InferRequest] | None:
+        return self._batches.next_batch()
+
+    def wait_for_batch(self) -> bool:
+        self._taken = self._taken or self._batches.next_batch() or []
+        return bool(self._taken)
+
+    def take_batch(self) -> list[InferRequest]:
+        taken, self._taken = self._taken, []
+        return taken
 
 
 class Scheduler(Protocol):
@@ -31,3 +62,28 @@ class Scheduler(Protocol):
 
     def stop(self) -> None:
         """Refuses new requests; every source's `next_batch` returns None once its queue is empty."""
+
+    def left_behind(self) -> Mapping[str, int]:
+        """Counts that are 0 whenever no request is in flight."""
+
+
+class SchedulerShell:
+    """A scheduler around another: everything is the inner one's, but for what a subclass adds."""
+
+    def __init__(self, inner: Scheduler) -> None:
+        self._inner = inner
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def enqueue(self, request: InferRequest) -> None:
+        self._inner.enqueue(request)
+
+    def source(self, instance: str) -> BatchSource:
+        return self._inner.source(instance)
+
+    def stop(self) -> None:
+        self._inner.stop()
+
+    def left_behind(self) -> Mapping[str, int]:
+        return self._inner.left_behind()

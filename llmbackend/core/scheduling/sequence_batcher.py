@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from llmbackend.waiting.timer import Timer
 
 from .iterative import IterativeSequencer, Sequencer
 from .null_request import NullOwner
-from .scheduler import BatchSource
+from .scheduler import BatchSource, TakenFirst
 from .sequence import Sequence, SequenceKey
 from .sequence_controls import SequenceControls
 from .sequence_direct import SequenceDirect
@@ -78,7 +78,10 @@ class SequenceBatcher:
         lane = self._new_lane()
         with self.locked():
             self._feed(self._table.add_lane(lane, time.monotonic_ns()))
-        return lane
+        return TakenFirst(lane)
+
+    def left_behind(self) -> Mapping[str, int]:
+        return {"requests in its queue": len(self)}
 
     def stop(self) -> None:
         """Refuses new sequences; the instances get no more batches once their queues are empty."""

@@ -17,6 +17,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from llmbackend.core.infer_request import InferRequest
 from llmbackend.waiting.timer import LONGEST_SLEEP_S
 
+from .equal_inputs import EqualInputs
 from .null_request import NullOwner, null_request
 from .sequence import Sequence
 from .sequence_controls import SequenceControls
@@ -42,6 +43,7 @@ class SequenceDirect(SequenceLane):
         self._max_delay_ns: int = direct.max_queue_delay_microseconds * 1000
         # A float of 32 bits: 0.1 of ten slots is one, not a little more.
         self._enough = math.ceil(direct.minimum_slot_utilization * max(config.max_batch_size, 1) - 1e-6)
+        self._equal_inputs = EqualInputs(config)
         self._owner = owner
         self._controls = controls
         self._states = states
@@ -81,10 +83,10 @@ class SequenceDirect(SequenceLane):
     def _batch(self, ready: Ready) -> list[InferRequest]:
         """The first ready sequence decides on the shapes. A slot is given on only after the whole batch was taken, so
         that the next sequence in it does not get into this batch."""
-        shapes = next(iter(ready.values())).waiting[0].batch_key
+        shapes = self._equal_inputs.key(next(iter(ready.values())).waiting[0])
         taken: dict[int, InferRequest] = {}
         for slot, sequence in ready.items():
-            if sequence.waiting[0].batch_key == shapes:
+            if self._equal_inputs.key(sequence.waiting[0]) == shapes:
                 taken[slot] = self._owner.take(sequence, is_tracked=False)
                 self._owner.hand_out(sequence, taken[slot])
         for slot in taken:

@@ -18,6 +18,8 @@ from llmbackend.core.statistics import FailureReason, Statistics
 from llmbackend.waiting.timer import Timer
 
 from .dynamic_batcher import DynamicBatcher
+from .response_order import ResponseOrder
+from .scheduler import Scheduler
 from .sequence import Sequence
 from .sequence_lane import LaneOwner, SequenceLane
 from .sequence_step import step_of
@@ -27,7 +29,10 @@ class SequenceOldest(SequenceLane):
     def __init__(self, config: ModelConfig, owner: LaneOwner, statistics: Statistics, timer: Timer) -> None:
         super().__init__(config.sequence_batching.oldest.max_candidate_sequences or max(config.max_batch_size, 1))
         self._owner = owner
-        self._batcher = DynamicBatcher(_as_dynamic_batching(config), statistics, timer)
+        batcher = DynamicBatcher(_as_dynamic_batching(config), statistics, timer)
+        is_ordered = config.sequence_batching.oldest.preserve_ordering
+        self._batcher: Scheduler = ResponseOrder(batcher) if is_ordered else batcher
+        self._batches = self._batcher.source("")
 
     def feed(self, sequence: Sequence) -> None:
         if sequence.waiting and not sequence.running:
@@ -38,7 +43,7 @@ class SequenceOldest(SequenceLane):
         self._batcher.stop()
 
     def next_batch(self) -> list[InferRequest] | None:
-        batch = self._batcher.next_batch()
+        batch = self._batches.next_batch()
         for request in batch or ():
             self._owner.hand_out(step_of(request).sequence, request)
         return batch
@@ -57,5 +62,4 @@ def _as_dynamic_batching(config: ModelConfig) -> ModelConfig:
     batching.CopyFrom(config)
     batching.dynamic_batching.preferred_batch_size.extend(oldest.preferred_batch_size)
     batching.dynamic_batching.max_queue_delay_microseconds = oldest.max_queue_delay_microseconds
-    batching.dynamic_batching.preserve_ordering = oldest.preserve_ordering
     return batching

@@ -22,6 +22,7 @@ _VARYING = (
     (re.compile(r"(cancelled id=\w+ at )\d+"), r"\g<1><n>"),
     (re.compile(r"^(\w+_duration_us\{.*\} )\d+", re.MULTILINE), r"\g<1><us>"),
     (re.compile(r"^(\w+_duration_secs\{.*\} )[\d.e-]+$", re.MULTILINE), r"\g<1><s>"),
+    (re.compile(r"^(nv_cache_\w*duration\w*(?:\{.*\})? )\d+", re.MULTILINE), r"\g<1><us>"),
     (re.compile(r"^(nv_cpu_\w+ )[\d.]+$", re.MULTILINE), r"\g<1><now>"),
     (re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w.]+:\d+\]"), "<time, process and source line>"),
     (re.compile(r" \d+\.\d{6}s\b"), " <s>"),

@@ -50,10 +50,13 @@ def _explicit(repositories: Iterable[str], models: Iterable[str]) -> tuple[str, 
 GROUPS = (
     Group(
         "a",
-        _explicit(["repo"], ["identity", "multi", "llm", "textid", "cached"]),
+        (
+            *_explicit(["repo"], ["identity", "multi", "llm", "textid", "cached"]),
+            *("--cache-config", "local,size=1048576"),
+        ),
         (
             *("01", "02", "03", "04", "05", "06", "07", "08", "11", "12", "13"),
-            *("20", "21", "22", "23", "24", "30", "31", "32", "33", "34", "40", "42", "43", "09", "10"),
+            *("20", "21", "22", "23", "24", "30", "31", "32", "33", "34", "40", "42", "43", "44", "09", "10"),
         ),
     ),
     Group(

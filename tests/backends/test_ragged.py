@@ -1,0 +1,108 @@
+"""Ragged batches as a backend builds them: allow_ragged_batch, batch_input, batch_output."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+
+from core_host import STAGE, Repository, eventually, send, serving
+
+from llmbackend.backends.ragged import batch_inputs, ragged_input, scattered_output
+from llmbackend.core.backend_api import Tensor
+from llmbackend.core.errors import TritonError
+from llmbackend.core.model_config import parse_text
+
+# A "model" that takes all rows of a batch as one vector: Y = X * 2, cut back by the shapes of X.
+RAGGED_BACKEND = """
+from core_host import STAGE
+from llmbackend.backends.ragged import batch_inputs, ragged_input, scattered_output
+from llmbackend.core.backend_api import ResponseFlag, Tensor
+
+def TRITONBACKEND_ModelInstanceExecute(instance, requests):
+    STAGE.note(",".join(request.id for request in requests))
+    STAGE.wait("go")
+    config = instance.model.config
+    joined = ragged_input(requests, "X")
+    STAGE.kept.append({tensor.name: tensor.data.tolist() for tensor in batch_inputs(config, requests)})
+    for request, part in zip(requests, scattered_output(config, "Y", joined.data * 2, requests)):
+        response = request.new_response()
+        response.add_output(Tensor.of("Y", part))
+        response.send(ResponseFlag.FINAL)
+        request.release()
+"""
+IO = """
+input [ { name: "X" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true } ]
+output [ { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] } ]
+"""
+BATCH_IO = """
+batch_input [
+  { kind: BATCH_ELEMENT_COUNT target_name: "count" data_type: TYPE_INT32 source_input: "X" },
+  { kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: "ends" data_type: TYPE_FP32 source_input: "X" },
+  { kind: BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO target_name: "bounds" data_type: TYPE_INT32 source_input: "X" },
+  { kind: BATCH_MAX_ELEMENT_COUNT_AS_SHAPE target_name: "longest" data_type: TYPE_FP32 source_input: "X" },
+  { kind: BATCH_ITEM_SHAPE target_name: "shapes" data_type: TYPE_INT32 source_input: "X" },
+  { kind: BATCH_ITEM_SHAPE_FLATTEN target_name: "flat_shapes" data_type: TYPE_INT32 source_input: "X" }
+]
+batch_output [ { target_name: "Y" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_input: "X" } ]
+"""
+
+
+class FakeRequest:
+    def __init__(self, *shape: int) -> None:
+        self.inputs = {"X": Tensor.of("X", np.arange(np.prod(shape), dtype=np.float32).reshape(shape))}
+
+
+def told(*shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    config = parse_text(f'name: "m" max_batch_size: 8 {IO} {BATCH_IO}', "test")
+    return {tensor.name: tensor for tensor in batch_inputs(config, [FakeRequest(*shape) for shape in shapes])}  # type: ignore[misc]
+
+
+def test_batch_inputs_tell_the_model_where_each_request_is() -> None:
+    found = told((1, 3), (2, 2), (1, 1))
+    assert found["count"].data.tolist() == [3, 4, 1] and found["count"].datatype == "INT32"
+    assert found["ends"].data.tolist() == [3, 7, 8] and found["ends"].datatype == "FP32"
+    assert found["bounds"].data.tolist() == [0, 3, 7, 8]
+    assert found["longest"].shape == (4,)
+    assert found["shapes"].data.tolist() == [[3], [2], [2], [1]]  # one row per item
+    assert found["flat_shapes"].data.tolist() == [3, 2, 2, 1]
+
+
+def test_item_shapes_have_a_column_per_dimension() -> None:
+    found = told((1, 3, 5), (2, 2, 4))
+    assert found["shapes"].data.tolist() == [[3, 5], [2, 4], [2, 4]]
+    assert found["flat_shapes"].shape == (6,)
+
+
+def test_a_model_that_gives_the_wrong_number_of_elements_is_an_error() -> None:
+    config = parse_text(f'name: "m" max_batch_size: 8 {IO} {BATCH_IO}', "test")
+    requests = [FakeRequest(1, 3), FakeRequest(1, 2)]
+    joined = ragged_input(requests, "X").data  # type: ignore[arg-type]
+    parts = scattered_output(config, "Y", joined, requests)  # type: ignore[arg-type]
+    assert [part.shape for part in parts] == [(1, 3), (1, 2)]
+    with pytest.raises(TritonError, match="batch output 'Y' has 4 elements, expected 5"):
+        scattered_output(config, "Y", joined[:-1], requests)  # type: ignore[arg-type]
+
+
+def test_requests_of_unequal_length_are_one_ragged_batch(tmp_path: Path) -> None:
+    STAGE.clear()
+    repository = Repository(tmp_path)
+    repository.backend("ragged", RAGGED_BACKEND)
+    repository.model("m", "ragged", "max_batch_size: 8\ndynamic_batching {}\n" + BATCH_IO, io=IO)
+    with serving(repository, "m") as server:
+        lengths = {"0": 1, "1": 3, "2": 2}
+        tensors = {name: np.arange(length, dtype=np.float32).reshape(1, -1) for name, length in lengths.items()}
+        clients = {}
+        for name, data in tensors.items():
+            clients[name] = send(server, "m", Tensor.of("X", data), id=name)
+            eventually(lambda: STAGE.events)
+        STAGE.open("go")
+        for name, client in clients.items():
+            (response,) = client.responses()
+            assert np.array_equal(response.outputs[0].data, tensors[name] * 2)
+        assert STAGE.events == ["0", "1,2"]
+        assert STAGE.kept[1]["bounds"] == [0, 3, 5]
