@@ -32,7 +32,8 @@ class BatchSource(Batches, Protocol):
 
 
 class TakenFirst:
-    """The source of one instance whose batches can not be looked at before they are taken: it waits with one in hand."""
+    """The source of one instance whose batches can not be looked at before they are taken: it waits with one in
+    hand."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
