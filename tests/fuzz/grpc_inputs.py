@@ -15,6 +15,8 @@ from .http_inputs import DECOUPLED, WHOLE
 from .inputs import mutated_bytes
 
 STREAM = "ModelStreamInfer"
+SHARED_MEMORY_KEY = "/llmbackend_fuzz"
+"""A region that grpc_target makes: a text, and room for an answer."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,19 @@ def _raw_infer(model: str) -> Any:
     return request
 
 
+def _shared_infer(model: str) -> Any:
+    """Text in one region, output to another; both may not be there."""
+    request = pb.ModelInferRequest(model_name=model, id="7")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    request.outputs.add(name="text_output")
+    for tensor, size in ((request.inputs[0], 9), (request.outputs[0], 4096)):
+        tensor.parameters["shared_memory_region"].string_param = "x"
+        tensor.parameters["shared_memory_byte_size"].int64_param = size
+    request.outputs.add(name="finish_reason").parameters["classification"].int64_param = 1
+    request.parameters["max_tokens"].int64_param = 2
+    return request
+
+
 def _load() -> Any:
     request = pb.RepositoryModelLoadRequest(model_name="scratch")
     request.parameters["config"].string_param = '{"backend": "llm"}'
@@ -63,10 +78,14 @@ _EXAMPLES: dict[str, list[Any]] = {
     "RepositoryIndex": [pb.RepositoryIndexRequest(ready=True)],
     "RepositoryModelLoad": [_load()],
     "RepositoryModelUnload": [pb.RepositoryModelUnloadRequest(model_name="scratch")],
-    "ModelInfer": [_infer(WHOLE), _raw_infer(WHOLE), _infer(DECOUPLED)],
-    STREAM: [_infer(DECOUPLED), _raw_infer(DECOUPLED), _infer(WHOLE), _raw_infer(WHOLE)],
+    "ModelInfer": [_infer(WHOLE), _raw_infer(WHOLE), _infer(DECOUPLED), _shared_infer(WHOLE)],
+    STREAM: [_infer(DECOUPLED), _raw_infer(DECOUPLED), _infer(WHOLE), _raw_infer(WHOLE), _shared_infer(DECOUPLED)],
     "SystemSharedMemoryStatus": [pb.SystemSharedMemoryStatusRequest(name="x")],
-    "SystemSharedMemoryRegister": [pb.SystemSharedMemoryRegisterRequest(name="x", key="k", byte_size=4)],
+    "SystemSharedMemoryRegister": [
+        pb.SystemSharedMemoryRegisterRequest(name="x", key="k", byte_size=4),
+        pb.SystemSharedMemoryRegisterRequest(name="x", key=SHARED_MEMORY_KEY, byte_size=8192),
+    ],
+    "SystemSharedMemoryUnregister": [pb.SystemSharedMemoryUnregisterRequest(name="x")],
     "CudaSharedMemoryRegister": [pb.CudaSharedMemoryRegisterRequest(name="x", raw_handle=b"h")],
     "TraceSetting": [pb.TraceSettingRequest(model_name=DECOUPLED)],
     "LogSettings": [pb.LogSettingsRequest()],

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from llmbackend.frontends.grpc_errors import INTERNAL_ERROR
 
-from .grpc_inputs import STREAM, GrpcInput
+from .grpc_inputs import SHARED_MEMORY_KEY, STREAM, GrpcInput
 from .tally import Finding
 from .victim import HANG_S, Victim
 
@@ -26,9 +27,12 @@ class GrpcTarget:
     def __init__(self, victim: Victim) -> None:
         self._victim = victim
         self._channel = grpc.insecure_channel(victim.address.grpc)
+        self._region = Path(f"/dev/shm{SHARED_MEMORY_KEY}")
+        self._region.write_bytes(b"\5\0\0\0hello".ljust(8192, b"\0"))
 
     def close(self) -> None:
         self._channel.close()
+        self._region.unlink()
 
     def __call__(self, given: GrpcInput) -> None:
         try:
