@@ -525,3 +525,51 @@ return [pb_utils.InferenceResponse([pb_utils.Tensor(t.name().replace("I_", "O_")
     for tensor in inputs:
         output = outputs[tensor.name.replace("I_", "O_")]
         assert output.datatype == tensor.datatype and np.array_equal(output.data, tensor.data)
+
+
+ITERATIVE_CONFIG = """
+backend: "python"
+max_batch_size: 4
+input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]
+output [ { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]
+sequence_batching { iterative_sequence: true max_sequence_idle_microseconds: 60000000 STRATEGY }
+"""
+# Counts each request down to 0, one execute at a time. Slots without a request get a null request, which has no id.
+ITERATIVE = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.left = {}
+
+    def execute(self, requests):
+        responses = [self.step(r) for r in requests]
+        return None if DECOUPLED else responses
+
+    def step(self, r):
+        left = self.left.pop(r.request_id(), int(r.inputs()[0].as_numpy()[0, 0])) - 1 if r.request_id() else 0
+        response = pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([[left]], dtype=np.int32))])
+        if left:
+            self.left[r.request_id()] = left
+            r.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+        if DECOUPLED:
+            final = 0 if left else pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            r.get_response_sender().send(response, flags=final)
+        return None if left else response
+"""
+
+
+@pytest.mark.parametrize("strategy", ["", "oldest { max_candidate_sequences: 4 }"])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_rescheduled_request_comes_back_until_it_is_done(host: Host, decoupled: bool, strategy: str) -> None:
+    config = ITERATIVE_CONFIG.replace("STRATEGY", strategy)
+    config += f"model_transaction_policy {{ decoupled: {str(decoupled).lower()} }}\n"
+    host.load("m", config, f"DECOUPLED = {decoupled}\n{ITERATIVE}")
+    answers = {
+        count: host.infer("m", [Tensor.of("IN", np.array([[count]], dtype=np.int32))], request_id=str(count))
+        for count in (3, 1, 5, 2)
+    }
+    for count, answer in answers.items():
+        found = [values(response)["OUT"] for response in answer.all()]
+        assert found == ([[[left]] for left in reversed(range(count))] if decoupled else [[[0]]])
