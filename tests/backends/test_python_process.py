@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 from python_host import ANSWER_TIMEOUT_S, Host, write_model
@@ -103,13 +104,6 @@ def eventually(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < give_up_s, "it did not happen"
         time.sleep(0.01)
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
-    made = Host(tmp_path / "repo")
-    yield made
-    assert made.server.stop(10.0)
 
 
 def test_instances_run_in_processes_of_their_own(host: Host) -> None:
@@ -255,6 +249,7 @@ return [pb_utils.InferenceResponse([pb_utils.Tensor("R", r.inputs()[0].as_numpy(
 HOST_PROGRAM = """
 import sys, time
 from pathlib import Path
+from random import Random
 sys.path.insert(0, {tests!r})
 from python_host import Host
 host = Host(Path({repository!r}))
@@ -378,3 +373,28 @@ def test_environment_whose_program_does_not_speak_fails_the_load(tmp_path: Path)
 def test_more_processes_than_the_machine_can_bear_are_refused(host: Host) -> None:
     with pytest.raises(TritonError, match="asks for 1000 instances, each of which is a process, expected at most"):
         host.load("m", config(count=1000), answering("1"))
+
+
+def test_every_request_ends_once_while_processes_are_killed(host: Host) -> None:
+    """Streams, cancellations and kills at random; whatever comes, each request has one last response."""
+    random = Random(7)
+    host.load("m", config(DECOUPLED, count=2), STREAM)
+    pids = {int(said(host.infer("m", text("pid")).one())) for _ in range(6)}
+    streams = []
+    for _ in range(4):
+        streams += [host.infer("m", text("stream")) for _ in range(random.randrange(1, 6))]
+        streams += [host.infer("m", text("pid")) for _ in range(random.randrange(3))]
+        for stream in random.sample(streams, 2):
+            assert stream.handle is not None
+            stream.handle.cancel()
+        for pid in random.sample(sorted(pids), min(1, len(pids))):
+            os.kill(pid, signal.SIGKILL)
+        streams.append(host.infer("m", text("exit")))
+        answers = [host.infer("m", text("pid")).all()[-1] for _ in range(4)]
+        pids |= {int(said(answer)) for answer in answers if answer.error is None}
+        pids = {pid for pid in pids if is_alive(pid)}
+    for stream in streams:
+        assert stream.handle is not None
+        stream.handle.cancel()
+        assert all(response.error is None for response in stream.all()[:-1])
+    eventually(lambda: host.server.check() == [])

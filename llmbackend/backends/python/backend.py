@@ -58,7 +58,8 @@ def TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequen
 
 
 def TRITONBACKEND_ModelInstanceReady(instance: ModelInstance) -> None:
-    instance.state.check_ready()
+    if instance.state is not None:
+        instance.state.check_ready()
 
 
 def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:

@@ -132,8 +132,18 @@ class StubKeeper:
                 self._grow_pause()
             last_words = f" Its last words:\n{stub.process.last_lines}" if stub.process.last_lines else ""
             log.error("stub process '%s' is not healthy and is started again. %s%s", self._name, cause, last_words)
-            self._restarter = threading.Thread(target=self._restart, name=f"python-restart-{self._name}", daemon=True)
-            self._restarter.start()
+            self._start_restarter()
+
+    def _start_restarter(self) -> None:
+        """Holds the lock."""
+        thread = threading.Thread(target=self._restart, name=f"python-restart-{self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads: nobody may wait for what will not come
+            self._failure = str(error)
+            self._changed.notify_all()
+        else:
+            self._restarter = thread
 
     def _restart(self) -> None:
         while True:
@@ -142,10 +152,10 @@ class StubKeeper:
                     return
             try:
                 self._begin(None)
-            except TritonError as error:
+            except Exception as error:
                 log.error("stub process '%s' could not be started again: %s", self._name, error)
                 with self._changed:
-                    self._failure = error.message
+                    self._failure = str(error)
                     self._grow_pause()
                     self._changed.notify_all()
             else:
