@@ -1,10 +1,9 @@
-"""How a python model gets into its process: completion of its configuration, imports, reloads, python-based backends."""
+"""How a python model gets into its process: completed configuration, imports, reloads, python-based backends."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from python_host import Host
 from python_models import ECHO, ECHO_CONFIG, TEXT_CONFIG, answer_line, body, numbers, text, values
