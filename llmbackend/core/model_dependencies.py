@@ -24,8 +24,8 @@ def parts_of(specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
 
 
 def circles(parts: Parts) -> dict[str, str]:
-    """Why each model that is made of itself can not be loaded: in Triton's words, and with the names that it would give,
-    which are not always those of the model itself."""
+    """Why each model that is made of itself can not be loaded: in Triton's words, with the names that it would
+    give, which are not always those of the model itself."""
     reasons: dict[str, str] = {}
 
     def search(current: str, start: str, seen: set[str]) -> str:
