@@ -338,16 +338,21 @@ def test_the_error_of_a_step_fails_the_request_with_its_status_and_stops_the_oth
     repository: Repository,
 ) -> None:
     part(repository, "wait", "gate")
+    part(repository, "block", "block")
     part(repository, "fail", "fail")
     part(repository, "sum", "sum", AB_TO_Y)
     steps = [
         step("wait", {"X": "X"}, {"Y": "l"}),
-        step("fail", {"X": "X"}, {"Y": "r"}),
+        step("block", {"X": "X"}, {"Y": "t"}),
+        step("fail", {"X": "t"}, {"Y": "r"}),
         step("sum", {"A": "l", "B": "r"}, {"Y": "Y"}),
     ]
     ensemble(repository, "e", *steps)
     with serving(repository, "e") as server:
-        error = send(server, "e", x(1)).error()
+        client = send(server, "e", x(1))
+        eventually(lambda: executed("wait"))
+        STAGE.open("block")
+        error = client.error()
         assert error.status == "Unavailable: in ensemble 'e', no such luck"
         eventually(lambda: "cancel wait" in STAGE.events)
         eventually(lambda: counts(server, "e") == (0, 0, 0, 1))
