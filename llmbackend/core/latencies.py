@@ -10,6 +10,7 @@ to SAMPLES_PER_SLICE requests in each fifth of it, and from a uniform sample of 
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import math
 import random
@@ -32,9 +33,6 @@ DEFAULT_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
 WINDOW_S = 60.0
 SLICES = 5
 SAMPLES_PER_SLICE = 2000
-Row = tuple[float, ...]
-"""Microseconds of one request: whole, queue, compute input, compute infer, compute output."""
-ROW_LENGTH = 5
 
 
 class Latencies:
@@ -44,7 +42,7 @@ class Latencies:
         buckets = _buckets(config)
         is_streaming = config.model_transaction_policy.decoupled
         self.first_response = Histogram(buckets) if options.histogram_latencies and is_streaming else None
-        self.summary = Summary() if options.summary_latencies else None
+        self.summaries = Summaries() if options.summary_latencies else None
 
 
 def _buckets(config: ModelConfig) -> Sequence[float]:
@@ -98,35 +96,54 @@ class FirstResponse:
         self._callback(response, flags)
 
 
+class Summaries:
+    """Of a model's successful requests, in microseconds."""
+
+    def __init__(self) -> None:
+        self.request = Summary()
+        self.queue = Summary()
+        self.compute_input = Summary()
+        self.compute_infer = Summary()
+        self.compute_output = Summary()
+        self.cache_hit = Summary()
+        self.cache_miss = Summary()
+
+    def observe_success(self, duration_ns: int, queue_ns: int, times_ns: tuple[int, int, int, int]) -> None:
+        """`times_ns` are the begins and the end of the three phases of Execute."""
+        self.request.observe(duration_ns // 1000)
+        self.queue.observe(queue_ns // 1000)
+        phases = (self.compute_input, self.compute_infer, self.compute_output)
+        for phase, (begin_ns, end_ns) in zip(phases, itertools.pairwise(times_ns), strict=True):
+            phase.observe((end_ns - begin_ns) // 1000)
+
+
 class Summary:
-    """Totals since the start, and the rows of the last minute. Any thread."""
+    """Count and sum since the start, and the values of the last minute. Any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._count = 0
-        self._sums = [0.0] * ROW_LENGTH
+        self._sum = 0.0
         self._slices: deque[_Slice] = deque(maxlen=SLICES)
         self._random = random.Random(0)
 
-    def observe(self, row: Row) -> None:
+    def observe(self, value: float) -> None:
         with self._lock:
             self._count += 1
-            for index, value in enumerate(row):
-                self._sums[index] += value
-            self._current().add(row, self._random)
+            self._sum += value
+            self._current().add(value, self._random)
 
-    def snapshot(self, quantiles: Sequence[float]) -> tuple[int, list[float], list[list[float]]]:
-        """The count of requests, the sum of each column, and each column's quantiles (NaN when nothing came)."""
+    def snapshot(self, quantiles: Sequence[float]) -> tuple[int, float, list[float]]:
+        """The count, the sum, and the quantiles (NaN when nothing came)."""
         with self._lock:
             oldest_s = self._clock() - WINDOW_S
-            rows = [row for each in self._slices if each.begin_s > oldest_s for row in each.rows]
-            count, sums = self._count, list(self._sums)
-        if not rows or not quantiles:
-            return count, sums, [[math.nan] * len(quantiles)] * ROW_LENGTH
+            values = [value for each in self._slices if each.begin_s > oldest_s for value in each.values]
+            count, total = self._count, self._sum
+        if not values:
+            return count, total, [math.nan] * len(quantiles)
         # The smallest value that so many are not above: one that was measured.
-        values = np.quantile(np.array(rows), list(quantiles), axis=0, method="inverted_cdf")
-        return count, sums, values.T.tolist()
+        return count, total, np.quantile(values, list(quantiles), method="inverted_cdf").tolist()
 
     def _current(self) -> _Slice:
         now_s = self._clock()
@@ -136,16 +153,16 @@ class Summary:
 
 
 class _Slice:
-    """A uniform sample of the rows of some seconds (reservoir sampling)."""
+    """A uniform sample of the values of some seconds (reservoir sampling)."""
 
     def __init__(self, begin_s: float) -> None:
         self.begin_s = begin_s
-        self.rows: list[Row] = []
+        self.values: list[float] = []
         self._seen = 0
 
-    def add(self, row: Row, source: random.Random) -> None:
+    def add(self, value: float, source: random.Random) -> None:
         self._seen += 1
-        if len(self.rows) < SAMPLES_PER_SLICE:
-            self.rows.append(row)
+        if len(self.values) < SAMPLES_PER_SLICE:
+            self.values.append(value)
         elif (index := source.randrange(self._seen)) < SAMPLES_PER_SLICE:
-            self.rows[index] = row
+            self.values[index] = value

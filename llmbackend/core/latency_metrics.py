@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
-from .latencies import FIRST_RESPONSE
+from .latencies import FIRST_RESPONSE, Summaries, Summary
 from .metric_family import number_text
 from .metrics_options import MetricsOptions
 from .model import LoadedModel
@@ -20,29 +20,46 @@ from .model import LoadedModel
 Models = Callable[[], Iterable[LoadedModel]]
 Labels = Callable[[LoadedModel], Mapping[str, str]]
 
-SUMMARIES = (
+SUMMARIES: tuple[tuple[str, str, Callable[[Summaries], Summary]], ...] = (
     (
         "nv_inference_request_summary_us",
         "Summary of inference request duration in microseconds (includes cached requests)",
+        lambda summaries: summaries.request,
     ),
     (
         "nv_inference_queue_summary_us",
         "Summary of inference queuing duration in microseconds (includes cached requests)",
+        lambda summaries: summaries.queue,
     ),
     (
         "nv_inference_compute_input_summary_us",
         "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda summaries: summaries.compute_input,
     ),
     (
         "nv_inference_compute_infer_summary_us",
         "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda summaries: summaries.compute_infer,
     ),
     (
         "nv_inference_compute_output_summary_us",
         "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        lambda summaries: summaries.compute_output,
+    ),
+    (
+        "nv_cache_hit_summary_per_model",
+        "Summary of cache hit duration per model, in microseconds",
+        lambda summaries: summaries.cache_hit,
+    ),
+    (
+        "nv_cache_miss_summary_per_model",
+        "Summary of cache miss (insert+lookup) duration per model, in microseconds",
+        lambda summaries: summaries.cache_miss,
     ),
 )
-"""In the order of the columns that latencies.Summary has."""
+WITHOUT_CACHE = frozenset({"nv_inference_request_summary_us"})
+"""A request's duration leaves out the storing of its response, so Triton does not show it for models with a cache."""
+WITH_CACHE = frozenset({"nv_cache_hit_summary_per_model", "nv_cache_miss_summary_per_model"})
 
 
 class FirstResponseMetrics:
@@ -84,16 +101,19 @@ class SummaryMetrics:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        metrics = [Metric(name, description, "summary") for name, description in SUMMARIES]
-        for model in self._models():
-            summary = model.latencies.summary
-            if summary is None:
-                continue
-            labels = dict(self._labels(model))
-            count, sums, values = summary.snapshot(self._quantiles)
-            for metric, total, row in zip(metrics, sums, values, strict=True):
-                metric.add_sample(f"{metric.name}_count", labels, count)
-                metric.add_sample(f"{metric.name}_sum", labels, total)
-                for quantile, value in zip(self._quantiles, row, strict=True):
-                    metric.add_sample(metric.name, {**labels, "quantile": number_text(quantile)}, value)
-        yield from (metric for metric in metrics if metric.samples)
+        models = list(self._models())
+        for name, description, read in SUMMARIES:
+            metric = Metric(name, description, "summary")
+            for model in models:
+                hidden = WITHOUT_CACHE if model.statistics.is_cached else WITH_CACHE
+                if model.latencies.summaries is not None and name not in hidden:
+                    self._add(metric, self._labels(model), read(model.latencies.summaries))
+            if metric.samples:
+                yield metric
+
+    def _add(self, metric: Metric, labels: Mapping[str, str], summary: Summary) -> None:
+        count, total, values = summary.snapshot(self._quantiles)
+        metric.add_sample(f"{metric.name}_count", dict(labels), count)
+        metric.add_sample(f"{metric.name}_sum", dict(labels), total)
+        for quantile, value in zip(self._quantiles, values, strict=True):
+            metric.add_sample(metric.name, {**labels, "quantile": number_text(quantile)}, value)

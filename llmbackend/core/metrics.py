@@ -112,7 +112,7 @@ MODEL_METRICS: tuple[tuple[str, str, str, Reader], ...] = (
         lambda statistics: statistics.load_duration_s,
     ),
 )
-LATENCY_COUNTERS = frozenset(name for name, *_ in MODEL_METRICS if name.endswith("_duration_us"))
+LATENCY_COUNTERS = frozenset(name for name, *_ in MODEL_METRICS if name.endswith(("_duration_us", "_per_model")))
 """What `--metrics-config counter_latencies=false` switches off."""
 
 

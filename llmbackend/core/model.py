@@ -112,7 +112,7 @@ class LoadedModel(InnerDoor):
             validate_config(self._config)
             warn_of_ignored_fields(self._config)
             self.latencies = Latencies(self._config, self._services.metrics)
-            self.statistics.summary = self.latencies.summary
+            self.statistics.summaries = self.latencies.summaries
             self._responses = Responses(self._config, self.directory, self.latencies.first_response)
             self._strategy = load_strategy(self)
             self.instances = list(self._new_instances())

@@ -16,7 +16,7 @@ from enum import Enum
 
 from tritonclient.grpc.service_pb2 import InferResponseStatistics, ModelStatistics, StatisticDuration
 
-from .latencies import Summary
+from .latencies import Summaries
 
 PhaseTimes = tuple[int, int, int, int]
 """exec_start, compute_start, compute_end, exec_end: monotonic ns."""
@@ -90,7 +90,7 @@ class Statistics:
         self.failures: dict[FailureReason, int] = dict.fromkeys(FailureReason, 0)
         self._batches: dict[int, ComputeTimes] = {}
         self._responses: dict[int, ResponseTimes] = {}
-        self.summary: Summary | None = None
+        self.summaries: Summaries | None = None
 
     def add_pending(self, change: int) -> None:
         with self._lock:
@@ -103,10 +103,8 @@ class Statistics:
             self.success.add(duration_ns)
             self.queue.add(queue_ns)
             self.compute.add(*times_ns)
-        if self.summary is not None:
-            begins = (0, 0, *times_ns[:3])
-            ends = (duration_ns, queue_ns, *times_ns[1:])
-            self.summary.observe(tuple((end - begin) // 1000 for begin, end in zip(begins, ends, strict=True)))
+        if self.summaries is not None:
+            self.summaries.observe_success(duration_ns, queue_ns, times_ns)
 
     def record_cache_hit(self, duration_ns: int, lookup_ns: int) -> None:
         """A success without an inference."""
@@ -114,12 +112,17 @@ class Statistics:
             self.success.add(duration_ns)
             self.queue.add(0)
             self.cache_hit.add(lookup_ns)
+        if self.summaries is not None:
+            self.summaries.queue.observe(0)
+            self.summaries.cache_hit.observe(lookup_ns // 1000)
 
     def record_cache_miss(self, lookup_ns: int, insertion_ns: int) -> None:
         """Of a request that was answered, and counted as a success before its response was stored."""
         with self._lock:
             self.success.ns += insertion_ns
             self.cache_miss.add(lookup_ns + insertion_ns)
+        if self.summaries is not None:
+            self.summaries.cache_miss.observe((lookup_ns + insertion_ns) // 1000)
 
     def record_failure(self, duration_ns: int, reason: FailureReason) -> None:
         with self._lock:

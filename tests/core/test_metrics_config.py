@@ -28,6 +28,7 @@ SUMMARIES = [
     f"nv_inference_{what}_summary_us"
     for what in ("request", "queue", "compute_input", "compute_infer", "compute_output")
 ]
+CACHE = {"local": {"size": "1048576"}}
 LABELS = '{model="m",version="1"}'
 
 # Waits `sleep_ms` before its first response, then sends a second one.
@@ -160,6 +161,21 @@ def test_summaries_have_count_sum_and_quantiles(repository: Repository) -> None:
         assert nanoseconds // 1000 - 3 <= int(request_sum) <= nanoseconds // 1000
 
 
+def test_a_model_with_a_response_cache_has_summaries_of_it_instead_of_its_requests(repository: Repository) -> None:
+    repository.backend("echo", ECHO_BACKEND)
+    repository.model("m", "echo", "response_cache { enable: true }")
+    chosen = options(summary_latencies=True)
+    with serving(repository, "m", metrics=chosen, cache_config=CACHE) as server:
+        for _ in range(3):
+            send(server, "m").responses()
+        names = [name for name in families(server) if "summary" in name]
+        assert names == [*SUMMARIES[1:], "nv_cache_hit_summary_per_model", "nv_cache_miss_summary_per_model"]
+        counts = [samples(server, name)[0] for name in (SUMMARIES[1], SUMMARIES[2], *names[-2:])]
+        assert [int(line.rpartition(" ")[2]) for line in counts] == [3, 1, 2, 1]
+    with serving(repository, "m", metrics=options(counter_latencies=False), cache_config=CACHE) as server:
+        assert not [name for name in families(server) if name.endswith(("_per_model", "_duration_us"))]
+
+
 def test_metric_tags_label_every_family_of_the_model(repository: Repository) -> None:
     repository.backend("echo", ECHO_BACKEND)
     repository.model("m", "echo", 'metric_tags { key: "team" value: "blue" }')
@@ -176,25 +192,20 @@ class Clock:
         return self.now_s
 
 
-def row(value: float) -> tuple[float, ...]:
-    return (value, 0, 0, 0, 0)
-
-
 def test_quantiles_are_of_the_last_minute_and_totals_of_all() -> None:
     clock = Clock()
     summary = Summary(clock)
     for value in range(1, 101):
-        summary.observe(row(value))
-    count, sums, values = summary.snapshot([0.5, 0.9, 0.99, 1.0])
-    assert (count, sums[0], values[0]) == (100, 5050, [50, 90, 99, 100])
+        summary.observe(value)
+    assert summary.snapshot([0.5, 0.9, 0.99, 1.0]) == (100, 5050, [50, 90, 99, 100])
     clock.now_s += 30
-    summary.observe(row(1000))
-    assert summary.snapshot([1.0])[2][0] == [1000]
+    summary.observe(1000)
+    assert summary.snapshot([1.0])[2] == [1000]
     clock.now_s += 31
-    assert summary.snapshot([0.0])[2][0] == [1000]
+    assert summary.snapshot([0.0])[2] == [1000]
     clock.now_s += 60
-    count, sums, values = summary.snapshot([0.5])
-    assert (count, sums[0]) == (101, 6050) and math.isnan(values[0][0])
+    count, total, (median,) = summary.snapshot([0.5])
+    assert (count, total) == (101, 6050) and math.isnan(median)
 
 
 def test_a_summary_stays_small_and_near_the_truth_however_many_requests_come() -> None:
@@ -202,13 +213,13 @@ def test_a_summary_stays_small_and_near_the_truth_however_many_requests_come() -
     summary = Summary(clock)
     values = np.random.default_rng(1).permutation(20 * SAMPLES_PER_SLICE)
     for value in values.tolist():
-        summary.observe(row(value))
-    assert sum(len(each.rows) for each in summary._slices) == SAMPLES_PER_SLICE
-    (median,) = summary.snapshot([0.5])[2][0]
+        summary.observe(value)
+    assert sum(len(each.values) for each in summary._slices) == SAMPLES_PER_SLICE
+    (median,) = summary.snapshot([0.5])[2]
     assert abs(median / len(values) - 0.5) < 0.05
     for _ in range(3 * SLICES):
         clock.now_s += 20
-        summary.observe(row(1))
+        summary.observe(1)
     assert len(summary._slices) == SLICES
 
 
