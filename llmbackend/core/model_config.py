@@ -14,7 +14,9 @@ from typing import Any
 
 import orjson
 from google.protobuf import json_format, text_format
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from numpy import float32
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from .backend_api import InstanceGroupKind
@@ -164,4 +166,12 @@ def _value_to_json(descriptor: Any, value: Any) -> Any:
         return _message_to_json(value)
     if descriptor.enum_type is not None:
         return descriptor.enum_type.values_by_number[value].name
+    if isinstance(value, float):
+        return _float_to_json(value, descriptor.type == FieldDescriptor.TYPE_FLOAT)
     return value
+
+
+def _float_to_json(value: float, is_single: bool) -> float:
+    """The shortest number of its precision, without a fraction where it has none, as Triton prints it."""
+    shortest = float(str(float32(value))) if is_single else value
+    return int(shortest) if shortest.is_integer() else shortest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import random
 from collections import defaultdict
@@ -15,7 +16,7 @@ from sequence_host import CONTROLS, NO_IDLENESS, SHOWING_BACKEND, in_thread, seq
 
 from llmbackend.core.backend_api import RequestFlag, ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.model_config import parse_text, set_defaults
+from llmbackend.core.model_config import config_to_json, parse_text, set_defaults
 from llmbackend.core.sequence_rules import validate_sequence_batching
 from llmbackend.core.tensors import Tensor
 from llmbackend.frontends.prometheus_text import render
@@ -520,6 +521,15 @@ def test_defaults_are_filled_in() -> None:
     set_defaults(config)
     assert config.sequence_batching.max_sequence_idle_microseconds == 1_000_000
     assert list(config.sequence_batching.oldest.preferred_batch_size) == [8]
+
+
+def test_the_configuration_shows_numbers_as_triton_does() -> None:
+    """Recorded from Triton 2.51: [0, 1] for fp32_false_true."""
+    control = f'control_input {{ name: "A" control {{ {START} fp32_false_true: [0, 0.1] }} }}'
+    direct = "direct { minimum_slot_utilization: 1 }"
+    config = parse_text(f'name: "m" sequence_batching {{ {control} {direct} }}', "test")
+    shown = json.dumps(config_to_json(config)["sequence_batching"])
+    assert '"fp32_false_true": [0, 0.1]' in shown and '"minimum_slot_utilization": 1' in shown
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from llmbackend.core.backend_api import ModelInstance, ReleaseFlag, Request, Tri
 
 from .config_json import config_to_json
 from .error_messages import execute_error
+from .implicit_state import state_outputs
 from .model_state import ModelState
 from .responder import Responder
 from .stub.pb_response import PackedResponse
@@ -54,6 +55,7 @@ class InstanceState:
         self._model_key = (instance.model.name, instance.model.version)
         config = instance.model.config
         self._batches = config.max_batch_size > 0
+        self._states = sorted(state_outputs(config))
         self._settings = (_arguments(instance, config_to_json(config)), config.model_transaction_policy.decoupled)
         self._keeper = StubKeeper(instance.name, partial(model_state.launch, instance.name), self._prepare)
 
@@ -97,7 +99,7 @@ class InstanceState:
         parts: list[Any] = []
         try:
             packed = [
-                pack_request(request, number, self._model_key, parts)
+                pack_request(request, number, self._model_key, self._states, parts)
                 for request, number in zip(requests, numbers, strict=True)
             ]
             answer, answer_parts = stub.process.call("execute", packed, parts)

@@ -19,12 +19,15 @@ from llmbackend.core.backend_api import (
     TritonError,
 )
 
+from .implicit_state import StateOutputs
+
 
 class Responder:
     """Owns the response factory of one request. Any thread."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, states: frozenset[str] = frozenset()) -> None:
         self._factory: ResponseFactory = request.response_factory()
+        self._states = StateOutputs(request, states) if states else None
         self._lock = threading.Lock()
         self._is_over = False
 
@@ -41,6 +44,8 @@ class Responder:
             if self._is_over:
                 return
             self._is_over = is_last
+            if self._states is not None:
+                outputs, error = self._states.take_out(outputs, error)
             try:
                 response = self._factory.new_response()
                 for tensor in outputs:

@@ -19,6 +19,7 @@ from llmbackend.core.backend_api import Model, Request, TritonError
 
 from .custom_metrics import ModelMetrics
 from .error_messages import execute_error, not_healthy
+from .implicit_state import state_outputs
 from .inner_requests import InnerRequests
 from .outbox import Outbox
 from .responder import Responder
@@ -36,6 +37,7 @@ class StubServices:
     def __init__(self, model: Model, metrics: ModelMetrics) -> None:
         self._model = model
         self._metrics = metrics
+        self._states = state_outputs(model.config)
         self.process: StubProcess
         self.has_model = False
         self.is_abandoned = False
@@ -53,7 +55,7 @@ class StubServices:
 
     def open(self, request: Request) -> int:
         """The number under which the stub gets this request. To a stub that is gone it is over at once."""
-        responder, number = Responder(request), next(self._numbers)
+        responder, number = Responder(request, self._states), next(self._numbers)
         with self._lock:
             self._responders[number] = responder
         if self.is_abandoned and self.take(number) is not None:

@@ -28,7 +28,10 @@ _CODES = tuple(ErrorCode)
 Response = tuple[list[Tensor], Mapping[str, ParameterValue], TritonError | None]
 
 
-def pack_request(request: Request, number: int, model: tuple[str, int], parts: list[Any]) -> dict[str, Any]:
+def pack_request(
+    request: Request, number: int, model: tuple[str, int], states: Sequence[str], parts: list[Any]
+) -> dict[str, Any]:
+    """`states`: the outputs that are states of the request's sequence."""
     return {
         "number": number,
         "id": request.id,
@@ -37,6 +40,7 @@ def pack_request(request: Request, number: int, model: tuple[str, int], parts: l
         "timeout_us": request.timeout_us,
         "parameters": _plain(request.parameters),
         "outputs": list(request.requested_outputs),
+        "states": list(states),
         "inputs": [pack_tensor(tensor.name, tensor.datatype, tensor.data, parts) for tensor in request.inputs.values()],
         "model": model,
         "trace_context": None,

@@ -23,11 +23,14 @@ _PREFIX = "Unable to send response. "
 class Exchange:
     """Any thread may send."""
 
-    def __init__(self, link: HostLink, number: int, wanted: frozenset[str], decoupled: bool) -> None:
+    def __init__(
+        self, link: HostLink, number: int, wanted: frozenset[str], states: frozenset[str], decoupled: bool
+    ) -> None:
         self.number = number
         self.release_flags = RELEASE_ALL
         self._link = link
         self._wanted = wanted
+        self._taken = wanted | states
         self._decoupled = decoupled
         self._lock = threading.RLock()
         self._is_closed = False  # the model has said FINAL
@@ -44,7 +47,13 @@ class Exchange:
 
     @property
     def wanted(self) -> frozenset[str]:
+        """The outputs that the client asked for."""
         return self._wanted
+
+    @property
+    def taken(self) -> frozenset[str]:
+        """The outputs that the host takes: the client's, and the states of the request's sequence."""
+        return self._taken
 
     def send(self, response: InferenceResponse | None, flags: int) -> None:
         """Raises TritonModelException for a refused send."""
@@ -93,7 +102,7 @@ class Exchange:
 
     def _post_response(self, response: InferenceResponse, is_last: bool) -> None:
         parts: list[object] = []
-        packed = response._pack(self._wanted, parts)
+        packed = response._pack(self._taken, parts)
         if is_last:
             self._end()
         self._link.post(("response", self.number, packed, is_last), parts)

@@ -97,13 +97,14 @@ class Runner:
         rescheduled = [exchange.number for exchange in exchanges if exchange.release_flags == RELEASE_RESCHEDULE]
         responses = []
         for exchange, response in zip(exchanges, returned, strict=True):
-            responses.append(None if response is None else response._pack(exchange.wanted, answer_parts))
+            responses.append(None if response is None else response._pack(exchange.taken, answer_parts))
             if response is not None or exchange.number in rescheduled:
                 exchange.end_by_runner()
         return None, responses, rescheduled, start_ns, end_ns
 
     def _request(self, fields: dict[str, Any], parts: Sequence[Any]) -> InferenceRequest:
-        exchange = Exchange(self._link, fields["number"], frozenset(fields["outputs"]), self._decoupled)
+        wanted, states = frozenset(fields["outputs"]), frozenset(fields["states"])
+        exchange = Exchange(self._link, fields["number"], wanted, states, self._decoupled)
         return InferenceRequest._received(fields, parts, exchange)
 
     def _run(self, requests: list[InferenceRequest]) -> Any:
