@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelRateLimiter
 
-from llmbackend.core.errors import TritonError
+from llmbackend.core.backend_api import RequestFlag
+from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.messages import RateLimitResource
 from llmbackend.core.rate_limit_resources import EVERY_DEVICE, GLOBAL, Resources
 from llmbackend.core.rate_limiter import RateLimiter
@@ -29,7 +30,8 @@ def TRITONBACKEND_ModelInstanceExecute(instance, requests):
     for request in requests:
         event = instance.model.name + " " + request.id
         STAGE.note(event)
-        STAGE.wait(event)
+        if request.id:
+            STAGE.wait(event)
         request.new_response().send(ResponseFlag.FINAL)
         request.release()
 """
@@ -299,3 +301,30 @@ def test_a_grant_counts_for_its_device_for_every_device_or_for_the_host(
         resources.take({(device, "R"): need})
         taken += need
     assert taken <= there_is < taken + need
+
+
+@pytest.mark.parametrize("strategy", ["direct { }", "oldest { max_candidate_sequences: 4 }"])
+def test_sequences_that_wait_for_resources_can_still_be_cancelled_and_joined(
+    stepped: Repository, strategy: str
+) -> None:
+    stepped.model("a", "stepped", needs())
+    idle = "max_sequence_idle_microseconds: 100000"
+    stepped.model("m", "stepped", f"max_batch_size: 4 sequence_batching {{ {idle} {strategy} }} {needs()}")
+    with serving(stepped, "a", "m", **ON) as server:
+        first = send(server, "a", id="1")
+        eventually(lambda: STAGE.events == ["a 1"])
+        row = Tensor.of("X", np.zeros((1, 2), np.float32))
+        both = RequestFlag.SEQUENCE_START | RequestFlag.SEQUENCE_END
+        clients = {
+            f"m {number}": send(server, "m", row, id=str(number), correlation_id=number, flags=both)
+            for number in (1, 2, 3)
+        }
+        stays(lambda: STAGE.events == ["a 1"])
+        gone = clients.pop("m 2")
+        assert gone.handle is not None
+        gone.handle.cancel()
+        assert gone.error().code is ErrorCode.CANCELLED
+        finish("a 1", first)
+        for name, client in clients.items():
+            finish(name, client)
+        assert [event for event in STAGE.events if event != "m "] == ["a 1", "m 1", "m 3"]

@@ -31,26 +31,6 @@ class BatchSource(Batches, Protocol):
         """The batch that is ready now; empty when there is none (any more)."""
 
 
-class TakenFirst:
-    """The source of one instance whose batches can not be looked at before they are taken: it waits with one in
-    hand."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-        self._taken: list[InferRequest] = []
-
-    def next_batch(self) -> list[InferRequest] | None:
-        return self._batches.next_batch()
-
-    def wait_for_batch(self) -> bool:
-        self._taken = self._taken or self._batches.next_batch() or []
-        return bool(self._taken)
-
-    def take_batch(self) -> list[InferRequest]:
-        taken, self._taken = self._taken, []
-        return taken
-
-
 class Scheduler(Protocol):
     def __len__(self) -> int:
         """How many requests are queued."""

@@ -30,7 +30,7 @@ from llmbackend.waiting.timer import Timer
 
 from .iterative import IterativeSequencer, Sequencer
 from .null_request import NullOwner
-from .scheduler import BatchSource, TakenFirst
+from .scheduler import BatchSource
 from .sequence import Sequence, SequenceKey
 from .sequence_controls import SequenceControls
 from .sequence_direct import SequenceDirect
@@ -78,7 +78,7 @@ class SequenceBatcher:
         lane = self._new_lane()
         with self.locked():
             self._feed(self._table.add_lane(lane, time.monotonic_ns()))
-        return TakenFirst(lane)
+        return lane
 
     def left_behind(self) -> Mapping[str, int]:
         return {"requests in its queue": len(self)}

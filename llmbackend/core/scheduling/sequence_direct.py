@@ -63,10 +63,22 @@ class SequenceDirect(SequenceLane):
             ready = self._await_ready()
             return self._batch(ready) if ready else None
 
+    def wait_for_batch(self) -> bool:
+        with self._owner.locked():
+            return bool(self._await_ready())
+
+    def take_batch(self) -> list[InferRequest]:
+        with self._owner.locked():
+            ready = self._ready()
+            return self._batch(ready) if ready and not self._delay_left_s(ready) else []
+
+    def _ready(self) -> Ready:
+        return {slot: sequence for slot, sequence in self.slots.in_order() if sequence.waiting}
+
     def _await_ready(self) -> Ready:
         """Waits until a batch is due; empty when stopped."""
         while True:
-            ready = {slot: sequence for slot, sequence in self.slots.in_order() if sequence.waiting}
+            ready = self._ready()
             wait_s = self._delay_left_s(ready) if ready else None
             if (ready and not wait_s) or (not ready and self._is_stopped):
                 return ready

@@ -1,8 +1,8 @@
 """What the sequence batcher has for each instance, whatever the strategy: its slots, and a way to its thread.
 
-For: SequenceBatcher (it says what there is to do) and the instance's thread (`next_batch`). Does not know: how a
-strategy makes batches of what its slots hold. Invariant: `feed` and `stop` are called with the batcher's lock held;
-`next_batch` is called by one thread.
+For: SequenceBatcher (it says what there is to do) and the instance's thread (whose BatchSource it is). Does not know:
+how a strategy makes batches of what its slots hold. Invariant: `feed` and `stop` are called with the batcher's lock
+held; batches are taken by one thread.
 """
 
 from __future__ import annotations
@@ -48,6 +48,14 @@ class SequenceLane(ABC):
     @abstractmethod
     def next_batch(self) -> list[InferRequest] | None:
         """Blocks until there is a batch for the instance; None when it will get no more."""
+
+    @abstractmethod
+    def wait_for_batch(self) -> bool:
+        """Blocks until `take_batch` would have one; False when there will be none."""
+
+    @abstractmethod
+    def take_batch(self) -> list[InferRequest]:
+        """The batch that is ready now; empty when there is none (any more)."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -44,7 +44,16 @@ class SequenceOldest(SequenceLane):
 
     def next_batch(self) -> list[InferRequest] | None:
         batch = self._batches.next_batch()
-        for request in batch or ():
+        return None if batch is None else self._handed_out(batch)
+
+    def wait_for_batch(self) -> bool:
+        return self._batches.wait_for_batch()
+
+    def take_batch(self) -> list[InferRequest]:
+        return self._handed_out(self._batches.take_batch())
+
+    def _handed_out(self, batch: list[InferRequest]) -> list[InferRequest]:
+        for request in batch:
             self._owner.hand_out(step_of(request).sequence, request)
         return batch
 
