@@ -65,6 +65,10 @@ def both(tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Iterator[Bot
     work = tmp_path_factory.mktemp("triton")
     repository = work / "repository"
     shutil.copytree(ROOT / "model_repository" / "demo", repository / "demo")
+    shutil.copytree(ROOT / "model_repository_pipelines", repository, dirs_exist_ok=True)
+    (work / "model_repository").symlink_to(ROOT / "model_repository")
+    for name in ("preprocessing", "postprocessing"):  # a stub looks for modules beside its model
+        (repository / name / "1" / "tokenizers").symlink_to(work / "backends" / "llm" / "packages" / "tokenizers")
     write_mock(repository, "slow", mock_step_ms=STEP_MS)
     write_mock(repository, "whole", "model_transaction_policy { decoupled: false }")
     write_mock(repository, "mortal", mock_step_ms=10.0, fault_directory=str(faults))
@@ -77,7 +81,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, faults: Path) -> Iterator[Bot
     )
     write_mock(repository, "of_vllm", backend="vllm", disable_log_requests=True, gpu_memory_utilization=0.5)
     (faults / "doomed").mkdir()
-    models = [f"--load-model={path.name}" for path in repository.iterdir()]
+    models = [f"--load-model={path.name}" for path in repository.iterdir() if path.is_dir()]
     write_mock(repository, "unlucky", no_such_argument=1)
     flags = ["--model-control-mode=explicit", *models]
     with triton_server(repository, work, *flags) as triton, our_server(repository, models) as ours:
@@ -186,6 +190,30 @@ def test_a_model_that_is_not_decoupled_answers_infer(both: Both) -> None:
     assert texts[0] == texts[1]
 
 
+def test_the_pipeline_of_tensorrtllms_layout_gives_the_same_under_both(both: Both) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"text_input": PROMPTS[0], "max_tokens": 20},
+        {
+            "text_input": PROMPTS[1],
+            "max_tokens": 20,
+            "top_k": 20,
+            "temperature": 1.1,
+            "seed": 4,
+            "return_log_probs": True,
+        },
+        {"text_input": PROMPTS[2], "max_tokens": 30, "stop_words": ["a", "e"]},
+    ]
+    for body in bodies:
+        answers = [infer(address, "ensemble", body) for address in both.addresses.values()]
+        assert answers[0] == answers[1]
+        assert answers[0][0] == 200, answers[0]
+        streams = [_events(address, "tensorrt_llm_bls", body | {"stream": True}) for address in both.addresses.values()]
+        assert streams[0] == streams[1]
+        assert "".join(event["text_output"] for event in streams[0]) == answers[0][1]["text_output"]
+    refused = [infer(address, "ensemble", bodies[0] | {"beam_width": 2}) for address in both.addresses.values()]
+    assert all("'beam_width' is 2" in answer["error"] for _, answer in refused), refused
+
+
 def test_an_engines_death_loses_nothing_and_spares_the_stub(both: Both, faults: Path) -> None:
     address = both.triton.addresses
     sampling = {"max_tokens": 60, "temperature": 0.8, "seed": 3, "ignore_eos": True}
@@ -199,7 +227,8 @@ def test_an_engines_death_loses_nothing_and_spares_the_stub(both: Both, faults: 
         assert stream.token_ids == whole.token_ids, fault
     stream = GrpcStream(address.grpc, "mortal", "go", sampling)
     assert stream.began.wait(30)
-    os.kill(max(_engines_of(both.triton, "mortal")), signal.SIGKILL)
+    (engine,) = both.triton.children(_nursery_of(both.triton, "mortal"))
+    os.kill(engine, signal.SIGKILL)
     assert stream.finish().token_ids == whole.token_ids
     now = {pid for pid, command in both.triton.children().items() if STUB in command}
     assert now == stubs
@@ -227,8 +256,8 @@ def test_unload_waits_for_the_streams_and_then_ends_the_engine(both: Both) -> No
     with triton_grpc.InferenceServerClient(address.grpc) as client:
         stream = GrpcStream(address.grpc, "slow", "last words", {"max_tokens": 30, "ignore_eos": True})
         assert stream.began.wait(30)
-        engines = _engines_of(both.triton, "slow")
-        assert len(engines) == 2  # the nursery and the engine that it forked
+        nursery = _nursery_of(both.triton, "slow")
+        engines = {nursery, *both.triton.children(nursery)}
         client.unload_model("slow")
         assert len(stream.finish().token_ids) == 30
         eventually(lambda: _state(client, "slow") == ("UNAVAILABLE", "unloaded"), "it was not unloaded")
@@ -268,11 +297,13 @@ def _state(client: Any, model: str) -> tuple[str, str]:
     return next((one.state, one.reason) for one in client.get_model_repository_index().models if one.name == model)
 
 
-def _engines_of(triton: TritonServer, model: str) -> set[int]:
-    """The processes below the stub of a model."""
+def _nursery_of(triton: TritonServer, model: str) -> int:
+    """The process that a model's stub has started, and that forks its engine."""
     stubs = [pid for pid, command in triton.children().items() if STUB in command and f" {model}_" in command]
     (stub,) = stubs
-    return set(triton.children(stub))
+    below = triton.children(stub)
+    (nursery,) = (pid for pid in below if triton.children(pid))
+    return nursery
 
 
 def _steps_after_a_cancel(name: str, address: Addresses) -> float:
@@ -292,3 +323,10 @@ def _steps_after_a_cancel(name: str, address: Addresses) -> float:
     time.sleep(5 * STEP_MS / 1e3)  # whatever was counted late is counted now
     assert address.status("/v2/models/slow/ready") == 200
     return metric("generation_tokens_total") - before - came
+
+
+def _events(address: Addresses, model: str, body: dict[str, Any]) -> list[Any]:
+    url = f"http://{address.http}/v2/models/{model}/generate_stream"
+    with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]

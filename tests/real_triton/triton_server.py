@@ -24,7 +24,7 @@ from pathlib import Path
 from llmbackend.adapter.inside_triton.install import install
 
 VARIABLE = "LLMBACKEND_REAL_TRITON"
-START_S = 60.0
+START_S = 180.0
 
 
 def why_not_here() -> str:
