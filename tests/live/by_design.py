@@ -1,0 +1,41 @@
+"""The differences that we want, each as a substitution in Triton's answer, with its reason.
+
+For: the comparison. Does not know: how answers come about. Invariant: a rule applies to the cases it names and to the
+text it names, and nothing else of the answer may differ.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`cases`: a regular expression of case names. `triton`, a regular expression in Triton's answer, becomes `ours`;
+    an empty `triton` stands for the whole answer."""
+
+    name: str
+    reason: str
+    cases: re.Pattern[str]
+    triton: re.Pattern[str]
+    ours: str
+
+    def apply(self, answer: str) -> str:
+        return self.triton.sub(self.ours, answer) if self.triton.pattern else self.ours
+
+
+def read_rules(path: Path) -> list[Rule]:
+    return [
+        Rule(
+            name=entry["name"],
+            reason=entry["reason"],
+            cases=re.compile(change["cases"]),
+            triton=re.compile(change.get("triton", "")),
+            ours=change["ours"],
+        )
+        for entry in tomllib.loads(path.read_text()).get("difference", [])
+        for change in entry["change"]
+    ]
