@@ -231,7 +231,7 @@ def _grpc_stream(target: Target) -> int:
 def _event_stream(target: Target) -> int:
     url = f"http://{target.http}/v2/models/burst/generate_stream"
     with httpx.stream("POST", url, json={"COUNT": STREAMED_RESPONSES}, timeout=120, trust_env=False) as answer:
-        count = sum(chunk.count(b"data: ") for chunk in answer.iter_raw())
+        count = b"".join(answer.iter_raw()).count(b"data: ")
     assert count == STREAMED_RESPONSES, f"{count} events"
     return count
 
