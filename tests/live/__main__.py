@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
+import itertools
+import os
 import re
 import shutil
 import sys
@@ -28,6 +29,7 @@ from .together import cases_at_the_end, cases_together
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+SHOWN_CHARACTERS = 240
 FLAGS = ("--model-control-mode=explicit", "--load-model=*", "--exit-on-error=false", "--cache-config=local,size=1048576")
 
 
@@ -50,16 +52,17 @@ def main() -> int:
 
 def _answer(case: Case, server: Server) -> str:
     try:
-        return case.send(server)
+        answer = case.send(server)
     except Exception as error:  # it is a difference, if only one of them does this
-        return f"{type(error).__name__}: {error}".replace(server.http_address, "@HTTP@")
+        answer = f"{type(error).__name__}: {error}"
+    return answer.replace(server.http_address, "@HTTP@").replace(str(server.repository), "@MODELS@")
 
 
 @contextlib.contextmanager
 def _triton(triton: RealTriton, scratch: Path) -> Iterator[Server]:
     repository = _copy_of_models(scratch / "theirs")
     with triton.running(repository, *FLAGS, log=scratch / "triton.log") as running:
-        server = Server("Triton", running.http, running.grpc, running.metrics)
+        server = Server("Triton", repository, running.http, running.grpc, running.metrics)
         with contextlib.closing(server):
             yield server
 
@@ -68,8 +71,8 @@ def _triton(triton: RealTriton, scratch: Path) -> Iterator[Server]:
 def _ours(scratch: Path) -> Iterator[Server]:
     repository = _copy_of_models(scratch / "ours")
     with (scratch / "ours.log").open("w") as log:
-        process = start_server("--model-repository", str(repository), *FLAGS, log=log)
-    server = Server("llmbackend", process.http, process.grpc, process.metrics)
+        process = start_server("--model-repository", str(repository), *FLAGS[:-1], log=log)
+    server = Server("llmbackend", repository, process.http, process.grpc, process.metrics)
     try:
         yield server
     finally:
@@ -111,9 +114,14 @@ def report(answers: Sequence[tuple[Case, str, str]], rules: Sequence[Rule], is_p
 
 
 def _print_difference(name: str, theirs: str, ours: str) -> None:
+    """The lines that differ, each from a little before the first character that does."""
     print(f"=== {name}")
-    for line in difflib.unified_diff(theirs.splitlines(), ours.splitlines(), "Triton", "ours", lineterm="", n=0):
-        print(f"    {line[:2000]}")
+    for their_line, our_line in itertools.zip_longest(theirs.splitlines(), ours.splitlines(), fillvalue="(no line)"):
+        if their_line != our_line:
+            start = max(len(os.path.commonprefix([their_line, our_line])) - 60, 0)
+            print(f"    Triton {'…' if start else ''}{their_line[start : start + SHOWN_CHARACTERS]}")
+            print(f"    ours   {'…' if start else ''}{our_line[start : start + SHOWN_CHARACTERS]}")
+
 
 
 if __name__ == "__main__":

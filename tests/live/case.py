@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,8 +26,9 @@ TIMEOUT_S = 30.0
 class Server:
     """One server's ways in."""
 
-    def __init__(self, name: str, http: str, grpc_address: str, metrics: str) -> None:
+    def __init__(self, name: str, repository: Path, http: str, grpc_address: str, metrics: str) -> None:
         self.name = name
+        self.repository = repository
         self.http_address, self.grpc_address = http, grpc_address
         self.http = httpx.Client(base_url=f"http://{http}", timeout=TIMEOUT_S, trust_env=False)
         self.metrics = httpx.Client(base_url=f"http://{metrics}", timeout=TIMEOUT_S, trust_env=False)
