@@ -55,6 +55,8 @@ class Inputs:
         if REGION in parameters:
             self.shared.append(SharedInput(name, datatype, shape, place_from_json(parameters)))
         elif "data" in item:
+            with parsing("data"):
+                as_array(item["data"])
             self.sent.append(tensor_from_json(name, datatype, shape, item["data"]))
         else:
             with parsing("binary_data_size"):
@@ -85,7 +87,7 @@ def _check_one_source(item: Any, parameters: Mapping[str, Any]) -> None:
     if not sources:
         raise invalid_argument(_ONE_SOURCE + "no field is set")
     if len(sources) > 1:
-        raise invalid_argument(_ONE_SOURCE + "these are set: " + ", ".join(f"'{source}'" for source in sources))
+        raise invalid_argument(_ONE_SOURCE + "set " + " ".join(f"'{source}'" for source in sources))
 
 
 class RequestedOutputs:

@@ -135,8 +135,8 @@ def as_object(value: Any) -> Mapping[str, Any]:
 class parsing:  # noqa: N801 - reads as a statement: `with parsing("shape"):`
     """Puts "Unable to parse '<field>': " before the text of a TritonError raised inside."""
 
-    def __init__(self, field: str) -> None:
-        self._prefix = f"Unable to parse '{field}': "
+    def __init__(self, field: str, action: str = "parse") -> None:
+        self._prefix = f"Unable to {action} '{field}': "
 
     def __enter__(self) -> None:
         return None

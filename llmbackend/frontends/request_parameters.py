@@ -106,7 +106,7 @@ def options_from_proto(parameters: Mapping[str, InferParameter]) -> RequestOptio
             raise _wrong_proto_type(key)
         values[key] = getattr(parameters[key], choice)
     if int(values.get("priority", 0)) < 0:
-        raise invalid_argument(f"invalid value {values['priority']} for 'priority' parameter, expected >= 0.")
+        raise invalid_argument("invalid value for 'priority', expected value >= 0.")
     if int(values.get("timeout", 0)) < 0:
         raise invalid_argument(f"invalid value {values['timeout']} for 'timeout' parameter, expected >= 0.")
     return _options(values, empty_final_response=bool(values.pop(EMPTY_FINAL, False)))

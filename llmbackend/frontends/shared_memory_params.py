@@ -43,7 +43,7 @@ def check_output_parameters(parameters: Mapping[str, Any]) -> None:
 
 def classes_from_json(parameters: Mapping[str, Any]) -> int:
     """0 = not as classes."""
-    with parsing(CLASSIFICATION):
+    with parsing(CLASSIFICATION, "set"):
         return as_unsigned(parameters[CLASSIFICATION])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import itertools
 import os
 import re
@@ -30,6 +31,7 @@ from .together import cases_at_the_end, cases_together
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SHOWN_CHARACTERS = 240
+LONG_LINES = 12
 FLAGS = ("--model-control-mode=explicit", "--load-model=*", "--exit-on-error=false", "--cache-config=local,size=1048576")
 
 
@@ -71,7 +73,7 @@ def _triton(triton: RealTriton, scratch: Path) -> Iterator[Server]:
 def _ours(scratch: Path) -> Iterator[Server]:
     repository = _copy_of_models(scratch / "ours")
     with (scratch / "ours.log").open("w") as log:
-        process = start_server("--model-repository", str(repository), *FLAGS[:-1], log=log)
+        process = start_server("--model-repository", str(repository), *FLAGS, log=log)
     server = Server("llmbackend", repository, process.http, process.grpc, process.metrics)
     try:
         yield server
@@ -116,6 +118,10 @@ def report(answers: Sequence[tuple[Case, str, str]], rules: Sequence[Rule], is_p
 def _print_difference(name: str, theirs: str, ours: str) -> None:
     """The lines that differ, each from a little before the first character that does."""
     print(f"=== {name}")
+    if max(theirs.count("\n"), ours.count("\n")) > LONG_LINES:
+        changes = difflib.unified_diff(theirs.splitlines(), ours.splitlines(), "Triton", "ours", lineterm="", n=0)
+        print("\n".join(f"    {line[:SHOWN_CHARACTERS]}" for line in changes))
+        return
     for their_line, our_line in itertools.zip_longest(theirs.splitlines(), ours.splitlines(), fillvalue="(no line)"):
         if their_line != our_line:
             start = max(len(os.path.commonprefix([their_line, our_line])) - 60, 0)
