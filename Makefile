@@ -3,6 +3,7 @@
 # make smoke   a real server on free ports, every protocol with real clients
 # make real-triton   the backend inside a real Triton (LLMBACKEND_REAL_TRITON=folder; docs/inside_triton.md)
 # make conformance   the golden transcripts of a real Triton replayed against this host
+# make conformance-live   a real Triton (370 MB from the package index) and this server, the same requests to both
 # make chaos   faults of every kind under live streams: nothing lost, repeated or changed (10 minutes)
 # make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
 # make overload   ten times the capacity offered for a minute
@@ -40,6 +41,9 @@ conformance: $(VENV)/.test
 
 real-triton: $(VENV)/.test
 	LLMBACKEND_REAL_TRITON=$(LLMBACKEND_REAL_TRITON) $(BIN)/python -m pytest tests/real_triton $(ARGS)
+
+conformance-live: $(VENV)/.test
+	$(BIN)/python -m tests.live $(ARGS)
 
 chaos soak overload idle: $(VENV)/.test
 	$(BIN)/python -m tests.chaos $@ $(ARGS)

@@ -1,8 +1,9 @@
 """The cost of the host itself, beside NVIDIA's C++ server on the same models: `python -m benchmarks.host`.
 
-For: docs/benchmarks_host.md. Does not know: LLMs; an identity model and one that streams do nothing themselves. perf_analyzer
-is the client for single requests, a raw gRPC stream for streamed responses. Invariants: both servers are measured in
-turns within one run, one under load at a time; CPU time is that of a server's whole process tree, without the client's.
+For: docs/benchmarks_host.md. Does not know: LLMs; an identity model and one that streams do nothing themselves.
+perf_analyzer is the client for single requests, a raw gRPC stream for streamed responses.
+Invariants: both servers are measured in turns within one run, one under load at a time; CPU time is that of a server's
+whole process tree, without the client's.
 """
 
 from __future__ import annotations
@@ -150,7 +151,9 @@ def _servers(triton: RealTriton, scratch: Path) -> list[Callable[[], Any]]:
 def _write_models(repository: Path, backend: str) -> None:
     for name, config, code in (("identity", IDENTITY_CONFIG, IDENTITY_MODEL), ("burst", BURST_CONFIG, BURST_MODEL)):
         (repository / name / "1").mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(config.replace('"python"', f'"{backend}"') if backend else config)
+        (repository / name / "config.pbtxt").write_text(
+            config.replace('"python"', f'"{backend}"') if backend else config
+        )
         if not backend:
             (repository / name / "1" / "model.py").write_text(code)
 
@@ -171,9 +174,7 @@ def _ours(name: str, repository: Path, *flags: str) -> Iterator[Target]:
         stop_server(server)
 
 
-def _measure(
-    targets: list[Target], environments: Environments, scratch: Path, rounds: int
-) -> Iterator[dict[str, Any]]:
+def _measure(targets: list[Target], environments: Environments, scratch: Path, rounds: int) -> Iterator[dict[str, Any]]:
     for round_number in range(rounds):
         for protocol in ("http", "grpc"):
             for concurrency in CONCURRENCIES:

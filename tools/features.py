@@ -17,9 +17,9 @@ TABLE = ROOT / "tests" / "features.toml"
 PAGE = ROOT / "docs" / "features.md"
 HEAD = """# Features
 
-Every row was written beside the tests that prove it: `tests/features.toml` is the source, `python tools/features.py` writes this page,
-and `make test` fails when a test named here does not exist. "Triton" says how NVIDIA's server stands to it; a dash means that it has no
-such thing.
+Every row was written beside the tests that prove it: `tests/features.toml` is the source, `python tools/features.py`
+writes this page, and `make test` fails when a test named here does not exist. "Triton" says how NVIDIA's server stands
+to it; a dash means that it has no such thing.
 """
 
 

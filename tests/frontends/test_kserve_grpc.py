@@ -208,7 +208,7 @@ def test_infer_errors(stub: Any, request_: Any, code: str, message: str) -> None
             *("sequence_start", {"int64_param": 4}),
             "invalid value type for 'sequence_start' parameter, expected bool_param.",
         ),
-        ("priority", {"int64_param": -4}, "invalid value -4 for 'priority' parameter, expected >= 0."),
+        ("priority", {"int64_param": -4}, "invalid value for 'priority', expected value >= 0."),
     ],
 )
 def test_parameter_errors(stub: Any, key: str, value: dict[str, Any], message: str) -> None:

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import difflib
 import itertools
-import os
 import re
 import shutil
 import sys
@@ -32,7 +31,12 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 SHOWN_CHARACTERS = 240
 LONG_LINES = 12
-FLAGS = ("--model-control-mode=explicit", "--load-model=*", "--exit-on-error=false", "--cache-config=local,size=1048576")
+FLAGS = (
+    "--model-control-mode=explicit",
+    "--load-model=*",
+    "--exit-on-error=false",
+    "--cache-config=local,size=1048576",
+)
 
 
 def main() -> int:
@@ -124,10 +128,13 @@ def _print_difference(name: str, theirs: str, ours: str) -> None:
         return
     for their_line, our_line in itertools.zip_longest(theirs.splitlines(), ours.splitlines(), fillvalue="(no line)"):
         if their_line != our_line:
-            start = max(len(os.path.commonprefix([their_line, our_line])) - 60, 0)
+            start = max(_common_characters(their_line, our_line) - 60, 0)
             print(f"    Triton {'…' if start else ''}{their_line[start : start + SHOWN_CHARACTERS]}")
             print(f"    ours   {'…' if start else ''}{our_line[start : start + SHOWN_CHARACTERS]}")
 
+
+def _common_characters(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 if __name__ == "__main__":

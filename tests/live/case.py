@@ -1,8 +1,8 @@
 """A case: one thing done to a server, and the text of what came back.
 
-For: the case files and the comparison. Does not know: which server it speaks to. Invariant: the text holds all that a
-client can see (status, headers with a meaning, body, tensors with their bytes) and nothing that varies by itself (times,
-ports, the order of a JSON object's keys).
+For: the case files and the comparison. Does not know: which server it speaks to. Invariant: the text holds all that
+a client can see (status, headers with a meaning, body, tensors with their bytes) and nothing that varies by itself
+(times, ports, the order of a JSON object's keys).
 """
 
 from __future__ import annotations

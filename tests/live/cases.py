@@ -62,7 +62,8 @@ def descriptions() -> Iterator[Case]:
 def wrong_paths() -> Iterator[Case]:
     for path in (
         "/v2/models/absent", "/v2/models/absent/config", "/v2/models/absent/ready", "/v2/models/absent/stats",
-        "/v2/models/identity/versions/9", "/v2/models/identity/versions/9/ready", "/v2/models/identity/versions/9/stats",
+        "/v2/models/identity/versions/9", "/v2/models/identity/versions/9/ready",
+        "/v2/models/identity/versions/9/stats",
         "/v2/models/identity/versions/x", "/v2/models/identity/absent", "/v2/absent", "/absent", "/v2/health/absent",
         "/v2/models/broken", "/v2/models/broken/ready", "/v2/models/broken/config",
     ):  # fmt: skip
@@ -93,7 +94,7 @@ def random_values(draw: random.Random, datatype: str, count: int) -> list[Any]:
     if datatype == "BOOL":
         return [draw.random() < 0.5 for _ in range(count)]
     if datatype == "BYTES":
-        return ["".join(draw.choice("abc äö€ \\\"\n") for _ in range(draw.randint(0, 6))) for _ in range(count)]
+        return ["".join(draw.choice('abc äö€ \\"\n') for _ in range(draw.randint(0, 6))) for _ in range(count)]
     if datatype.startswith("FP"):
         return [draw.randint(-64, 64) / 8 for _ in range(count)]
     kind = np.iinfo(NUMPY_OF[datatype])
@@ -204,7 +205,15 @@ def broken_inference(draw: random.Random) -> Iterator[Case]:
         yield infer(f"body {json.dumps(body)[:70]}", "identity", body)
     for raw in (b"", b"{", b"{]}", b"\xff\xfe", b'{"inputs": [}', b"null", b"{} {}"):
         yield infer(f"raw body {raw!r}", "identity", raw)
-    for data in (["x", 2, 3, 4], [True, 1, 1, 1], [1, 2, 3], [1, 2, 3, 4, 5], [[1, 2], [3]], [None] * 4, [1e400, 0, 0, 0]):
+    for data in (
+        ["x", 2, 3, 4],
+        [True, 1, 1, 1],
+        [1, 2, 3],
+        [1, 2, 3, 4, 5],
+        [[1, 2], [3]],
+        [None] * 4,
+        [1e400, 0, 0, 0],
+    ):
         text = json.dumps({"inputs": [right | {"data": data}]}).replace("Infinity", "1e400")
         yield infer(f"data {data}", "identity", text.encode())
     yield infer("other shapes than the model takes", "matrix", {
@@ -234,7 +243,8 @@ def generation(draw: random.Random) -> Iterator[Case]:
         {"text_input": "x", "unknown": None}, {"text_input": 5}, {"text_input": None}, {"text_input": {}},
         {"text_input": []}, {"text_input": ["a", "b"]}, {}, {"max_tokens": 5}, {"text_input": "x", "max_tokens": "5"},
         {"text_input": "x", "max_tokens": 1.5}, {"text_input": "x", "max_tokens": 2**40},
-        {"text_input": "x", "max_tokens": [1, 2]}, {"text_input": "x", "stream": "yes"}, {"text_input": "x", "stream": 1},
+        {"text_input": "x", "max_tokens": [1, 2]}, {"text_input": "x", "stream": "yes"}, {"text_input": "x",
+        "stream": 1},
         {"text_input": "x", "parameters": 5}, {"text_input": "x", "parameters": {"nested": {"a": 1}}},
         {"text_input": "fail"}, {"text_input": "fail UNAVAILABLE"}, {"text_input": "raise"}, {"text_input": ""},
         {"text_input": "x", "priority": 1}, {"text_input": "x", "timeout": 5}, {"text_input": "x", "id": 5}, [], "x", 5,
@@ -269,7 +279,9 @@ def grpc_descriptions() -> Iterator[Case]:
     yield grpc_case("ServerReady", "ServerReady", pb.ServerReadyRequest())
     for model in (*MODELS, "absent", "broken"):
         for version in ("", "1", "9", "x"):
-            yield grpc_case(f"ModelReady {model} {version}", "ModelReady", pb.ModelReadyRequest(name=model, version=version))
+            yield grpc_case(
+                f"ModelReady {model} {version}", "ModelReady", pb.ModelReadyRequest(name=model, version=version)
+            )
         yield grpc_case(f"ModelMetadata {model}", "ModelMetadata", pb.ModelMetadataRequest(name=model))
         yield grpc_case(f"ModelConfig {model}", "ModelConfig", pb.ModelConfigRequest(name=model))
     for version in ("9", "x"):
@@ -281,7 +293,10 @@ def grpc_descriptions() -> Iterator[Case]:
 
 
 def request(
-    model: str, inputs: Sequence[tuple[str, str, Sequence[int], Sequence[Any]]], outputs: Sequence[str] = (), **fields: Any
+    model: str,
+    inputs: Sequence[tuple[str, str, Sequence[int], Sequence[Any]]],
+    outputs: Sequence[str] = (),
+    **fields: Any,
 ) -> pb.ModelInferRequest:
     """Inputs as (name, datatype, shape, values), sent as raw bytes."""
     message = pb.ModelInferRequest(model_name=model, **fields)
@@ -323,7 +338,8 @@ def grpc_inference(draw: random.Random) -> Iterator[Case]:
         ("own", {"int64_param": 5}), ("own", {"string_param": "x"}), ("own", {"bool_param": True}),
         ("own", {"double_param": 0.5}), ("own", {"uint64_param": 5}), ("priority", {"uint64_param": 1}),
         ("priority", {"int64_param": -1}), ("timeout", {"int64_param": 9}), ("timeout", {"string_param": "x"}),
-        ("sequence_id", {"string_param": "s"}), ("sequence_id", {"int64_param": 3}), ("sequence_start", {"bool_param": True}),
+        ("sequence_id", {"string_param": "s"}), ("sequence_id", {"int64_param": 3}), ("sequence_start",
+        {"bool_param": True}),
         ("sequence_start", {"int64_param": 1}), ("triton_own", {"int64_param": 1}),
     ):  # fmt: skip
         message = request("types", [("IN_INT32", "INT32", (1,), [1])])
@@ -340,7 +356,8 @@ def grpc_broken() -> Iterator[Case]:
         ("a wrong datatype", [("INPUT0", "INT32", (1, 4), [1, 2, 3, 4])]),
         ("a wrong shape", [("INPUT0", "FP32", (1, 5), [1, 2, 3, 4, 5])]),
         ("too few bytes", [("INPUT0", "FP32", (1, 4), [1, 2, 3])]),
-        ("too many rows", [("INPUT0", "FP32", (9, 4), [0] * 36)]), ("no batch", [("INPUT0", "FP32", (4,), [1, 2, 3, 4])]),
+        ("too many rows", [("INPUT0", "FP32", (9, 4), [0] * 36)]), ("no batch", [("INPUT0", "FP32", (4,), [1,
+        2, 3, 4])]),
         ("twice the same", [right, right]), ("a negative shape", [("INPUT0", "FP32", (-1, 4), [1, 2, 3, 4])]),
     ):  # fmt: skip
         yield grpc_case(f"infer: {name}", "ModelInfer", request("identity", inputs))
@@ -371,11 +388,15 @@ def streams(draw: random.Random) -> Iterator[Case]:
         yield stream_case(f"errors as status, {text}", [text_request("repeat", text, 2, id="g")], strict)
     for model in ("text", "identity"):
         message = (
-            text_request("text", "hello") if model == "text" else request(model, [("INPUT0", "FP32", (1, 4), [1, 2, 3, 4])])
+            text_request("text", "hello")
+            if model == "text"
+            else request(model, [("INPUT0", "FP32", (1, 4), [1, 2, 3, 4])])
         )
         yield stream_case(f"stream of {model}", [message] * 2)
     for count in (0, 1, 4):
-        yield stream_case(f"stream through a pipeline {count}", [text_request("stream_pipeline", "through", count, id="p")])
+        yield stream_case(
+            f"stream through a pipeline {count}", [text_request("stream_pipeline", "through", count, id="p")]
+        )
     for number in range(8):
         text, count = draw.choice(("some", "late", "joined")), draw.randint(0, 6)
         yield stream_case(f"a random stream {number}", [text_request("repeat", text, count, id=f"r{number}")])
@@ -399,7 +420,10 @@ def sequences(draw: random.Random) -> Iterator[Case]:
         ):  # fmt: skip
             body = {"inputs": [tensor("X", "INT32", (1, 1), [1])], "parameters": parameters}
             yield infer(f"{model}: {name}", model, body)
-        body = {"inputs": [tensor("X", "INT32", (2, 1), [1, 1])], "parameters": {"sequence_id": 5, "sequence_start": True}}
+        body = {
+            "inputs": [tensor("X", "INT32", (2, 1), [1, 1])],
+            "parameters": {"sequence_id": 5, "sequence_start": True},
+        }
         yield infer(f"{model}: two rows", model, body)
         messages = []
         for index, x in enumerate(numbers(draw, 3)):
@@ -432,9 +456,15 @@ def the_cache() -> Iterator[Case]:
 
 
 def settings() -> Iterator[Case]:
-    for path in ("/v2/trace/setting", "/v2/models/text/trace/setting", "/v2/models/absent/trace/setting", "/v2/logging"):
+    for path in (
+        "/v2/trace/setting",
+        "/v2/models/text/trace/setting",
+        "/v2/models/absent/trace/setting",
+        "/v2/logging",
+    ):
         yield http_case(f"GET {path}", "GET", path)
-    for body in ({"trace_rate": "5"}, {"trace_rate": "x"}, {"trace_level": ["TIMESTAMPS"]}, {"trace_level": ["NOTHING"]},
+    for body in ({"trace_rate": "5"}, {"trace_rate": "x"}, {"trace_level": ["TIMESTAMPS"]},
+                 {"trace_level": ["NOTHING"]},
                  {"trace_count": "-2"}, {"trace_file": "x"}, {"trace_rate": None}, {"absent": "1"}, {"trace_rate": 5},
                  {"trace_level": ["OFF"]}):  # fmt: skip
         yield http_case(f"trace setting {body}", "POST", "/v2/models/text/trace/setting", body)

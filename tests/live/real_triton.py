@@ -73,7 +73,12 @@ class RealTriton:
         http, grpc, metrics = (_free_port() for _ in range(3))
         command = [str(self.root / "dist" / "bin" / "tritonserver"), f"--model-repository={repository}"]
         command += [f"--backend-directory={self.backends}", f"--cache-directory={self.root / 'dist' / 'caches'}"]
-        command += ["--allow-gpu-metrics=false", f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}"]
+        command += [
+            "--allow-gpu-metrics=false",
+            f"--http-port={http}",
+            f"--grpc-port={grpc}",
+            f"--metrics-port={metrics}",
+        ]
         command += [f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")]
         with log.open("wb") as file:
             process = subprocess.Popen(

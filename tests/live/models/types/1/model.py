@@ -11,9 +11,7 @@ class TritonPythonModel:
         return [self.answer(request) for request in requests]
 
     def answer(self, request):
-        outputs = [
-            pb_utils.Tensor("OUT_" + tensor.name()[3:], tensor.as_numpy()) for tensor in request.inputs()
-        ]
+        outputs = [pb_utils.Tensor("OUT_" + tensor.name()[3:], tensor.as_numpy()) for tensor in request.inputs()]
         about = {
             "id": request.request_id(),
             "correlation": str(request.correlation_id()),
