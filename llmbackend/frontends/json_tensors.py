@@ -44,7 +44,7 @@ def flatten(data: Any) -> list[Any]:
 
 
 def _number_array(name: str, datatype: str, leaves: list[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    if datatype in _BINARY_ONLY:
+    if datatype in _BINARY_ONLY and leaves:
         raise invalid_argument(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
         )

@@ -114,7 +114,7 @@ def test_an_error_meets_its_own_request_and_no_other_of_the_batch(tmp_path: Path
         server.load_model("refusing")
         good, bad, other = (begin(server, "refusing", x=row(value)) for value in (1, -1, 3))
         assert good.outputs()["y"].tolist() == [[2]] and other.outputs()["y"].tolist() == [[6]]
-        with pytest.raises(TritonError, match="model 'refusing' failed: .*a negative number"):
+        with pytest.raises(TritonError, match=r"model 'refusing' failed: .*a negative number"):
             bad.outputs()
 
 

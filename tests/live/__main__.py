@@ -99,13 +99,13 @@ def report(answers: Sequence[tuple[Case, str, str]], rules: Sequence[Rule], is_p
         if theirs == ours:
             continue
         applied = [rule for rule in rules if rule.cases.search(case.name)]
-        changed = theirs
+        both = theirs, ours
         for rule in applied:
-            before, changed = changed, rule.apply(changed)
-            by_design[rule.name] += before != changed
-        if changed != ours:
+            before, both = both, rule.apply(*both)
+            by_design[rule.name] += before != both
+        if both[0] != both[1]:
             unexplained += 1
-            _print_difference(case.name, changed, ours)
+            _print_difference(case.name, *both)
     matching = sum(theirs == ours for _, theirs, ours in answers)
     reasons = {rule.name: rule.reason for rule in rules}
     for name, reason in reasons.items():

@@ -15,16 +15,20 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Rule:
     """`cases`: a regular expression of case names. `triton`, a regular expression in Triton's answer, becomes `ours`;
-    an empty `triton` stands for the whole answer."""
+    an empty `triton` stands for the whole answer. What `only_ours` matches is taken out of our answer."""
 
     name: str
     reason: str
     cases: re.Pattern[str]
     triton: re.Pattern[str]
     ours: str
+    only_ours: re.Pattern[str] | None
 
-    def apply(self, answer: str) -> str:
-        return self.triton.sub(self.ours, answer) if self.triton.pattern else self.ours
+    def apply(self, theirs: str, ours: str) -> tuple[str, str]:
+        """Both answers, as they should be equal."""
+        if self.only_ours is not None:
+            return theirs, self.only_ours.sub("", ours)
+        return (self.triton.sub(self.ours, theirs) if self.triton.pattern else self.ours), ours
 
 
 def read_rules(path: Path) -> list[Rule]:
@@ -34,7 +38,8 @@ def read_rules(path: Path) -> list[Rule]:
             reason=entry["reason"],
             cases=re.compile(change["cases"]),
             triton=re.compile(change.get("triton", "")),
-            ours=change["ours"],
+            ours=change.get("ours", ""),
+            only_ours=re.compile(change["only_ours"]) if "only_ours" in change else None,
         )
         for entry in tomllib.loads(path.read_text()).get("difference", [])
         for change in entry["change"]

@@ -43,7 +43,16 @@ def cases_at_the_end() -> Iterator[Case]:
     for model in ("cached", "text", "matrix"):
         yield Case(f"unload {model}", _unloaded(model))
         yield Case(f"infer {model} afterwards", _after_unload(model))
-    yield Case("the index afterwards", lambda server: shown_http(server.http.post("/v2/repository/index", content=b"")))
+    yield Case("the index afterwards", _index_afterwards)
+
+
+def _index_afterwards(server: Server) -> str:
+    """When nothing is unloading any more."""
+    deadline_s = time.monotonic() + 20
+    while "UNLOADING" in (answer := server.http.post("/v2/repository/index", content=b"")).text:
+        assert time.monotonic() < deadline_s, answer.text
+        time.sleep(0.1)
+    return shown_http(answer)
 
 
 def _row(rows: int, width: int = 1) -> dict[str, Any]:
