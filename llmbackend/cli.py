@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,8 +30,10 @@ from .cli_flags import (
 )
 from .flag_groups import takes_flag_groups
 from .limit_flags import LimitFlags
+from .protocol_flags import ProtocolFlags
 from .scheduling_flags import SchedulingFlags
 from .settings import ServerSettings
+from .trace_flags import TraceFlags
 
 app = typer.Typer(
     help="Serve large language models the Triton way.",
@@ -61,6 +64,8 @@ def serve(
     doors: DoorFlags,
     limits: LimitFlags,
     log: LogFlags,
+    trace: TraceFlags,
+    protocols: ProtocolFlags,
 ) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
     door_settings = doors.settings()  # takes keys out of the environment before there are processes to inherit them
@@ -69,10 +74,13 @@ def serve(
 
     settings = ServerSettings(
         log=log.settings(),
-        options=scheduling.applied_to(
-            server_options(
-                models, life, metrics_config.options(), shared_memory.allowed(http.endpoint(), grpc.endpoint())
-            )
+        options=replace(
+            scheduling.applied_to(
+                server_options(
+                    models, life, metrics_config.options(), shared_memory.allowed(http.endpoint(), grpc.endpoint())
+                )
+            ),
+            trace=trace.settings(),
         ),
         http=http.endpoint(),
         grpc=grpc.endpoint(),
@@ -81,6 +89,7 @@ def serve(
         exit_timeout_s=life.exit_timeout_secs,
         limits=limits.limits(),
         doors=door_settings,
+        protocols=protocols.options(),
     )
     raise typer.Exit(run_server(settings))
 

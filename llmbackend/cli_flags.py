@@ -23,22 +23,10 @@ from llmbackend.frontends.doors.settings import DoorSettings
 from llmbackend.frontends.doors.tls import TlsFiles
 
 from . import head_start
-from .settings import Endpoint, LogSettings
-
-
-def _boolean(text: str | bool) -> bool:
-    """Triton's flags take a value: `--allow-http=false`."""
-    if isinstance(text, bool):
-        return text
-    values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
-    try:
-        return values[text.lower()]
-    except KeyError:
-        raise typer.BadParameter(f"'{text}' is not a boolean, expected true or false") from None
-
-
-def _switch(name: str, help_text: str) -> Any:
-    return typer.Option(name, parser=_boolean, metavar="BOOL", help=help_text)
+from .flag_types import switch as _switch
+from .log_format import LOG_FORMATS
+from .server_log import LogSettings
+from .settings import Endpoint
 
 
 def _port(help_text: str) -> Any:
@@ -261,15 +249,17 @@ class LogFlags:
     log_warning: Annotated[Any, _switch("--log-warning", "Log warnings.")] = True
     log_error: Annotated[Any, _switch("--log-error", "Log errors.")] = True
     log_format: Annotated[str, typer.Option(help="default or ISO8601.")] = "default"
+    log_file: Annotated[str, typer.Option(help="File to which the log is appended; default: standard error.")] = ""
 
     def settings(self) -> LogSettings:
-        _one_of("--log-format", self.log_format, ("default", "ISO8601"))
+        _one_of("--log-format", self.log_format, LOG_FORMATS)
         return LogSettings(
             verbose=self.log_verbose,
             info=self.log_info,
             warning=self.log_warning,
             error=self.log_error,
             format=self.log_format,  # type: ignore[arg-type]  # checked above
+            file=self.log_file,
         )
 
 

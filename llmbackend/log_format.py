@@ -1,53 +1,41 @@
 """Log lines as Triton writes them, so that tools which read Triton's logs read ours.
 
-For: the command line, once, before anything logs. Does not know: what is logged. Invariant: one record is one line on
-stderr. Source: Triton's `--log-format` (`default`: `I1121 02:03:04.000123 1234 file.py:56] text`; `ISO8601`).
+For: the server's log. Does not know: what is logged. Invariant: one record is one line: the message is a JSON string,
+its line ends escaped, as in Triton since 24.05 (TRITON_SERVER_ESCAPE_LOG_MESSAGES=0 turns that off, as there). Source:
+Triton's `--log-format` (`default`: `I1121 02:03:04.000123 1234 file.py:56] "text"`; `ISO8601`).
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import sys
+import os
 import time
+from typing import Literal
 
-from .settings import LogSettings
+LogFormat = Literal["default", "ISO8601"]
+LOG_FORMATS: tuple[LogFormat, ...] = ("default", "ISO8601")
 
 _LETTERS = {logging.DEBUG: "V", logging.INFO: "I", logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
+_ESCAPE_VARIABLE = "TRITON_SERVER_ESCAPE_LOG_MESSAGES"
 
 
 class TritonFormatter(logging.Formatter):
     """Formats a record in one of Triton's two styles."""
 
-    def __init__(self, style: str) -> None:
+    def __init__(self, style: LogFormat) -> None:
         super().__init__()
         self._iso = style == "ISO8601"
+        self._escape = os.environ.get(_ESCAPE_VARIABLE, "1").lower() not in ("0", "false")
 
     def format(self, record: logging.LogRecord) -> str:
-        letter = _LETTERS.get(record.levelno, "I")
         text = super().format(record)
+        return f"{self._head(record)}] {json.dumps(text, ensure_ascii=False) if self._escape else text}"
+
+    def _head(self, record: logging.LogRecord) -> str:
+        letter = _LETTERS.get(record.levelno, "I")
+        where = f"{record.process} {record.filename}:{record.lineno}"
         if self._iso:
-            stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
-            return f"{stamp} {letter} {record.process} {record.filename}:{record.lineno}] {text}"
-        stamp = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
-        microseconds = int(record.created % 1 * 1e6)
-        return f"{letter}{stamp}.{microseconds:06d} {record.process} {record.filename}:{record.lineno}] {text}"
-
-
-def configure_logging(settings: LogSettings) -> None:
-    """Sends the package's log to stderr; other libraries only from WARNING on."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(TritonFormatter(settings.format))
-    handler.addFilter(lambda record: _wanted(record.levelno, settings))
-    logging.root.handlers[:] = [handler]
-    logging.root.setLevel(logging.WARNING)
-    logging.getLogger("llmbackend").setLevel(logging.DEBUG if settings.verbose else logging.INFO)
-
-
-def _wanted(level: int, settings: LogSettings) -> bool:
-    if level >= logging.ERROR:
-        return settings.error
-    if level >= logging.WARNING:
-        return settings.warning
-    if level >= logging.INFO:
-        return settings.info
-    return settings.verbose > 0
+            return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(record.created))} {letter} {where}"
+        stamp = time.strftime("%m%d %H:%M:%S", time.gmtime(record.created))
+        return f"{letter}{stamp}.{int(record.created % 1 * 1e6):06d} {where}"

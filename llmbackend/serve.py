@@ -29,8 +29,8 @@ from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.serving import FrontendServer
 
 from . import head_start
-from .log_format import configure_logging
 from .process_end import exit_now, in_thread, kill_children, stop_on_signal, temporary_directory
+from .server_log import ServerLog
 from .settings import ServerSettings
 
 log = logging.getLogger(__name__)
@@ -49,12 +49,17 @@ _SERVED_AT = {
 
 def run_server(settings: ServerSettings) -> int:
     """Serves until a signal; returns the process's exit code."""
-    configure_logging(settings.log)
+    server_log = ServerLog(settings.log)
+    try:
+        server_log.install()
+    except OSError as error:
+        print(f"--log-file '{settings.log.file}' can not be written: {error}", file=sys.stderr)
+        return 1
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings))
+        return runner.run(_serve(settings, server_log))
 
 
-async def _serve(settings: ServerSettings) -> int:
+async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
     began_s = time.monotonic()
     stop = stop_on_signal()
     try:
@@ -73,7 +78,7 @@ async def _serve(settings: ServerSettings) -> int:
     except TritonError as error:
         log.error("%s", error.message)
         return 1
-    frontends = _frontends(server, settings, doors)
+    frontends = _frontends(server, settings, doors, server_log)
     try:
         await frontends.start()
     except (OSError, RuntimeError) as error:
@@ -89,7 +94,9 @@ async def _serve(settings: ServerSettings) -> int:
     return await _drain(server, frontends, settings.exit_timeout_s)
 
 
-def _frontends(server: InferenceServer, settings: ServerSettings, doors: Doors) -> FrontendServer:
+def _frontends(
+    server: InferenceServer, settings: ServerSettings, doors: Doors, server_log: ServerLog
+) -> FrontendServer:
     limit_bytes = settings.http_max_input_size_bytes
     gate = InferenceGate(server, settings.limits.inference)
     routers = (create_openai_router(server, limit_bytes, gate),)
@@ -101,10 +108,19 @@ def _frontends(server: InferenceServer, settings: ServerSettings, doors: Doors) 
         grpc_port=settings.grpc.port_or_none,
         metrics_address=settings.metrics.address,
         metrics_port=settings.metrics.port_or_none,
-        http_app=create_http_app(server, max_input_size_bytes=limit_bytes, routers=routers, gate=gate),
+        http_app=create_http_app(
+            server,
+            max_input_size_bytes=limit_bytes,
+            routers=routers,
+            gate=gate,
+            options=settings.protocols,
+            log=server_log,
+        ),
         doors=doors,
         gate=gate,
         limits=settings.limits,
+        protocols=settings.protocols,
+        log=server_log,
     )
 
 

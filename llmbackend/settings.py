@@ -7,24 +7,13 @@ and defaults are Triton's.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from llmbackend.core.messages import ServerOptions
 from llmbackend.frontends.doors.settings import NO_DOORS, DoorSettings
 from llmbackend.frontends.limits import FrontendLimits
+from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 
-LogFormat = Literal["default", "ISO8601"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogSettings:
-    """Which levels are logged, and how a line looks. verbose > 0 adds debug lines."""
-
-    verbose: int = 0
-    info: bool = True
-    warning: bool = True
-    error: bool = True
-    format: LogFormat = "default"
+from .server_log import LogSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,4 +45,5 @@ class ServerSettings:
     exit_timeout_s: int = 30
     limits: FrontendLimits = field(default_factory=FrontendLimits)
     doors: DoorSettings = NO_DOORS
-    log: LogSettings = LogSettings()
+    log: LogSettings = field(default_factory=LogSettings)
+    protocols: ProtocolOptions = DEFAULT_OPTIONS

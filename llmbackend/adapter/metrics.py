@@ -17,6 +17,7 @@ from llmbackend.engine.infer_request import EngineStats
 from llmbackend.engine.transport import DeathKind
 
 from .infer_task import InferTask
+from .kv_block_metrics import KvBlockMetrics
 
 _LABELS = ("model", "version")
 _SECONDS_SHORT = (
@@ -114,7 +115,11 @@ class LlmMetrics:
             MetricKind.COUNTER, _RESTARTS, "Engines that were replaced, by how they were lost.", (*_LABELS, "cause")
         )
         self._inter_token = self._families["vllm:inter_token_latency_seconds"]
+        self._kv_blocks = KvBlockMetrics(backend, self._labels)
         self._show_zeros()
+
+    def engine_started(self, engine: int, num_blocks: int, tokens_per_block: int) -> None:
+        self._kv_blocks.engine_started(engine, num_blocks, tokens_per_block)
 
     def engine_stats(self, engine: int, stats: EngineStats, num_queued: int) -> None:
         """One engine's snapshot after a step; `num_queued` requests wait in the model's queue."""
@@ -122,6 +127,7 @@ class LlmMetrics:
             before = self._engines.get(engine, EngineStats())
             self._engines[engine] = stats
             engines = list(self._engines.values())
+        self._kv_blocks.engine_stats(engine, stats)
         self._set("vllm:num_requests_running", sum(one.num_requests_running for one in engines))
         self._set("vllm:num_requests_waiting", num_queued + sum(one.num_requests_waiting for one in engines))
         self._set("vllm:kv_cache_usage_perc", sum(one.kv_cache_usage for one in engines) / len(engines))
@@ -176,6 +182,7 @@ class LlmMetrics:
         """The model goes, and its series with it, unless another load of the same version writes them."""
         if not self._users.leave(tuple(self._labels.values())):
             return
+        self._kv_blocks.close()
         for family in self._families.values():
             family.remove(**self._labels)
         for reason in _FINISH_REASONS:

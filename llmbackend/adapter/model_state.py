@@ -94,6 +94,7 @@ class ModelState:
             engine = Engine(next(self._engine_numbers), partial(self._make_manager, config))
         except RuntimeError as error:
             raise internal(f"the engine of '{instance.name}' did not start: {error}") from error
+        self._metrics.engine_started(engine.index, engine.info.num_blocks, engine.info.block_size)
         with self._lock:
             self._engines.append(engine)
             self.converter = RequestConverter(self.schema, self._text, self._limits(), self._policies)

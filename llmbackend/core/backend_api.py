@@ -81,6 +81,7 @@ __all__ = [
     "ReleaseFlag",
     "Request",
     "RequestFlag",
+    "RequestTrace",
     "Response",
     "ResponseFactory",
     "ResponseFlag",
@@ -156,11 +157,19 @@ class MetricFamily(Protocol):
         """Forgets the metric with exactly these labels, if it exists."""
 
 
+class RequestTrace(Protocol):
+    """The trace of a request that is traced: TRITONSERVER_InferenceTrace."""
+
+    @property
+    def context(self) -> str:
+        """The model's OpenTelemetry span as the JSON text of its headers (`traceparent`); "" in mode triton."""
+
+
 @dataclass(frozen=True, slots=True)
 class InnerRequest:
     """A request that a model makes of another model of the host (or of itself), see `Model.infer_async`. The fields
     mean what they mean in a client's request. model_version -1 = the highest READY version; no `requested_outputs` =
-    all of the model's outputs.
+    all of the model's outputs. `trace` is that of the request it is made for: it is traced as a child of it.
     """
 
     model_name: str
@@ -173,6 +182,7 @@ class InnerRequest:
     flags: RequestFlag = _NO_FLAGS
     priority: int = 0
     timeout_us: int = 0
+    trace: RequestTrace | None = None
 
 
 class InnerResponse(Protocol):
@@ -366,6 +376,10 @@ class Request(Protocol):
     @property
     def requested_outputs(self) -> Sequence[str]:
         """Names of the outputs the client wants; all outputs of the model when it named none."""
+
+    @property
+    def trace(self) -> RequestTrace | None:
+        """None for a request that is not traced: most are not."""
 
     @property
     def is_cancelled(self) -> bool: ...

@@ -27,6 +27,8 @@ EXTENSIONS = (
     "binary_tensor_data",
     "parameters",
     "statistics",
+    "trace",
+    "logging",
 )
 """Triton's names of the extensions that this host serves."""
 

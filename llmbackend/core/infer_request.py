@@ -18,6 +18,7 @@ from .errors import TritonError, invalid_argument, request_tag
 from .messages import InferenceRequest, InferenceResponse
 from .response_channel import ResponseChannel
 from .statistics import FailureReason
+from .tracing.trace import RequestTrace
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class InferRequest:
         self._own_inputs = inputs
         self._inputs: Mapping[str, Tensor] | None = inputs
         channel.retain()
+        if channel.trace is not None:
+            channel.trace.inputs(inputs.values())
 
     @property
     def inputs(self) -> Mapping[str, Tensor]:
@@ -86,6 +89,10 @@ class InferRequest:
         if self._inputs is None:
             raise invalid_argument(f"{request_tag(self.id)}inputs must not be used after the request was released")
         return self._inputs
+
+    @property
+    def trace(self) -> RequestTrace | None:
+        return self.channel.trace
 
     @property
     def is_released(self) -> bool:
@@ -126,6 +133,8 @@ class InferRequest:
             self.step.reschedule(self)
             return
         self._inputs = None
+        if self.channel.trace is not None:
+            self.channel.trace.queued(self.queue_start_ns)
         self._own_inputs = {}
         if self.step is not None:
             self.step.done()  # before the last handle goes: the model may be idle then

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.samples import Sample
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatistics
 
@@ -46,6 +47,7 @@ from .model_versions import UNLOADED, ModelState
 from .rate_limiter import RateLimiter
 from .reaper import Reaper
 from .shared_memory import SharedMemory
+from .tracing.manager import TraceManager
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class InferenceServer:
         self._state = ServerState.INVALID
         self._state_lock = threading.Lock()
         self._registry = CollectorRegistry(auto_describe=False)
-        families = MetricFamilies(self._registry)
+        families = self._families = MetricFamilies(self._registry)
         self._services = HostServices(
             Reaper(),
             Timer(),
@@ -89,6 +91,7 @@ class InferenceServer:
         self._lifecycle = self._loader.lifecycle
         self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
         register_metrics(self._registry, self._lifecycle.ready_models, options.metrics)
+        self.tracing = TraceManager(options.trace)
 
     @property
     def metrics_registry(self) -> CollectorRegistry:
@@ -97,6 +100,10 @@ class InferenceServer:
     @property
     def shared_memory(self) -> SharedMemory:
         return self._shared_memory
+
+    def metric_samples(self, name: str) -> list[Sample]:
+        """What backends report now in the family of that name; [] for one that nobody has made."""
+        return self._families.samples(name)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -108,6 +115,7 @@ class InferenceServer:
         self._state = ServerState.INITIALIZING
         try:
             self._services.start()
+            self.tracing.start()
             self._repository.check()
             names = self._loader.startup_models()
         except TritonError:
@@ -146,6 +154,7 @@ class InferenceServer:
         is_unloaded = self._lifecycle.close(max(deadline_s - time.monotonic(), UNLOAD_GRACE_S))
         self._repository.close()
         self._shared_memory.close()
+        self.tracing.close()
         if not is_unloaded:
             left = {what: count for what, count in self._lifecycle.left_behind().items() if count}
             log.error("Unloading did not end: %s", ", ".join(f"{count} {what}" for what, count in left.items()))
@@ -294,6 +303,7 @@ class InferenceServer:
             **self._shared_memory.left_behind(),
             **self._services.rate_limiter.left_behind(),
             "actions for its reaper": self._services.reaper.backlog,
+            "traces that are not complete": self.tracing.open_count,
         }
         return found + breaches_of("the server", {**left, "timers without a model": timers})
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from .backend_api import InnerCallback, InnerRequest
+from .backend_api import RequestTrace as TraceOfRequest
 from .messages import InferenceHandle, InferenceRequest, LoadParameters
+from .tracing.trace import RequestTrace, child_of
 
 if TYPE_CHECKING:
     from .model import LoadedModel
@@ -52,6 +54,7 @@ class InnerDoor:
                 flags=request.flags,
                 priority=request.priority,
                 timeout_us=request.timeout_us,
+                trace=_child_of(request.trace),
             )
         )
 
@@ -70,3 +73,8 @@ class InnerDoor:
 
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
         self._host.unload_model(name, unload_dependents)
+
+
+def _child_of(trace: TraceOfRequest | None) -> RequestTrace | None:
+    assert trace is None or isinstance(trace, RequestTrace), "a trace comes from a request of this host"
+    return child_of(trace)

@@ -18,6 +18,8 @@ from .errors import TritonError
 from .metrics_options import MetricsOptions
 from .rate_limit_resources import RateLimitMode, RateLimitResource
 from .tensors import Place, RawTensor, SharedInput, Tensor
+from .tracing.settings import TraceSettings
+from .tracing.trace import RequestTrace
 
 if TYPE_CHECKING:
     from .statistics import PhaseTimes
@@ -81,6 +83,7 @@ class InferenceRequest:
     then `inputs` is empty. A RawTensor in `inputs` is checked against the model's configuration before it is decoded.
     `shared_inputs` lie in shared memory; SharedMemory.with_inputs makes `inputs` of them. `output_places` says which
     outputs are written there, `classes` of which outputs only the so many largest elements are wanted, as text.
+    `trace` is that of a sampled request, or a child of the trace of the request on whose behalf this one is made.
     """
 
     model_name: str
@@ -99,6 +102,7 @@ class InferenceRequest:
     output_places: Mapping[str, Place] = field(default_factory=dict)
     classes: Mapping[str, int] = field(default_factory=dict)
     observer: RequestObserver | None = None
+    trace: RequestTrace | None = None
 
 
 class InferenceHandle(Protocol):
@@ -167,6 +171,7 @@ class ServerOptions:
     cache_config: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     rate_limit: RateLimitMode = "off"
     rate_limit_resources: Sequence[RateLimitResource] = ()
+    trace: TraceSettings = field(default_factory=TraceSettings)
 
 
 LoadParameters = Mapping[str, str | bytes]

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
+from prometheus_client.samples import Sample
 
 from .backend_api import MetricKind
 from .errors import ErrorCode, TritonError, invalid_argument
@@ -143,6 +144,12 @@ class MetricFamilies:
                     ErrorCode.ALREADY_EXISTS,
                 )
             return family
+
+    def samples(self, name: str) -> list[Sample]:
+        """What the family of that name holds now; [] when there is none."""
+        with self._lock:
+            family = self._families.get(name)
+        return family.collect().samples if family is not None else []
 
     def describe(self) -> list[Metric]:
         return []

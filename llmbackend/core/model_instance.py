@@ -81,6 +81,8 @@ class LoadedInstance:
         times = (exec_start_ns, compute_start_ns, compute_end_ns, exec_end_ns)
         channel, statistics = request.channel, self.model.statistics
         batch_size, queue_start_ns = max(request.batch_size, 1), request.queue_start_ns
+        if success and channel.trace is not None:
+            channel.trace.computed(*times)
 
         def count(final_ns: int) -> None:
             if success:

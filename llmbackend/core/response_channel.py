@@ -60,6 +60,9 @@ class ResponseChannel:
         self._on_cancel: list[Callable[[], None]] = []
         self._dequeue: Callable[[], None] | None = None
         self._response_index = 0
+        self.trace = request.trace
+        if self.trace is not None:
+            self.trace.begin(owner.name, owner.version, request.id, self.start_ns)
 
     @property
     def is_cancelled(self) -> bool:
@@ -86,6 +89,8 @@ class ResponseChannel:
             log.error("%sreleased by the backend of model '%s' without a final response", tag, self.owner.name)
             self.fail(internal(f"{tag}the backend of model '{self.owner.name}' ended the request without a response"))
         self.owner.request_done(self)
+        if self.trace is not None:
+            self.trace.end()
         if self.observer is not None:
             self.observer.done()
 
@@ -111,6 +116,8 @@ class ResponseChannel:
                 return False
             if flags & ResponseFlag.FINAL:
                 self._finish()  # before the callback, so that whoever has seen the last response also sees it counted
+            if self.trace is not None:
+                self.trace.responded(response.outputs if response is not None else ())
             try:
                 self._callback(response, flags)
             except Exception:

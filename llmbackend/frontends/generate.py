@@ -15,7 +15,7 @@ the time per event.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
 
@@ -24,14 +24,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.errors import ErrorCode, invalid_argument
-from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.messages import InferenceResponse, ModelMetadata
+from llmbackend.core.tracing.trace import RequestTrace
 
 from .generate_codec import decode_request, encode_response
 from .http_errors import JSON, error_body
+from .http_tracing import received, sampled, traced
 from .inference import Inference, InferenceGate, nobody
 from .kserve_http import MODEL_PATHS, model_of
 from .limits import RETRY_AFTER_S
 from .mailbox import Item
+from .orca import load_headers
 from .request_body import read_body
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
@@ -49,14 +52,18 @@ class StreamedBody(Response):
     """
 
     def __init__(
-        self, chunks: AsyncGenerator[bytes, None], status_code: int, content_type: str, on_close: Callable[[], None]
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        status_code: int,
+        headers: Mapping[str, str],
+        on_close: Callable[[], None],
     ) -> None:
         self.status_code = status_code
         retry = {"retry-after": RETRY_AFTER_S} if status_code == 503 else {}
         self.background = None
         self._chunks = chunks
         self._on_close = on_close
-        self.init_headers({"content-type": content_type, **retry})
+        self.init_headers({**headers, **retry})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -80,32 +87,52 @@ class GenerateEndpoints:
             router.add_api_route(f"{path}/generate_stream", self.generate_stream, methods=["POST"])
 
     async def generate(self, request: Request) -> Response:
-        inference = await self._submit(request)
+        model = self._model(request)
+        trace = sampled(self._gate.server, model.name, request)
+        return await traced(trace, self._generate(request, model, trace))
+
+    async def generate_stream(self, request: Request) -> Response:
+        model = self._model(request)
+        trace = sampled(self._gate.server, model.name, request)
+        return await traced(trace, self._generate_stream(request, model, trace))
+
+    async def _generate(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Response:
+        inference = await self._submit(request, model, trace)
         try:
             responses = await inference.collect(at_most=2)
         finally:
             inference.close()
         body = _json(responses[0]) if len(responses) == 1 else error_body(_NOT_ONE_RESPONSE)
-        return StreamedBody(_once(body), _status(responses), JSON, inference.close)
+        return StreamedBody(_once(body), _status(responses), self._headers(request, JSON), inference.close)
 
-    async def generate_stream(self, request: Request) -> Response:
-        inference = await self._submit(request)
+    async def _generate_stream(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Response:
+        inference = await self._submit(request, model, trace)
         try:
             first = await inference.next_batch()
+            headers = self._headers(request, EVENT_STREAM)
         except BaseException:
             inference.close()
             raise
-        return StreamedBody(_events(inference, first), _status(_responses(first)), EVENT_STREAM, inference.close)
+        return StreamedBody(_events(inference, first), _status(_responses(first)), headers, inference.close)
 
-    async def _submit(self, request: Request) -> Inference:
+    def _headers(self, request: Request, content_type: str) -> dict[str, str]:
+        load = load_headers(self._gate.server, request, request.path_params["name"])
+        return {"content-type": content_type} | load
+
+    def _model(self, request: Request) -> ModelMetadata:
+        """The model that is asked, when it may be asked so at all."""
         name, version = model_of(request)
         if request.headers.get("content-encoding", "identity") not in ("", "identity"):
             raise invalid_argument("Unsupported content-encoding, only 'identity' is supported.")
         metadata = self._gate.server.model_metadata(name, version)
         self._gate.check_room()
+        return metadata
+
+    async def _submit(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Inference:
         body = await read_body(request, self._max_body_bytes)
-        decode = partial(decode_request, body, metadata, version, nobody)
-        inference = self._gate.send(await self._gate.decoded(len(body), decode))
+        received(trace)
+        decode = partial(decode_request, body, model, model_of(request)[1], nobody)
+        inference = self._gate.send(await self._gate.decoded(len(body), decode), trace=trace)
         inference.cancel_on_disconnect(request.receive)
         return inference
 

@@ -12,6 +12,7 @@ Source: Triton's stream_infer_handler, as recorded from Triton 2.51.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -21,11 +22,14 @@ from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.errors import TritonError, cancelled, internal
 from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.tracing.trace import RequestTrace
 
 from .bug_log import log_bug
 from .grpc_codec import decode_request, fill_response, model_version
 from .grpc_errors import INTERNAL_ERROR, grpc_status
 from .grpc_malformed import check
+from .grpc_tracing import sampled
+from .header_forwarding import HeaderForward
 from .inference import Inference, InferenceGate, nobody
 from .mailbox import Item, is_final
 from .request_parameters import options_from_proto
@@ -43,17 +47,21 @@ class _Asked:
     request: Any
     empty_final: bool
     in_shared_memory: Collection[str]
+    trace: RequestTrace | None
 
 
 class StreamSession:
     """One call of ModelStreamInfer. Lives on the event loop and is used by it alone."""
 
-    def __init__(self, gate: InferenceGate, context: Context, write_timeout_s: float) -> None:
+    def __init__(self, gate: InferenceGate, context: Context, write_timeout_s: float, forward: HeaderForward) -> None:
         self._gate = gate
         self._context = context
+        self._forward = forward
+        self._waiting_since_ns = time.monotonic_ns()
         self._backlog = gate.new_backlog()
         self._stall = _WriteClock(write_timeout_s)
-        self._strict_errors = _STRICT_ERRORS in [(key, value) for key, value in context.invocation_metadata() or ()]
+        self._metadata = tuple(context.invocation_metadata() or ())
+        self._strict_errors = _STRICT_ERRORS in [(key, value) for key, value in self._metadata]
         self._write_lock = asyncio.Lock()
         self._last_ordered: asyncio.Task[None] | None = None
 
@@ -70,6 +78,7 @@ class StreamSession:
                     except TritonError as error:
                         await self._end_with(error)
                     await self._serve(request, group)
+                    self._waiting_since_ns = time.monotonic_ns()
         except* TritonError as errors:
             failure = _first(errors)
         except* grpc.aio.InternalError:
@@ -82,23 +91,25 @@ class StreamSession:
             await self._context.abort(grpc_status(failure), failure.message)
 
     async def _serve(self, request: Any, group: asyncio.TaskGroup) -> None:
+        trace: RequestTrace | None = None
         try:
             options = options_from_proto(request.parameters)
+            if self._forward:
+                options = self._forward.into(options, self._metadata)
             version = model_version(request.model_version)
             config = self._gate.server.model_config(request.model_name, version)
             given = await self._gate.with_shared_inputs(decode_request(request, options, nobody))
-            inference = self._gate.send(given, self._backlog)
-        except TritonError as error:
+            trace = sampled(self._gate.server, request.model_name, self._context, self._waiting_since_ns)
+            inference = self._gate.send(given, self._backlog, trace=trace)
+        except Exception as error:
+            if trace is not None:
+                trace.close()
             await self._write(_refusal(request, error))
             return
-        except Exception as error:
-            log_bug(f"a request to model '{request.model_name}' can not be submitted", error)
-            await self._write(_refusal(request, internal(INTERNAL_ERROR)))
-            return
         before = None if config.model_transaction_policy.decoupled else self._last_ordered
-        asked = _Asked(request, options.empty_final_response, given.output_places)
+        asked = _Asked(request, options.empty_final_response, given.output_places, trace)
         relay = group.create_task(self._relay(inference, asked, before))
-        relay.add_done_callback(lambda _: inference.close())  # also when the task was cancelled before its first step
+        relay.add_done_callback(lambda _: _end(inference, trace))  # also when it was cancelled before its first step
         if not config.model_transaction_policy.decoupled:
             self._last_ordered = relay
 
@@ -106,7 +117,11 @@ class StreamSession:
         """Passes on the responses of one request, once the request `before` it has had all of its own."""
         if before is not None:
             await asyncio.wait([before])
+        unsent = asked.trace
         while (item := await inference.next()) is not None:
+            if unsent is not None:
+                unsent.mark("GRPC_SEND_START")
+                unsent = None
             message = _safe_message(asked, item)
             if message is not None:
                 await self._write(message)
@@ -165,6 +180,13 @@ def _stalled(timeout_s: float) -> TritonError:
     return cancelled(f"the stream was cancelled: its client took nothing for {timeout_s:g} s")
 
 
+def _end(inference: Inference, trace: RequestTrace | None) -> None:
+    inference.close()
+    if trace is not None:
+        trace.mark("GRPC_SEND_END")
+        trace.close()
+
+
 async def _fail(error: TritonError) -> None:
     raise error
 
@@ -177,8 +199,11 @@ def _first(errors: BaseExceptionGroup[TritonError]) -> TritonError:
     return error
 
 
-def _refusal(request: Any, error: TritonError) -> Any:
+def _refusal(request: Any, error: Exception) -> Any:
     """The answer to a request that never reached a model: only its id tells which one it was."""
+    if not isinstance(error, TritonError):
+        log_bug(f"a request to model '{request.model_name}' can not be submitted", error)
+        error = internal(INTERNAL_ERROR)
     return pb.ModelStreamInferResponse(error_message=error.message, infer_response=pb.ModelInferResponse(id=request.id))
 
 

@@ -12,13 +12,16 @@ from collections.abc import Sequence
 from fastapi import APIRouter, FastAPI
 
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.server_log import ServerLog
 
 from .generate import GenerateEndpoints
 from .http_errors import install_error_handlers
 from .infer_http import InferEndpoint
 from .inference import InferenceGate
-from .kserve_http import DescriptionEndpoints, HealthEndpoints, RepositoryEndpoints, add_unbuilt
+from .kserve_http import DescriptionEndpoints, HealthEndpoints, RepositoryEndpoints
 from .openapi import create_openapi_router
+from .protocol_options import DEFAULT_OPTIONS, ProtocolOptions
+from .settings_http import SettingsEndpoints
 from .shared_memory_http import SharedMemoryEndpoints
 from .stop_http import StopEndpoint
 
@@ -31,31 +34,38 @@ def create_http_app(
     max_input_size_bytes: int = DEFAULT_MAX_INPUT_SIZE_BYTES,
     routers: Sequence[APIRouter] = (),
     gate: InferenceGate | None = None,
+    options: ProtocolOptions | None = None,
+    log: ServerLog | None = None,
 ) -> FastAPI:
     """The app around `server`; `routers` (the OpenAI API, say) are served beside /v2.
 
     `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size). `gate` is
-    the one that other frontends of `server` use.
+    the one that other frontends of `server` use, and so is `log`, the process's log that /v2/logging sets.
     """
     app = FastAPI(title="llmbackend", redirect_slashes=False, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    served = (create_kserve_router(server, max_input_size_bytes, gate), *routers)
+    served = (create_kserve_router(server, max_input_size_bytes, gate, options, log), *routers)
     for router in (*served, create_openapi_router(served)):
         app.include_router(router)
     return app
 
 
 def create_kserve_router(
-    server: InferenceServer, max_input_size_bytes: int, gate: InferenceGate | None = None
+    server: InferenceServer,
+    max_input_size_bytes: int,
+    gate: InferenceGate | None = None,
+    options: ProtocolOptions | None = None,
+    log: ServerLog | None = None,
 ) -> APIRouter:
     router = APIRouter(redirect_slashes=False)
     gate = gate or InferenceGate(server)
+    options = options or DEFAULT_OPTIONS
     HealthEndpoints(server).add_to(router)
-    add_unbuilt(router)  # before the models: /v2/models/{name} must not swallow them
+    SettingsEndpoints(server, log or ServerLog(), max_input_size_bytes).add_to(router)
     SharedMemoryEndpoints(server).add_to(router)
     DescriptionEndpoints(server).add_to(router)
     RepositoryEndpoints(server, max_input_size_bytes).add_to(router)
-    InferEndpoint(gate, max_input_size_bytes).add_to(router)
+    InferEndpoint(gate, max_input_size_bytes, options.http_forward).add_to(router)
     GenerateEndpoints(gate, max_input_size_bytes).add_to(router)
     StopEndpoint(server, max_input_size_bytes).add_to(router)
     return router

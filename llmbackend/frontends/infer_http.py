@@ -16,11 +16,16 @@ from starlette.responses import Response
 
 from llmbackend.core.errors import TritonError, invalid_argument, unsupported
 from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.tracing.trace import RequestTrace
 
+from .header_forwarding import HeaderForward
 from .http_errors import JSON, TEXT, error_response, plain
+from .http_header_case import headers_as_sent
+from .http_tracing import received, sampled, traced
 from .infer_codec import InferBody, OutputForm, decode_request, encode_response, single_response
 from .inference import InferenceGate, nobody
 from .kserve_http import MODEL_PATHS, model_of
+from .orca import load_headers
 from .request_body import ENCODINGS, compress, decompress, read_body, response_encoding
 
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
@@ -28,9 +33,10 @@ JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 
 
 class InferEndpoint:
-    def __init__(self, gate: InferenceGate, max_body_bytes: int) -> None:
+    def __init__(self, gate: InferenceGate, max_body_bytes: int, forward: HeaderForward) -> None:
         self._gate = gate
         self._max_body_bytes = max_body_bytes
+        self._forward = forward
 
     def add_to(self, router: APIRouter) -> None:
         for path in MODEL_PATHS:
@@ -47,23 +53,34 @@ class InferEndpoint:
         if encoding not in (*ENCODINGS, "identity"):
             accepted = {"accept-encoding": ", ".join(ENCODINGS)}
             return error_response(unsupported("Unsupported compression type"), TEXT, headers=accepted)
+        trace = sampled(self._gate.server, name, request)
+        return await traced(trace, self._answer(request, name, version, encoding, trace))
+
+    async def _answer(
+        self, request: Request, name: str, version: int, encoding: str, trace: RequestTrace | None
+    ) -> Response:
         content = await read_body(request, self._max_body_bytes)
+        received(trace)
         if encoding != "identity":
             content = await decompress(content, self._max_body_bytes)
         try:
             body = InferBody.split(content, _json_length(request, len(content)))
         except TritonError as error:
             return error_response(error, TEXT)
-        return await self._run(request, body, name, version)
+        return await self._run(request, body, name, version, trace)
 
     def _refuse_decoupled(self, name: str, version: int) -> None:
         if self._gate.server.model_config(name, version).model_transaction_policy.decoupled:
             raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
 
-    async def _run(self, request: Request, body: InferBody, name: str, version: int) -> Response:
+    async def _run(
+        self, request: Request, body: InferBody, name: str, version: int, trace: RequestTrace | None
+    ) -> Response:
         size = 0 if body.json is None else len(body.json)
         message, form = await self._gate.decoded(size, partial(decode_request, body, name, version, nobody))
-        inference = self._gate.send(await self._gate.with_shared_inputs(message))
+        parameters = self._forward.added(message.parameters, headers_as_sent(request.scope))
+        message = await self._gate.with_shared_inputs(message)
+        inference = self._gate.send(message, parameters=parameters, trace=trace)
         inference.cancel_on_disconnect(request.receive)
         try:
             response = single_response(await inference.collect(at_most=2))
@@ -71,7 +88,7 @@ class InferEndpoint:
             return error_response(error, TEXT)
         finally:
             inference.close()
-        return await _http_response(request, response, form)
+        return await _http_response(request, response, form, load_headers(self._gate.server, request, name))
 
 
 def _json_length(request: Request, body_bytes: int) -> int:
@@ -88,10 +105,12 @@ def _json_length(request: Request, body_bytes: int) -> int:
     return length
 
 
-async def _http_response(request: Request, response: InferenceResponse, form: OutputForm) -> Response:
+async def _http_response(
+    request: Request, response: InferenceResponse, form: OutputForm, added_headers: dict[str, str]
+) -> Response:
     json, raw = encode_response(response, form)
     body = json if raw is None else json + raw
-    headers = {"content-type": JSON if raw is None else "application/octet-stream"}
+    headers = {"content-type": JSON if raw is None else "application/octet-stream"} | added_headers
     if raw is not None:
         headers[JSON_LENGTH_HEADER.lower()] = str(len(json))
     encoding = response_encoding(request.headers.get("accept-encoding", ""))

@@ -137,9 +137,9 @@ class InferenceGate:
             return read()
         return await asyncio.to_thread(read)
 
-    def send(self, request: InferenceRequest, backlog: Backlog | None = None) -> Inference:
-        """`submit` for a request that was decoded with `nobody` as its callback."""
-        return self.submit(lambda callback: replace(request, response_callback=callback), backlog)
+    def send(self, request: InferenceRequest, backlog: Backlog | None = None, **changes: Any) -> Inference:
+        """`submit` for a request that was decoded with `nobody` as its callback; `changes` are fields to replace."""
+        return self.submit(lambda callback: replace(request, response_callback=callback, **changes), backlog)
 
     def submit(
         self,

@@ -9,9 +9,8 @@ Source: grpc_service.proto (from tritonclient) and Triton's grpc_server, as reco
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -21,23 +20,30 @@ from tritonclient.grpc import service_pb2_grpc
 from llmbackend.core.errors import invalid_argument, unavailable, unsupported
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import TensorMetadata
+from llmbackend.server_log import ServerLog
 
 from .grpc_codec import decode_request, fill_response, model_version
 from .grpc_health import HealthServicer
 from .grpc_malformed import MalformedRequests
 from .grpc_rpc import rpc
 from .grpc_stream import Context, StreamSession
+from .grpc_tracing import close_when_sent, sampled
 from .infer_codec import single_response
 from .inference import InferenceGate, nobody
 from .limits import GrpcLimits
+from .protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 from .request_parameters import options_from_proto
+from .settings_grpc import log_setting, trace_setting
 from .shared_memory_grpc import SharedMemoryRpcs
 
 INT32_MAX: Final = (1 << 31) - 1
-_UNBUILT_RPCS: Final = (
-    "TraceSetting",
-    "LogSettings",
-)
+_COMPRESSION: Final = {
+    "none": None,
+    "low": grpc.Compression.Gzip,
+    "medium": grpc.Compression.Deflate,
+    "high": grpc.Compression.Deflate,
+}
+"""gRPC's core chooses so for a client that takes both; Python names algorithms, not levels."""
 
 
 async def create_grpc_server(
@@ -49,17 +55,24 @@ async def create_grpc_server(
     limits: GrpcLimits | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     credentials: grpc.ServerCredentials | None = None,
+    protocol: ProtocolOptions | None = None,
+    log: ServerLog | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """A server for `server` on `address` ("host:port", port 0 = any), not yet started, and the port it is bound to.
 
     `options` are gRPC channel arguments, after those of `limits`; `gate` is the one that other frontends of `server`
-    use; `interceptors` see an RPC before anything else does; with `credentials` the port speaks TLS. To be awaited on
-    the event loop that will run the server. Raises RuntimeError when the address can not be bound.
+    use; `interceptors` see an RPC before anything else does; with `credentials` the port speaks TLS; `log` is
+    the process's log that LogSettings sets. To be awaited on the event loop that will run the server. Raises
+    RuntimeError when the address can not be bound.
     """
-    limits = limits or GrpcLimits()
-    arguments = [("grpc.max_send_message_length", INT32_MAX), ("grpc.so_reuseport", 0), *limits.channel_arguments()]
+    limits, protocol = limits or GrpcLimits(), protocol or DEFAULT_OPTIONS
+    arguments = [
+        ("grpc.max_send_message_length", INT32_MAX),
+        ("grpc.so_reuseport", int(protocol.grpc_reuse_port)),
+        *limits.channel_arguments(),
+    ]
     grpc_server = grpc.aio.server(interceptors=[*interceptors, MalformedRequests()], options=[*arguments, *options])
-    servicer = InferenceServicer(server, gate or InferenceGate(server), limits.write_timeout_s)
+    servicer = InferenceServicer(server, gate or InferenceGate(server), limits.write_timeout_s, protocol, log)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, grpc_server)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), grpc_server)
     try:
@@ -73,12 +86,20 @@ async def create_grpc_server(
 
 
 class InferenceServicer(SharedMemoryRpcs, service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    def __init__(self, server: InferenceServer, gate: InferenceGate, write_timeout_s: float) -> None:
+    def __init__(
+        self,
+        server: InferenceServer,
+        gate: InferenceGate,
+        write_timeout_s: float,
+        protocol: ProtocolOptions,
+        log: ServerLog | None,
+    ) -> None:
         self._server = server
         self._gate = gate
         self._write_timeout_s = write_timeout_s
-        for name in _UNBUILT_RPCS:
-            setattr(self, name, functools.partial(_refuse_unbuilt, name))
+        self._forward = protocol.grpc_forward
+        self._compression = _COMPRESSION[protocol.grpc_response_compression]
+        self._log = log or ServerLog()
 
     @rpc
     async def ServerLive(self, request: Any, context: Context) -> Any:
@@ -151,22 +172,40 @@ class InferenceServicer(SharedMemoryRpcs, service_pb2_grpc.GRPCInferenceServiceS
         config = self._server.model_config(request.model_name, model_version(request.model_version))
         if config.model_transaction_policy.decoupled:
             raise unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-        given = decode_request(request, options_from_proto(request.parameters), nobody)
-        inference = self._gate.send(await self._gate.with_shared_inputs(given))
+        self._set_compression(context)
+        trace = sampled(self._server, request.model_name, context)
+        if trace is not None:
+            close_when_sent(trace, context)
+        options = options_from_proto(request.parameters)
+        if self._forward:
+            options = self._forward.into(options, context.invocation_metadata())
+        given = await self._gate.with_shared_inputs(decode_request(request, options, nobody))
+        inference = self._gate.send(given, trace=trace)
         try:
             response = single_response(await inference.collect(at_most=2))
         finally:
             inference.close()
         message = pb.ModelInferResponse()
         fill_response(message, response, given.output_places)
+        if trace is not None:
+            trace.mark("GRPC_SEND_START")
         return message
 
     async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
-        await StreamSession(self._gate, context, self._write_timeout_s).run(requests)
+        self._set_compression(context)
+        await StreamSession(self._gate, context, self._write_timeout_s, self._forward).run(requests)
 
+    def _set_compression(self, context: Context) -> None:
+        if self._compression is not None:
+            context.set_compression(self._compression)
 
-async def _refuse_unbuilt(name: str, request: Any, context: Context) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{name} is not supported by this server")
+    @rpc
+    async def TraceSetting(self, request: Any, context: Context) -> Any:
+        return await trace_setting(self._server, request)
+
+    @rpc
+    async def LogSettings(self, request: Any, context: Context) -> Any:
+        return log_setting(self._log, request)
 
 
 def _tensor_metadata(tensor: TensorMetadata) -> Any:

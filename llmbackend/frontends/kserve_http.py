@@ -175,20 +175,3 @@ def _load_parameter(key: str, value: Any) -> tuple[str, str | bytes]:
 def _index_json(row: ModelIndex) -> dict[str, str]:
     fields = {"name": row.name, "version": row.version, "state": row.state, "reason": row.reason}
     return {key: value for key, value in fields.items() if value or key == "name"}
-
-
-_UNBUILT = (
-    "/v2/trace/setting",
-    "/v2/models/{name}/trace/setting",
-    "/v2/logging",
-)
-
-
-def add_unbuilt(router: APIRouter) -> None:
-    """Answers the extensions that do not exist yet with 501 and their path, rather than with "Not Found"."""
-
-    async def refuse(request: Request) -> Response:
-        raise unsupported(f"'{request.url.path}' is not supported by this server")
-
-    for path in _UNBUILT:
-        router.add_api_route(path, refuse, methods=["GET", "POST"])

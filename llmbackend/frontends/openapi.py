@@ -43,7 +43,7 @@ _AT_THE_DOOR: Final = (401, 403, 408, 413, 429, 431)
 """What the server may answer before an operation sees its request: see doors/ and http_protocol.py."""
 _KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}}
 _CONVERTER: Final = re.compile(r"\{(\w+):\w+\}")
-_CATCH_ALL: Final = frozenset({"/v1/{path}", "/v2/logging", "/v2/trace/setting", "/v2/models/{name}/trace/setting"})
+_CATCH_ALL: Final = frozenset({"/v1/{path}"})
 """Routes that only refuse, with 404 or 501."""
 
 

@@ -3,7 +3,8 @@
 For: `openapi.py`, which puts these beside the application's routes. Data, no code. Does not know: handlers. Invariant:
 what a schema allows is accepted, what it forbids is refused (`make fuzz` sends both kinds). Objects of /infer are open,
 since Triton ignores members that it does not know.
-Source: KServe v2 inference protocol; Triton's binary data, statistics, model repository and generate extensions.
+Source: KServe v2 inference protocol; Triton's binary data, statistics, model repository, trace, logging
+and generate extensions.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .openapi_parts import (
     json_response,
     open_object,
     operation,
+    optional,
     plain_response,
     ref,
     refusals,
@@ -91,6 +93,39 @@ SCHEMAS: Final[dict[str, Any]] = {
         }
     ),
     "UnloadRequest": open_object({"parameters": open_object({"unload_dependents": {"type": "boolean"}})}),
+    "TraceSetting": open_object(
+        {
+            "trace_level": optional(array({"enum": ["OFF", "TIMESTAMPS", "TENSORS"]})),
+            "trace_rate": optional(_STRING),
+            "trace_count": optional(_STRING),
+            "log_frequency": optional(_STRING),
+        }
+    ),
+    "TraceSettings": {
+        "type": "object",
+        "properties": {"trace_level": array(_STRING)},
+        "additionalProperties": _STRING,
+        "required": ["trace_level", "trace_rate", "trace_count", "trace_mode"],
+    },
+    "LogSetting": open_object(
+        {
+            "log_info": optional({"type": "boolean"}),
+            "log_warning": optional({"type": "boolean"}),
+            "log_error": optional({"type": "boolean"}),
+            "log_verbose_level": optional({"type": "integer", "minimum": 0, "maximum": 2147483647}),
+            "log_format": optional({"enum": ["default", "ISO8601"]}),
+        }
+    ),
+    "LogSettings": closed(
+        {
+            "log_file": _STRING,
+            "log_info": {"type": "boolean"},
+            "log_warning": {"type": "boolean"},
+            "log_error": {"type": "boolean"},
+            "log_verbose_level": _COUNT,
+            "log_format": _STRING,
+        }
+    ),
     "StopRequest": open_object({"id": {"type": "string", "minLength": 1}}, required=["id"]),
     "StopResponse": open_object({"id": _STRING, "cancelled": _COUNT}, required=["id", "cancelled"]),
     "SystemSharedMemoryStatus": array(closed({"name": _STRING, "key": _STRING, "offset": _COUNT, "byte_size": _COUNT})),
@@ -243,6 +278,8 @@ _MODEL: Final = refusals("Error", 400, 404, 503)
 _MODEL_BODY: Final = refusals("Error", 400, 404, 429, 500, 501, 503)
 _REPOSITORY: Final = refusals("Error", 400, 500, 501, 503)
 _SHARED_MEMORY: Final = refusals("Error", 400, 500, 501, 503)
+_SETTING: Final = refusals("Error", 400, 404, 500, 501, 503)
+_TRACE_PATHS: Final = {"/v2/trace/setting": "the server", "/v2/models/{name}/trace/setting": "one model"}
 _EMPTY: Final = plain_response("Yes.", "text/plain")
 _NO: Final = plain_response("No; for a model with an `Error` that says so.", "text/plain")
 _DONE: Final = plain_response("Done; the body is empty.", "application/json")
@@ -300,6 +337,22 @@ OPERATIONS: Final[dict[tuple[str, str], dict[str, Any]]] = {
         )
         for kind in ("system", "cuda")
     },
+    **{
+        ("GET", path): operation(f"The trace settings of {whose}", {"200": json_response("TraceSettings")} | _SETTING)
+        for path, whose in _TRACE_PATHS.items()
+    },
+    **{
+        ("POST", path): operation(
+            f"Change the trace settings of {whose}; null takes a setting back",
+            {"200": json_response("TraceSettings")} | _SETTING,
+            body=body("TraceSetting"),
+        )
+        for path, whose in _TRACE_PATHS.items()
+    },
+    ("GET", "/v2/logging"): operation("The log settings", {"200": json_response("LogSettings")}),
+    ("POST", "/v2/logging"): operation(
+        "Change the log settings", {"200": json_response("LogSettings")} | _SETTING, body=body("LogSetting")
+    ),
     ("POST", "/v2/models/{name}/infer"): operation(
         "One request, one response", {"200": _INFERRED} | _MODEL_BODY, body=_INFER_BODY, parameters=_INFER_PARAMETERS
     ),

@@ -72,14 +72,15 @@ async def compress(body: bytes, encoding: Encoding) -> bytes:
 
 
 def response_encoding(accept_encoding: str) -> Encoding | None:
-    """The encoding of `Accept-Encoding` with the highest quality that we have; None = send as it is."""
+    """The encoding of `Accept-Encoding` with the highest quality that we have, the first of equals; None = send as it
+    is, which a client may prefer by naming `identity`."""
+    known: dict[str, Encoding | None] = {"identity": None, "gzip": "gzip", "deflate": "deflate"}
     best: tuple[float, Encoding | None] = (0.0, None)
     for item in accept_encoding.split(","):
         name, _, quality = item.partition(";")
-        weight = _quality(quality)
-        for encoding in ENCODINGS:
-            if name.strip().lower() == encoding and weight > best[0]:
-                best = (weight, encoding)
+        name, weight = name.strip().lower(), _quality(quality)
+        if name in known and weight > best[0]:
+            best = (weight, known[name])
     return best[1]
 
 

@@ -19,17 +19,20 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.server_log import ServerLog
 
 from .bug_log import with_bugs_logged
 from .doors.doors import Doors
 from .doors.settings import NO_DOORS
 from .doors.tls import TlsFiles
 from .http_app import create_http_app
+from .http_header_case import CaseKeepingProtocol
 from .http_protocol import GuardedProtocol
 from .inference import InferenceGate
 from .kserve_grpc import create_grpc_server
 from .limits import FrontendLimits, HttpLimits
 from .metrics_http import create_metrics_app
+from .protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 
 _BACKLOG: Final = 2048
 
@@ -37,13 +40,21 @@ _BACKLOG: Final = 2048
 class HttpEndpoint:
     """One ASGI app on one listening socket."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, limits: HttpLimits, tls: TlsFiles | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        limits: HttpLimits,
+        tls: TlsFiles | None = None,
+        protocol: type[GuardedProtocol] = GuardedProtocol,
+    ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             with_bugs_logged(app),
-            http=partial(GuardedProtocol, limits),  # type: ignore[arg-type]  # uvicorn only calls it
+            http=partial(protocol, limits),  # type: ignore[arg-type]  # uvicorn only calls it
             ws="none",
             lifespan="off",
             log_config=None,
@@ -74,7 +85,8 @@ class HttpEndpoint:
 class FrontendServer:
     """The endpoints around one InferenceServer. A port of None switches its endpoint off, 0 takes any free port.
 
-    `doors` stand before HTTP and gRPC; the metrics port has none. `gate` is the one that `http_app` uses.
+    `doors` stand before HTTP and gRPC; the metrics port has none. `gate`, `protocols` and `log` are
+    those that `http_app` uses.
     """
 
     def __init__(
@@ -91,12 +103,16 @@ class FrontendServer:
         doors: Doors | None = None,
         gate: InferenceGate | None = None,
         limits: FrontendLimits | None = None,
+        protocols: ProtocolOptions | None = None,
+        log: ServerLog | None = None,
     ) -> None:
         self._server = server
         self._http_app = http_app
         self._doors = doors or Doors(NO_DOORS)
         self._limits = limits or FrontendLimits()
         self._gate = gate or InferenceGate(server, self._limits.inference)
+        self._protocols = protocols or DEFAULT_OPTIONS
+        self._log = log or ServerLog()
         self._http_at = (http_address, http_port)
         self._grpc_at = (grpc_address, grpc_port)
         self._metrics_at = (metrics_address, metrics_port)
@@ -123,8 +139,12 @@ class FrontendServer:
         registry = self._server.metrics_registry
         host, port = self._http_at
         if port is not None:
-            app = self._doors.around_http(self._http_app or create_http_app(self._server, gate=self._gate), registry)
-            self.http_port = self._add_http(app, host, port, self._doors.http_tls)
+            app = self._http_app or create_http_app(
+                self._server, gate=self._gate, options=self._protocols, log=self._log
+            )
+            guarded = self._doors.around_http(app, registry)
+            protocol = CaseKeepingProtocol if self._protocols.http_forward else GuardedProtocol
+            self.http_port = self._add_http(guarded, host, port, self._doors.http_tls, protocol)
         host, port = self._metrics_at
         if port is not None:
             self.metrics_port = self._add_http(create_metrics_app(registry), host, port)
@@ -138,10 +158,19 @@ class FrontendServer:
                 limits=self._limits.grpc,
                 interceptors=self._doors.grpc_interceptors(registry),
                 credentials=self._doors.grpc_credentials(),
+                protocol=self._protocols,
+                log=self._log,
             )
 
-    def _add_http(self, app: ASGIApp, host: str, port: int, tls: TlsFiles | None = None) -> int:
-        endpoint = HttpEndpoint(app, host, port, self._limits.http, tls)
+    def _add_http(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        tls: TlsFiles | None = None,
+        protocol: type[GuardedProtocol] = GuardedProtocol,
+    ) -> int:
+        endpoint = HttpEndpoint(app, host, port, self._limits.http, tls, protocol)
         self._endpoints.append(endpoint)
         return endpoint.port
 

@@ -371,9 +371,9 @@ def test_names_are_logged_and_counted_but_no_key_and_no_prompt(server: Guarded) 
     leave_a_stream(server, "slow")
     wait_for_log(server, "ModelStreamInfer CANCELLED")
     log = server.log.read_text()
-    assert re.search(r"\] POST /v1/completions 200 key=alice \d+\.\d ms$", log, re.MULTILINE)
+    assert re.search(r"\] \"POST /v1/completions 200 key=alice \d+\.\d ms\"$", log, re.MULTILINE)
     for status in ("OK", "CANCELLED"):
-        assert re.search(rf"\] gRPC /inference.GRPCInferenceService/ModelStreamInfer {status} key=alice \d+", log)
+        assert re.search(rf"\] \"gRPC /inference.GRPCInferenceService/ModelStreamInfer {status} key=alice \d+", log)
     with urllib.request.urlopen(f"http://{server.process.metrics}/metrics", timeout=30) as answer:
         metrics = answer.read().decode()
     assert 'key_name="alice"' in metrics and 'outcome="unauthenticated"' in metrics

@@ -19,6 +19,8 @@ from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import TritonError, cancelled, internal, invalid_argument, not_found, unavailable
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ModelIndex, ModelMetadata, TensorMetadata
 from llmbackend.core.tensors import Tensor
+from llmbackend.core.tracing.manager import TraceManager
+from llmbackend.core.tracing.settings import TraceSettings
 
 MODEL = "fake"
 _INPUTS = ("text_input", "messages", "input_ids", "stream", "sampling_parameters")
@@ -46,6 +48,7 @@ class FakeLlmServer:
     is_exiting = False
 
     def __init__(self) -> None:
+        self.tracing = TraceManager(TraceSettings())
         self.inferences: list[dict[str, Any]] = []
         self.handles: list[FakeHandle] = []
 

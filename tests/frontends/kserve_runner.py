@@ -17,7 +17,9 @@ from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_h
 from llmbackend.frontends.inference import InferenceGate
 from llmbackend.frontends.limits import FrontendLimits
 from llmbackend.frontends.openai import create_openai_router
+from llmbackend.frontends.protocol_options import ProtocolOptions
 from llmbackend.frontends.serving import FrontendServer
+from llmbackend.server_log import ServerLog
 
 
 class Running:
@@ -29,9 +31,12 @@ class Running:
         max_input_size_bytes: int = DEFAULT_MAX_INPUT_SIZE_BYTES,
         limits: FrontendLimits | None = None,
         start: Callable[..., InferenceServer] = start_host,
+        protocols: ProtocolOptions | None = None,
         **options: Any,
     ) -> None:
         self.host = start(root, **options)
+        self.protocols = protocols or ProtocolOptions()
+        self.log = ServerLog()
         self.limits = limits or FrontendLimits()
         self.gate = InferenceGate(self.host, self.limits.inference)
         self._loop = uvloop.new_event_loop()
@@ -45,9 +50,24 @@ class Running:
 
     async def _start(self, max_input_size_bytes: int) -> FrontendServer:
         routers = [create_openai_router(self.host, max_input_size_bytes, self.gate)]
-        app = create_http_app(self.host, max_input_size_bytes=max_input_size_bytes, routers=routers, gate=self.gate)
+        app = create_http_app(
+            self.host,
+            max_input_size_bytes=max_input_size_bytes,
+            routers=routers,
+            gate=self.gate,
+            options=self.protocols,
+            log=self.log,
+        )
         frontend = FrontendServer(
-            self.host, http_port=0, grpc_port=0, metrics_port=0, http_app=app, gate=self.gate, limits=self.limits
+            self.host,
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            http_app=app,
+            gate=self.gate,
+            limits=self.limits,
+            protocols=self.protocols,
+            log=self.log,
         )
         await frontend.start()
         return frontend

@@ -136,12 +136,6 @@ def test_load_and_unload(running: Running, stub: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("rpc", ["TraceSetting", "LogSettings"])
-def test_what_is_not_built_says_so(stub: Any, rpc: str) -> None:
-    request = getattr(pb, f"{rpc}Request")()
-    assert failure(lambda: getattr(stub, rpc)(request)) == ("UNIMPLEMENTED", f"{rpc} is not supported by this server")
-
-
 @pytest.mark.parametrize(
     "request_", [identity(), identity(raws=(), fp32_contents=[1, 2, 3, 4]), identity(raws=(RAW, RAW))]
 )

@@ -102,12 +102,6 @@ def test_unknown_paths_and_wrong_methods(
     assert response.text == ("" if method == "HEAD" else body)
 
 
-@pytest.mark.parametrize("path", ["/v2/logging", "/v2/trace/setting"])
-def test_what_is_not_built_says_so(client: httpx.Client, path: str) -> None:
-    response = client.get(path)
-    assert response.status_code == 501 and path in error_of(response)
-
-
 def test_metadata(client: httpx.Client) -> None:
     server = client.get("/v2").json()
     assert list(server) == ["name", "version", "extensions"] and "binary_tensor_data" in server["extensions"]

@@ -164,7 +164,7 @@ def test_a_streamed_body_that_never_begins_is_closed_all_the_same() -> None:
     async def send(message: Any) -> None:
         raise OSError("gone")
 
-    body = StreamedBody(chunks(), 200, "text/plain", lambda: closed.append(True))
+    body = StreamedBody(chunks(), 200, {"content-type": "text/plain"}, lambda: closed.append(True))
     with pytest.raises(OSError, match="gone"):
         asyncio.run(body({}, None, send))  # type: ignore[arg-type]
     assert closed == [True]

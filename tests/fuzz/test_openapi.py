@@ -18,7 +18,7 @@ from llmbackend.frontends.openai.fields import Fields
 from llmbackend.frontends.openai.requests import parse_chat, parse_completion
 from llmbackend.frontends.openapi import create_openapi_router, document
 
-CATCH_ALL = {"/v1/{path:path}", "/v2/logging", "/v2/trace/setting", "/v2/models/{name}/trace/setting"}
+CATCH_ALL = {"/v1/{path:path}"}
 
 
 @pytest.fixture(scope="module")

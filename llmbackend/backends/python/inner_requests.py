@@ -19,6 +19,7 @@ from llmbackend.core.backend_api import (
     InnerResponse,
     Model,
     RequestFlag,
+    RequestTrace,
     ResponseFlag,
     TritonError,
     internal,
@@ -40,12 +41,14 @@ class InnerRequests:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def start(self, number: int, is_stream: bool, fields: dict[str, Any], parts: Sequence[Any]) -> None:
+    def start(
+        self, number: int, is_stream: bool, fields: dict[str, Any], parts: Sequence[Any], trace: RequestTrace | None
+    ) -> None:
         with self._lock:
             self._handles[number] = None
         try:
             self._check(fields["model"], is_stream)
-            handle = self._model.infer_async(_request(fields, parts), partial(self._answer, number))
+            handle = self._model.infer_async(_request(fields, parts, trace), partial(self._answer, number))
         except TritonError as error:
             self._end(number, ([], {}, pack_error(error)))
             return
@@ -94,7 +97,7 @@ class InnerRequests:
         self._outbox.post(("answer", number, packed, True), parts)
 
 
-def _request(fields: dict[str, Any], parts: Sequence[Any]) -> InnerRequest:
+def _request(fields: dict[str, Any], parts: Sequence[Any], trace: RequestTrace | None) -> InnerRequest:
     name, version = fields["model"]
     return InnerRequest(
         model_name=name,
@@ -106,4 +109,5 @@ def _request(fields: dict[str, Any], parts: Sequence[Any]) -> InnerRequest:
         correlation_id=fields["correlation_id"],
         flags=RequestFlag(fields["flags"]),
         timeout_us=fields["timeout_us"],
+        trace=trace,
     )

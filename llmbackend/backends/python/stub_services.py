@@ -107,7 +107,8 @@ class StubServices:
             responder.abandon()
 
     def _on_infer(self, number: int, is_stream: bool, fields: dict[str, Any], *, parts: Sequence[Any]) -> None:
-        self._inner.start(number, is_stream, fields, parts)
+        parent = self._responders.get(fields["parent"])  # the request whose trace the model handed on
+        self._inner.start(number, is_stream, fields, parts, None if parent is None else parent.trace)
 
     def _on_cancel_infer(self, number: int) -> None:
         self._inner.cancel(number)

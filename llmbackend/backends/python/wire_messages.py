@@ -43,7 +43,7 @@ def pack_request(
         "states": list(states),
         "inputs": [pack_tensor(tensor.name, tensor.datatype, tensor.data, parts) for tensor in request.inputs.values()],
         "model": model,
-        "trace_context": None,
+        "trace_context": None if request.trace is None else request.trace.context or None,
     }
 
 

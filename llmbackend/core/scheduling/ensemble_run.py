@@ -24,6 +24,7 @@ from llmbackend.core.infer_request import InferRequest
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse
 from llmbackend.core.statistics import FailureReason, PhaseTimes
 from llmbackend.core.tensors import Tensor
+from llmbackend.core.tracing.trace import child_of
 
 from .ensemble_flow import EnsembleFlow, Fresh
 from .ensemble_graph import EnsembleGraph, ModelKey
@@ -93,6 +94,7 @@ class EnsembleRun:
                 priority=request.priority,
                 timeout_us=request.timeout_us,
                 observer=step_request,
+                trace=child_of(request.trace),
             )
         )
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 from llmbackend.core.messages import InferenceRequest, ResponseCallback
+from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.inference import Inference, InferenceGate
 
 from .requests import GenerationRequest
@@ -26,8 +27,17 @@ Arrival = tuple[int, Delta]
 class Generation:
     """The choices of one request. `request_id` is the response's id; choice i's inference carries it too."""
 
-    def __init__(self, gate: InferenceGate, request: GenerationRequest, request_id: str, *, tells_cached: bool) -> None:
-        """tells_cached: the model can say how many of a prompt's tokens its prefix cache had."""
+    def __init__(
+        self,
+        gate: InferenceGate,
+        request: GenerationRequest,
+        request_id: str,
+        *,
+        tells_cached: bool,
+        trace: RequestTrace | None = None,
+    ) -> None:
+        """tells_cached: the model can say how many of a prompt's tokens its prefix cache had. In `trace`, further
+        choices are children of the first."""
         self._arrived: deque[int] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
@@ -36,7 +46,8 @@ class Generation:
         gate.check_room(len(request.prompts))
         try:
             for index in range(len(request.prompts)):
-                build = _builder(request, request_id, index, tells_cached)
+                part = trace.child() if trace is not None and index else trace
+                build = _builder(request, request_id, index, tells_cached, part)
                 self._choices.append(gate.submit(build, backlog, partial(self._on_response, index)))
         except BaseException:
             self.close()
@@ -91,13 +102,14 @@ class Generation:
 
 
 def _builder(
-    request: GenerationRequest, request_id: str, index: int, tells_cached: bool
+    request: GenerationRequest, request_id: str, index: int, tells_cached: bool, trace: RequestTrace | None
 ) -> Callable[[ResponseCallback], InferenceRequest]:
     usage = request.stream is None or request.stream.include_usage
     return lambda callback: InferenceRequest(
         model_name=request.model,
         response_callback=callback,
         id=request_id,
+        trace=trace,
         inputs=generation_inputs(
             request.prompts[index],
             request.sampling,

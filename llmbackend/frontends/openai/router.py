@@ -8,6 +8,7 @@ value and range.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import orjson
@@ -18,6 +19,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.tracing.trace import RequestTrace
+from llmbackend.frontends.http_tracing import received, sampled, traced
 from llmbackend.frontends.inference import InferenceGate
 
 from .catalog import ModelCatalog
@@ -73,14 +76,22 @@ class _OpenAIService:
         return await self._generate(request, parse_completion)
 
     async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:
+        start_ns = time.monotonic_ns()
         self._gate.check_room()
         body = await read_body(http, self._max_body_bytes)
         request = await self._gate.decoded(len(body), lambda: parse(json_object(body)))
         # All prompts of a request are the same kind of tensor, or texts and token ids side by side.
         inputs = [self._catalog.require(request.model, name) for name in {prompt.name for prompt in request.prompts}]
-        identity = Identity.of(request)
         tells_cached = RETURN_NUM_CACHED_TOKENS in inputs[0]
-        generation = Generation(self._gate, request, identity.id, tells_cached=tells_cached)
+        trace = sampled(self._gate.server, request.model, http, start_ns)
+        received(trace)
+        return await traced(trace, self._answer(http, request, tells_cached, trace))
+
+    async def _answer(
+        self, http: Request, request: GenerationRequest, tells_cached: bool, trace: RequestTrace | None
+    ) -> Response:
+        identity = Identity.of(request)
+        generation = Generation(self._gate, request, identity.id, tells_cached=tells_cached, trace=trace)
         try:
             if request.stream is None:
                 work = whole_response(generation, request, identity)

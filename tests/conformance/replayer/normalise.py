@@ -2,14 +2,15 @@
 
 For: compare.py, which applies it to both sides. Does not know: which side it sees. What varies: header order, header
 case, `Date` and `Server`; durations and the time of the last inference; gauges of the machine; the head of a log line;
-how many tokens a model sent before a disconnect or a crash reached it; the order of a map; which of two clocks noticed
-a deadline first. A Content-Length that is the length of the body that follows becomes a word, so that only the body is
-compared; a wrong one stays a number.
+how many tokens a model sent before a disconnect or a crash reached it; the order of a map and of a trace file; which
+of two clocks noticed a deadline first. A Content-Length that is the length of the body that follows becomes a word, so
+that only the body is compared; a wrong one stays a number.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 
 _DROPPED_HEADERS = frozenset({"date", "server"})
@@ -28,6 +29,7 @@ _VARYING = (
     (re.compile(r" \d+\.\d{6}s\b"), " <s>"),
     (re.compile(r"'Stream removed \(Deadline Exceeded\)'"), "'Deadline Exceeded'"),
 )
+_TRACE_FILE = re.compile(r'^\[\{"id":\d+,"timestamps":.*\]$', re.MULTILINE)
 _CLOCK = re.compile(r"^ *\d+\.\d\ds ")
 _REGIONS = re.compile(r"(?:regions \{   key: .*?\} \} )+")
 """A map of gRPC, which has no order, as a script prints it."""
@@ -36,6 +38,7 @@ _BESIDE_STREAM = re.compile(r'(?<!data: )\{"error":"[^"]*"\}| \d+ <s>')
 
 
 def normalise(answer: str) -> str:
+    answer = _TRACE_FILE.sub(_sorted_trace, answer)
     for pattern, replacement in _VARYING:
         answer = pattern.sub(replacement, answer)
     answer = _TOKEN_EVENTS.sub("data: <tokens until the end>\n\n", answer)
@@ -49,6 +52,12 @@ def _stream_first(answer: str) -> str:
     """Puts the timed answer of a request behind the stream that ran beside it and printed to the same place."""
     beside = _BESIDE_STREAM.findall(answer) if "data: " in answer else []
     return f"{_BESIDE_STREAM.sub('', answer).rstrip()}\n{''.join(beside)}\n" if len(beside) > 1 else answer
+
+
+def _sorted_trace(match: re.Match[str]) -> str:
+    """The objects of a trace file, one a line: threads add to it in any order, and times vary."""
+    lines = (json.dumps(item, separators=(",", ":")) for item in json.loads(match.group()))
+    return "\n".join(["trace:", *sorted(re.sub(r'"ns":\d+', '"ns":<ns>', line) for line in lines), ""])
 
 
 def _without_clock(answer: str) -> str:

@@ -47,6 +47,10 @@ def _explicit(repositories: Iterable[str], models: Iterable[str]) -> tuple[str, 
     return (*repository_flags, "--model-control-mode", "explicit", *model_flags)
 
 
+_TRACING = (
+    *("--trace-config", "triton,file=$WORK/trace.json", "--trace-config", "rate=1"),
+    *("--trace-config", "level=TIMESTAMPS"),
+)
 GROUPS = (
     Group(
         "a",
@@ -56,7 +60,7 @@ GROUPS = (
         ),
         (
             *("01", "02", "03", "04", "05", "06", "07", "08", "11", "12", "13"),
-            *("20", "21", "22", "23", "24", "30", "31", "32", "33", "34", "40", "42", "43", "44", "09", "10"),
+            *("20", "21", "22", "23", "24", "30", "31", "32", "33", "34", "40", "41", "42", "43", "44", "09", "10"),
         ),
     ),
     Group(
@@ -66,6 +70,16 @@ GROUPS = (
     ),
     Group("e2", _explicit(["repo_extra"], ["crash"]), ("62",)),
     Group("c2", _explicit(["repo"], ["llm", "identity"]), ("51",)),
+    Group(
+        "e2",
+        (
+            *_explicit(["repo_extra", "repo"], ["llm", "multi"]),
+            *_TRACING,
+            *("--http-header-forward-pattern", "(X-.*|traceparent)", "--grpc-header-forward-pattern", "(x-.*)"),
+            *("--http-restricted-api", "model-repository:admin-key=sesame"),
+        ),
+        ("60",),
+    ),
     Group("d1", ("--model-repository", "$WORK/repo_none"), ("55",)),
 )
 _EMPTY_EVENT_LOG_BEFORE = frozenset({"24", "34"})
@@ -76,6 +90,27 @@ _UNRECORDED_BEFORE = {
 """What the recording did between its transcripts without showing it."""
 _LONGEST_SLEEP_S = {"42": 2.5}
 """Where a wait is what is compared: a sequence of 42 is idle after two seconds."""
+
+
+@dataclass(frozen=True)
+class Unrecorded:
+    """What was done before a recorded command and is not in the transcript: requests to a server of its own, which has
+    ended when the command runs."""
+
+    group: Group
+    commands: tuple[str, ...]
+
+
+_ANOTHER_SERVER_BEFORE = {
+    ("60", "cat $WORK/trace.json"): Unrecorded(
+        Group("e3", (*_explicit(["repo"], ["llm", "identity"]), *_TRACING), ()),
+        (
+            "curl -s -X POST 127.0.0.1:18000/v2/models/identity/infer -d "
+            """'{"id":"t1","inputs":[{"name":"INPUT0","datatype":"FP32","shape":[1,4],"data":[1,2,3,4]}]}'""",
+            """curl -s -X POST 127.0.0.1:18000/v2/models/llm/generate_stream -d '{"text_input":"n=2"}'""",
+        ),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -103,8 +138,7 @@ def replay_all(only: Sequence[str] = ()) -> Report:
 def _replay_group(
     group: Group, transcripts: Sequence[Transcript], work: Path, rules: Sequence[Rule]
 ) -> list[TranscriptOutcome]:
-    arguments = [argument.replace("$WORK", str(work)) for argument in group.arguments]
-    with Server(work, group.log_name, arguments) as server:
+    with _started(group, work) as server:
         replay = Replay(server)
         return [_replay_transcript(replay, transcript, rules) for transcript in transcripts]
 
@@ -115,13 +149,24 @@ def _replay_transcript(replay: Replay, transcript: Transcript, rules: Sequence[R
     if transcript.number in _UNRECORDED_BEFORE:
         replay.answer(Command(_UNRECORDED_BEFORE[transcript.number], "", 0))
     longest_sleep_s = _LONGEST_SLEEP_S.get(transcript.number, LONGEST_SLEEP_S)
-    return TranscriptOutcome(
-        transcript.name,
-        tuple(
-            compare(transcript.number, command, replay.answer(command, longest_sleep_s), rules)
-            for command in transcript.commands
-        ),
-    )
+    outcomes = []
+    for command in transcript.commands:
+        unrecorded = _ANOTHER_SERVER_BEFORE.get((transcript.number, command.text))
+        if unrecorded is not None:
+            _run_unrecorded(unrecorded, replay.server.work)
+        outcomes.append(compare(transcript.number, command, replay.answer(command, longest_sleep_s), rules))
+    return TranscriptOutcome(transcript.name, tuple(outcomes))
+
+
+def _run_unrecorded(unrecorded: Unrecorded, work: Path) -> None:
+    with _started(unrecorded.group, work) as server:
+        replay = Replay(server)
+        for text in unrecorded.commands:
+            replay.answer(Command(text, "", 0))
+
+
+def _started(group: Group, work: Path) -> Server:
+    return Server(work, group.log_name, [argument.replace("$WORK", str(work)) for argument in group.arguments])
 
 
 class Replay:

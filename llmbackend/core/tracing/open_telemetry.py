@@ -1,0 +1,138 @@
+"""Traces as OpenTelemetry spans, sent in batches to a collector by OTLP over HTTP.
+
+For: the trace manager (mode opentelemetry). Does not know: settings of models, frontends. Invariants: the SDK is
+imported only here, and only in this mode; the provider is this server's own, not the process's global one; a client's
+`traceparent` becomes the parent of the request's first span; spans are sent from the SDK's thread, so that a slow or
+absent collector costs requests nothing (what does not fit its queue is dropped, as the SDK says in the log).
+Source: Triton's tracer: `InferRequest` > one span per model > `compute`, all of kind server, attributes `triton.*`; the
+batch span processor's settings.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Final
+
+from ..errors import unsupported
+from .settings import OpenTelemetryOptions
+from .trace import MAX_REPORTS, RequestTrace, Trace
+
+try:
+    from opentelemetry import trace as api
+    from opentelemetry.context import Context
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ImportError as error:
+    raise unsupported(
+        f"trace mode opentelemetry needs the OpenTelemetry SDK ({error.name} is missing): "
+        "pip install 'llmbackend[opentelemetry]'"
+    ) from None
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+CLOSE_TIMEOUT_S = 5.0
+"""What a collector that does not answer may cost the end of the server; by itself the exporter tries for longer."""
+SERVICE_NAME: Final = "triton-inference-server"
+ROOT_SPAN: Final = "InferRequest"
+_TRACER: Final = "triton-server"
+_COMPUTE: Final = ("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START", "COMPUTE_END")
+_MODEL: Final = ("REQUEST_START", "QUEUE_START", "REQUEST_END")
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
+_CARRIED: Final = ("traceparent", "tracestate")
+_LIMITS: Final = SpanLimits(max_events=2 * MAX_REPORTS)
+"""By default a span forgets its first events when there are more than 128."""
+
+
+class OpenTelemetrySink:
+    """A TraceSink. `exporter` replaces the one that sends to `options.url`."""
+
+    def __init__(self, options: OpenTelemetryOptions, exporter: SpanExporter | None = None) -> None:
+        resource = Resource.create({"service.name": SERVICE_NAME} | dict(options.resource))
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False, span_limits=_LIMITS)
+        self._exporter = exporter or OTLPSpanExporter(endpoint=options.url or None)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                self._exporter,
+                max_queue_size=options.bsp_max_queue_size,
+                schedule_delay_millis=options.bsp_schedule_delay_ms,
+                max_export_batch_size=options.bsp_max_export_batch_size,
+            )
+        )
+        self._tracer = self._provider.get_tracer(_TRACER)
+        self._wall_clock_offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def parent_of(self, header: Callable[[str], str | None]) -> Context | None:
+        """The client's context, if its headers have a valid one."""
+        carrier = {name: value for name in _CARRIED if (value := header(name))}
+        if "traceparent" not in carrier:
+            return None
+        context = _PROPAGATOR.extract(carrier)
+        return context if api.get_current_span(context).get_span_context().is_valid else None
+
+    def begin(self, trace: Trace) -> None:
+        trace.root_span = self._start(ROOT_SPAN, time.monotonic_ns(), trace.parent_context or Context())
+
+    def begin_model(self, report: RequestTrace, start_ns: int) -> None:
+        parent = None if report.parent is None else report.parent.span
+        report.span = self._start(report.model_name, start_ns, _below(parent or report.trace.root_span))
+        attributes = {
+            "triton.model_name": report.model_name,
+            "triton.model_version": report.model_version,
+            "triton.trace_id": report.id,
+            "triton.trace_parent_id": report.parent_id,
+        }
+        report.span.set_attributes(attributes | ({"triton.request_id": report.request_id} if report.request_id else {}))
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, _below(report.span))
+        report.context = json.dumps(carrier)
+
+    def complete(self, trace: Trace) -> None:
+        for report in trace.reports:
+            self._complete_model(report)
+        rest = {activity for _, activity, _ in trace.root.items} - {*_MODEL, *_COMPUTE}
+        self._end(trace.root_span, _marks(trace.root, rest))
+
+    def close(self) -> None:
+        """Sends what waits, for CLOSE_TIMEOUT_S at most; no span is taken afterwards."""
+        give_up = threading.Timer(CLOSE_TIMEOUT_S, self._exporter.shutdown)
+        give_up.start()
+        self._provider.shutdown()
+        give_up.cancel()
+        give_up.join()
+
+    def _complete_model(self, report: RequestTrace) -> None:
+        if report.span is None:
+            return
+        model, compute = _marks(report, _MODEL), _marks(report, _COMPUTE)
+        if compute:
+            self._end(self._start("compute", compute[0][0], _below(report.span)), compute)
+        self._end(report.span, model)
+
+    def _start(self, name: str, ns: int, context: Context) -> Span:
+        kind = api.SpanKind.SERVER
+        return self._tracer.start_span(name, context=context, kind=kind, start_time=self._wall_ns(ns))
+
+    def _end(self, span: Span, marks: list[tuple[int, str]]) -> None:
+        for ns, name in marks:
+            span.add_event(name, timestamp=self._wall_ns(ns))
+        span.end(self._wall_ns(marks[-1][0] if marks else time.monotonic_ns()))
+
+    def _wall_ns(self, monotonic_ns: int) -> int:
+        return monotonic_ns + self._wall_clock_offset_ns
+
+
+def _marks(report: RequestTrace, names: Collection[str]) -> list[tuple[int, str]]:
+    """In the order of time; at the same time, in that of reporting."""
+    return sorted(((ns, name) for ns, name, _ in report.items if name in names), key=lambda mark: mark[0])
+
+
+def _below(span: Span) -> Context:
+    return api.set_span_in_context(span, Context())

@@ -1,0 +1,27 @@
+"""Ways in which an operator may have the protocols behave otherwise: one frozen object for all frontends of a server.
+
+For: the frontend server and its endpoints. Does not know: flags, limits (`limits.py`). Invariant: the defaults are
+Triton's, and ask for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from .header_forwarding import FORWARD_NOTHING, HeaderForward
+
+CompressionLevel = Literal["none", "low", "medium", "high"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProtocolOptions:
+    """grpc_response_compression: of inference's responses alone. grpc_reuse_port: several servers may share a port."""
+
+    http_forward: HeaderForward = FORWARD_NOTHING
+    grpc_forward: HeaderForward = FORWARD_NOTHING
+    grpc_response_compression: CompressionLevel = "none"
+    grpc_reuse_port: bool = False
+
+
+DEFAULT_OPTIONS: Final = ProtocolOptions()

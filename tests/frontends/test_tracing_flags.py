@@ -1,0 +1,127 @@
+"""--trace-config, the --trace-* flags before it, and the flags of protocols: what they make of the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import typer
+
+from llmbackend.core.tracing.settings import OpenTelemetryOptions, TraceLevel, TraceSettings
+from llmbackend.protocol_flags import ProtocolFlags
+from llmbackend.trace_flags import TraceFlags
+
+
+def settings(*config: str, **deprecated: Any) -> TraceSettings:
+    return TraceFlags(trace_config=list(config), **deprecated).settings()
+
+
+def test_defaults_are_tritons() -> None:
+    assert settings() == TraceSettings(rate=1000, count=-1, log_frequency=0, file="", mode="triton")
+
+
+def test_trace_config_of_mode_triton() -> None:
+    made = settings(
+        *("triton,file=/tmp/a,b=c.json", "triton,log-frequency=50", "rate=100", "level=TIMESTAMPS"),
+        *("level=tensors", "count=7", "opentelemetry,url=http://ignored"),
+    )
+    assert made == TraceSettings(
+        level=TraceLevel.TIMESTAMPS | TraceLevel.TENSORS, rate=100, count=7, log_frequency=50, file="/tmp/a,b=c.json"
+    )
+
+
+def test_off_wins_over_other_levels() -> None:
+    assert settings("level=TIMESTAMPS", "level=OFF").level is TraceLevel.OFF
+
+
+def test_trace_config_of_mode_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+    made = settings(
+        *("mode=opentelemetry", "opentelemetry,url=http://c:4318/v1/traces", "triton,file=ignored", "rate=0"),
+        *("opentelemetry,resource=service.name=mine", "opentelemetry,resource=a=b=c"),
+        "opentelemetry,bsp_max_queue_size=1024",
+    )
+    assert made == TraceSettings(
+        rate=0,
+        mode="opentelemetry",
+        open_telemetry=OpenTelemetryOptions(
+            url="http://c:4318/v1/traces",
+            resource={"service.name": "mine", "a": "b=c"},
+            bsp_max_queue_size=1024,
+            bsp_schedule_delay_ms=200,
+        ),
+    )
+
+
+def test_deprecated_flags_still_mean_what_they_did_and_say_what_replaced_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = settings(trace_file="f", trace_level=["MAX", "TENSORS"], trace_rate=3, trace_count=4, trace_log_frequency=5)
+    assert made == TraceSettings(
+        level=TraceLevel.TIMESTAMPS | TraceLevel.TENSORS, rate=3, count=4, log_frequency=5, file="f"
+    )
+    warnings = capsys.readouterr().err
+    assert "Warning: '--trace-rate' has been deprecated" in warnings and warnings.count("--trace-config") == 5
+    assert settings("rate=9", trace_rate=3).rate == 9
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ("rate", "--trace-config option format is '<trace mode>,<setting>=<value>'. Got rate"),
+        ("rate=", "option format"),
+        (",rate=1", "No trace mode specified"),
+        ("jaeger,url=x", 'invalid value for trace mode option: jaeger. Available options are "triton" and'),
+        ("mode=x", "invalid value for trace mode option: x"),
+        ("level=x", "invalid value for trace level option: x"),
+        ("rate=x", 'Bad option: "--trace-config rate"'),
+        ("rate=-1", "trace setting 'rate' is -1, expected at least 0"),
+        ("count=-2", "expected at least -1"),
+        ("triton,path=x", "no setting is called 'path' there, expected file, log-frequency"),
+    ],
+)
+def test_wrong_trace_settings_are_refused_by_name(item: str, text: str) -> None:
+    with pytest.raises(typer.BadParameter) as caught:
+        settings(item)
+    assert text in caught.value.message
+
+
+def test_wrong_batches_of_spans_are_refused() -> None:
+    with pytest.raises(typer.BadParameter, match="bsp_max_export_batch_size"):
+        settings("mode=opentelemetry", "opentelemetry,bsp_max_queue_size=2")
+
+
+def test_flags_without_effect_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ProtocolFlags(grpc_infer_thread_count=4, grpc_infer_response_compression_level="low").options()
+    assert options.grpc_response_compression == "low"
+    assert "Warning: --grpc-infer-thread-count has no effect: " in capsys.readouterr().err
+    ProtocolFlags().options()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"http_header_forward_pattern": "("}, {"grpc_infer_response_compression_level": "most"}]
+)
+def test_wrong_protocol_flags_are_refused_by_name(wrong: dict[str, str]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(typer.BadParameter) as caught:
+        ProtocolFlags(**wrong).options()
+    assert f"--{name.replace('_', '-')}" in caught.value.message and f"'{value}'" in caught.value.message
+
+
+def test_the_command_line_takes_all_of_them() -> None:
+    text = subprocess.run(
+        [sys.executable, "-m", "llmbackend.cli", "serve", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"COLUMNS": "300", "NO_COLOR": "1"},
+    ).stdout
+    for flag in (
+        *("--trace-config", "--trace-rate", "--http-header-forward-pattern", "--grpc-header-forward-pattern"),
+        *("--grpc-infer-response-compression-level", "--grpc-infer-thread-count", "--log-file", "--reuse-grpc-port"),
+        *("--grpc-keepalive-time", "--grpc-max-connection-age", "--grpc-max-connection-age-grace"),
+    ):
+        assert flag in text
