@@ -57,7 +57,10 @@ class SchedulingFlags:
         if not self.response_cache_byte_size:
             return _cache_config(self.cache_config or ())
         if self.cache_config:
-            raise typer.BadParameter("--response-cache-byte-size and --cache-config exclude each other")
+            raise typer.BadParameter(
+                "Incompatible flags --response-cache-byte-size and --cache-config both provided. Please provide one or "
+                "the other."
+            )
         size = str(self.response_cache_byte_size)
         log.warning("'--response-cache-byte-size' has been deprecated, use '--cache-config=local,size=%s'", size)
         return {"local": {"size": size}}
@@ -67,12 +70,12 @@ def _cache_config(texts: Sequence[str]) -> dict[str, dict[str, str]]:
     """Name → settings. One flag may hold several settings; Triton takes one per flag."""
     config: dict[str, dict[str, str]] = {}
     for text in texts:
-        name, *settings = _SETTING_BEGINS.split(text)
-        if "=" in name or not name:
+        name, comma, settings = text.partition(",")
+        if not comma or not name:
             raise typer.BadParameter(
                 f"No cache specified. --cache-config option format is <cache name>,<setting>=<value>. Got {text}"
             )
-        for setting in settings or [""]:
+        for setting in _SETTING_BEGINS.split(settings):
             key, _, value = setting.partition("=")
             if not key or not value:
                 raise typer.BadParameter(

@@ -29,6 +29,8 @@ from llmbackend.core.backend_api import (
     internal,
 )
 
+from .ragged import RaggedBatch
+
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
 
@@ -41,6 +43,7 @@ class ArrayInstance(ABC):
         config = instance.model.config
         self._batches = config.max_batch_size > 0
         self._outputs = {output.name: _dtype(output) for output in config.output}
+        self._ragged = RaggedBatch(config)
 
     @abstractmethod
     def compute(self, inputs: Arrays) -> Mapping[str, Array]:
@@ -74,29 +77,33 @@ class ArrayInstance(ABC):
             self._respond(request, tensors)
 
     def set_input_tensors(self, requests: Sequence[Request]) -> Arrays:
-        """The inputs of all requests by name, their rows one below the other."""
+        """The inputs of all requests by name, their rows one below the other; ragged ones in one dimension."""
+        ragged = self._ragged.inputs(requests)
+        names = [name for name in requests[0].inputs if name not in ragged]
         if len(requests) == 1:
-            return {name: tensor.data for name, tensor in requests[0].inputs.items()}
-        return {
-            name: np.concatenate([request.inputs[name].data for request in requests]) for name in requests[0].inputs
-        }
+            return {**ragged, **{name: requests[0].inputs[name].data for name in names}}
+        return {**ragged, **{name: np.concatenate([each.inputs[name].data for each in requests]) for name in names}}
 
     def read_output_tensors(self, outputs: Mapping[str, Array], requests: Sequence[Request]) -> list[list[Tensor]]:
-        """Each request's rows of the outputs that it wants. Raises TritonError INTERNAL for an output that is not as
+        """Each request's part of the outputs that it wants. Raises TritonError INTERNAL for an output that is not as
         the configuration says."""
-        counts = [self._num_rows(request) for request in requests]
-        for name in {name for request in requests for name in request.requested_outputs}:
-            self._check_output(name, outputs, sum(counts))
-        ends = np.cumsum(counts)
+        wanted = {name for request in requests for name in request.requested_outputs}
+        parts = {name: self._parts(name, outputs, requests) for name in wanted}
         return [
-            [
-                Tensor.of(name, outputs[name][end - count : end] if self._batches else outputs[name])
-                for name in request.requested_outputs
-            ]
-            for request, count, end in zip(requests, counts, ends.tolist(), strict=True)
+            [Tensor.of(name, parts[name][index]) for name in request.requested_outputs]
+            for index, request in enumerate(requests)
         ]
 
-    def _check_output(self, name: str, outputs: Mapping[str, Array], num_rows: int) -> None:
+    def _parts(self, name: str, outputs: Mapping[str, Array], requests: Sequence[Request]) -> list[Array]:
+        """One output, request by request."""
+        counts = [self._num_rows(request) for request in requests]
+        is_ragged = name in self._ragged.outputs
+        self._check_output(name, outputs, None if is_ragged or not self._batches else sum(counts))
+        if is_ragged:
+            return self._ragged.split(name, outputs[name], requests)
+        return np.split(outputs[name], np.cumsum(counts)[:-1]) if self._batches else [outputs[name]]
+
+    def _check_output(self, name: str, outputs: Mapping[str, Array], num_rows: int | None) -> None:
         model = self._instance.model.name
         if name not in outputs:
             raise internal(f"model '{model}' did not give its output '{name}'")
@@ -105,7 +112,7 @@ class ArrayInstance(ABC):
             raise internal(
                 f"model '{model}' gave output '{name}' as {array.dtype}, its configuration says {self._outputs[name]}"
             )
-        if self._batches and (array.ndim == 0 or len(array) != num_rows):
+        if num_rows is not None and (array.ndim == 0 or len(array) != num_rows):
             raise internal(f"model '{model}' gave output '{name}' in shape {array.shape}, expected {num_rows} rows")
 
     def _num_rows(self, request: Request) -> int:

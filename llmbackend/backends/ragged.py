@@ -28,6 +28,30 @@ from llmbackend.core.backend_api import (
 Array = npt.NDArray[Any]
 
 
+class RaggedBatch:
+    """What is ragged of one model, read once from its configuration."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._inputs = [tensor.name for tensor in config.input if tensor.allow_ragged_batch]
+        self.outputs = frozenset(name for item in config.batch_output for name in item.target_name)
+        """Those that `split` cuts; the others have rows."""
+
+    def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
+        """The ragged inputs that these requests have, and the batch inputs, by name."""
+        names = [name for name in self._inputs if name in requests[0].inputs]
+        joined = [ragged_input(requests, name) for name in names]
+        return {tensor.name: tensor.data for tensor in (*joined, *batch_inputs(self._config, requests))}
+
+    def split(self, name: str, joined: Array, requests: Sequence[Request]) -> list[Array]:
+        return scattered_output(self._config, name, joined, requests)
+
+
+def batch_input_names(config: ModelConfig) -> list[str]:
+    """Inputs of the model that no request has."""
+    return [name for item in config.batch_input for name in item.target_name]
+
+
 def ragged_input(requests: Sequence[Request], name: str) -> Tensor:
     """An `allow_ragged_batch` input of the whole batch: all elements in one dimension, request after request."""
     parts = [request.inputs[name] for request in requests]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import framework_host
 import numpy as np
 import pytest
 
@@ -106,3 +107,57 @@ def test_requests_of_unequal_length_are_one_ragged_batch(tmp_path: Path) -> None
             assert np.array_equal(response.outputs[0].data, tensors[name] * 2)
         assert STAGE.events == ["0", "1,2"]
         assert STAGE.kept[1]["bounds"] == [0, 3, 5]
+
+
+FRAMEWORK_CONFIG = """
+max_batch_size: 8
+dynamic_batching { max_queue_delay_microseconds: 300000 preferred_batch_size: [ 3 ] }
+input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "n" data_type: TYPE_INT32 dims: [ 1 ] } ]
+batch_input [ { kind: BATCH_ELEMENT_COUNT target_name: "count" data_type: TYPE_INT32 source_input: "x" } ]
+batch_output [ { target_name: "y" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_input: "x" } ]
+"""
+
+
+def check_ragged_model(root: Path) -> None:
+    """Three requests of unequal length are one execution of y = 2 x and n = how many elements each has."""
+    with framework_host.serving(root) as server:
+        server.load_model("m")
+        arrays = [np.arange(length, dtype=np.float32).reshape(1, -1) for length in (1, 3, 2)]
+        for array, pending in [(array, framework_host.begin(server, "m", x=array)) for array in arrays]:
+            outputs = pending.outputs()
+            assert np.array_equal(outputs["y"], array * 2) and outputs["n"].tolist() == [[array.size]]
+        assert server.model_statistics("m")[0].execution_count == 1
+        alone = framework_host.infer(server, "m", x=arrays[1])
+        assert np.array_equal(alone["y"], arrays[1] * 2)
+
+
+def test_an_onnx_model_takes_a_ragged_batch(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    helper, kinds = onnx.helper, onnx.TensorProto
+    directory = framework_host.version_directory(tmp_path, "m", 'backend: "onnxruntime"' + FRAMEWORK_CONFIG)
+    nodes = [helper.make_node("Add", ["x", "x"], ["y"]), helper.make_node("Unsqueeze", ["count", "one"], ["n"])]
+    one = helper.make_tensor("one", kinds.INT64, [1], [1])
+    value = helper.make_tensor_value_info
+    inputs = [value("x", kinds.FLOAT, ["total"]), value("count", kinds.INT32, ["requests"])]
+    outputs = [value("y", kinds.FLOAT, ["total"]), value("n", kinds.INT32, ["requests", 1])]
+    graph = helper.make_graph(nodes, "graph", inputs, outputs, [one])
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), directory / "model.onnx"
+    )
+    check_ragged_model(tmp_path)
+
+
+def test_a_pytorch_model_takes_a_ragged_batch(tmp_path: Path) -> None:
+    import torch
+
+    class Double(torch.nn.Module):
+        def forward(self, x: torch.Tensor, count: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * 2, count.unsqueeze(1)
+
+    directory = framework_host.version_directory(tmp_path, "m", 'backend: "pytorch"' + FRAMEWORK_CONFIG)
+    arguments = (torch.zeros(4), torch.zeros(2, dtype=torch.int32))
+    dynamic = {"x": {0: torch.export.Dim("total")}, "count": {0: torch.export.Dim("requests")}}
+    torch.export.save(torch.export.export(Double(), arguments, dynamic_shapes=dynamic), directory / "model.pt2")
+    check_ragged_model(tmp_path)

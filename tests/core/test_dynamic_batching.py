@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_host import ECHO_BACKEND, STAGE, Client, Repository, eventually, send, serving
+from core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, Client, Repository, eventually, send, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.backend_api import RequestFlag, ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError, internal
 from llmbackend.core.infer_request import InferRequest
 from llmbackend.core.inference_server import InferenceServer
@@ -238,6 +238,30 @@ def test_a_request_that_is_refused_in_the_queue_waits_for_nobody(stepped: Reposi
             STAGE.open(name)
         arrivals.clients["b"].responses()
         assert arrivals.order == ["late", "gone", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "max_batch_size: 4\ndynamic_batching { preserve_ordering: true }",
+        "max_batch_size: 4\nsequence_batching { oldest { max_candidate_sequences: 4 preserve_ordering: true } }",
+    ],
+)
+def test_a_backend_that_answers_out_of_turn_is_put_in_order(repository: Repository, config: str) -> None:
+    repository.backend("keeping", KEEPING_BACKEND)
+    repository.model("m", "keeping", config)
+    arrivals = Arrivals()
+    flags = RequestFlag.SEQUENCE_START | RequestFlag.SEQUENCE_END
+    with serving(repository, "m") as server:
+        for number, name in enumerate(("a", "b", "c"), 1):
+            arrivals.send(server, name, correlation_id=number, flags=flags)
+        eventually(lambda: len(STAGE.kept) == 3)
+        for _, request in reversed(STAGE.kept):
+            request.new_response().send(ResponseFlag.FINAL)
+            request.release()
+        STAGE.kept.clear()
+        arrivals.clients["c"].responses()
+        assert arrivals.order == ["a", "b", "c"]
 
 
 def test_without_preserve_ordering_the_faster_answer_comes_first(stepped: Repository) -> None:

@@ -125,6 +125,19 @@ def test_a_batch_grows_while_its_instance_waits_for_resources(stepped: Repositor
         assert [client.responses()[0].parameters["batch"] for client in rows] == [3, 3, 3]
 
 
+def test_models_with_sequences_wait_for_resources_too(stepped: Repository) -> None:
+    for name in ("a", "b"):
+        stepped.model(name, "stepped", "sequence_batching {}\n" + needs())
+    sequence = {"correlation_id": 1, "flags": RequestFlag.SEQUENCE_START | RequestFlag.SEQUENCE_END}
+    with serving(stepped, "a", "b", **ON) as server:
+        first = send(server, "a", id="1", **sequence)
+        eventually(lambda: STAGE.events == ["a 1"])
+        second = send(server, "b", id="1", **sequence)
+        stays(lambda: STAGE.events == ["a 1"])
+        finish("a 1", first)
+        finish("b 1", second)
+
+
 @pytest.mark.parametrize(
     ("given_resources", "config", "message"),
     [

@@ -202,6 +202,24 @@ def test_two_equal_requests_at_once_are_both_executed_and_one_is_kept(cached: Re
         assert (counts.cache_hit.count, counts.cache_miss.count) == (0, 1)
 
 
+def test_an_ensemble_is_cached_as_a_whole(cached: Repository) -> None:
+    cached.model("part", "counting", io=IO)
+    step = (
+        '{ model_name: "part" model_version: -1 input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" } }'
+    )
+    directory = cached.models / "whole"
+    (directory / "1").mkdir(parents=True)
+    io = IO.replace(', { name: "N" data_type: TYPE_INT32 dims: [ 1 ] }', "")
+    (directory / "config.pbtxt").write_text(
+        f'platform: "ensemble"\n{io}\n{CACHED}\nensemble_scheduling {{ step [ {step} ] }}\n'
+    )
+    with serving(cached, "whole", **LOCAL) as server:
+        for name in ("a", "b"):
+            assert answer(server, 1, model="whole", id=name).error is None
+        assert STAGE.events == ["a"]
+        assert server.model_statistics("whole")[0].inference_stats.cache_hit.count == 1
+
+
 def test_an_answer_from_the_cache_waits_for_earlier_requests_where_order_is_preserved(cached: Repository) -> None:
     config = CACHED + "\nmax_batch_size: 1\ndynamic_batching { preserve_ordering: true }"
     cached.model("m", "counting", config, io=IO)
@@ -247,7 +265,7 @@ def test_models_that_can_not_be_cached_are_refused_in_tritons_words(fields: str,
         ({"disk": {"size": "1"}}, "Invalid argument: unable to find cache 'disk'. This server has 'local' and 'redis'"),
         (
             {"local": {"size": "1"}, "redis": {}},
-            "Already exists: TritonCacheManager already holds a cache",
+            "Invalid argument: found multiple cache configurations, but only a single cache is currently supported",
         ),
         (
             {"redis": {"host": "127.0.0.1"}},
@@ -332,6 +350,16 @@ class FakeRequest:
     def __init__(self, inputs: dict[str, Tensor], requested_outputs: tuple[str, ...]) -> None:
         self.inputs = inputs
         self.requested_outputs = requested_outputs
+
+
+@pytest.mark.parametrize("datatype", sorted(NUMPY_DTYPE))
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_tensors_of_every_datatype_have_a_key(datatype: str, shape: tuple[int, ...]) -> None:
+    data = np.zeros(shape, NUMPY_DTYPE[datatype])
+    if datatype == "BYTES":
+        data[...] = b"a"
+    request = FakeRequest({"X": Tensor("X", datatype, data.shape, data)}, ())
+    assert len(key_of(request, "m", 1, b"")) == 16  # type: ignore[arg-type]
 
 
 def test_no_two_different_requests_have_one_key() -> None:

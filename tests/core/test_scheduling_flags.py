@@ -36,9 +36,10 @@ def test_rate_limit_resources() -> None:
         ({"rate_limit_resource": ["R1:x"]}, "Got R1:x"),
         ({"rate_limit_resource": ["R1:1:2:3"]}, "Got R1:1:2:3"),
         ({"cache_config": ["size=1"]}, "No cache specified."),
-        ({"cache_config": ["local"]}, "'<cache name>,<setting>=<value>'. Got local"),
+        ({"cache_config": ["local"]}, "No cache specified. --cache-config option format is"),
+        ({"cache_config": ["local,size"]}, "'<cache name>,<setting>=<value>'. Got local,size"),
         ({"cache_config": ["local,size="]}, "Got local,size="),
-        ({"cache_config": ["local,size=1"], "response_cache_byte_size": 1}, "exclude each other"),
+        ({"cache_config": ["local,size=1"], "response_cache_byte_size": 1}, "Please provide one or the other."),
     ],
 )
 def test_wrong_values_name_their_flag(flags: dict[str, object], message: str) -> None:

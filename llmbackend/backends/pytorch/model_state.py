@@ -15,6 +15,7 @@ from typing import Any
 from llmbackend.core.backend_api import Model, invalid_argument, not_found, unsupported
 
 from ..model_parameters import boolean, positive, read_parameters
+from ..ragged import batch_input_names
 from .programs import Program, load_exported, load_torchscript
 
 _FILES = ("model.pt", "model.pt2")
@@ -43,7 +44,7 @@ class ModelState:
         self.name = model.name
         self.path = _find(model)
         self.settings: dict[str, Any] = read_parameters(config, _PARAMETERS, _WITHOUT_EFFECT)
-        self.inputs = [tensor.name for tensor in config.input]
+        self.inputs = [*(tensor.name for tensor in config.input), *batch_input_names(config)]
         self.outputs = in_order([tensor.name for tensor in config.output])
         if not self.inputs or not self.outputs:
             raise invalid_argument(f"model '{model.name}': a PyTorch model's inputs and outputs must be configured")

@@ -54,10 +54,10 @@ class LocalCache:
     @classmethod
     def create(cls, settings: Settings) -> LocalCache:
         """Raises TritonError INVALID_ARG for settings without a size, or with others."""
-        if unknown := sorted(settings.keys() - {"size"}):
-            raise invalid_argument(f"Failed to initialize LocalCache: unknown setting '{unknown[0]}'")
         if "size" not in settings:
             raise invalid_argument("Failed to initialize LocalCache: config didn't contain a valid 'size' field.")
+        if unknown := sorted(settings.keys() - {"size"}):
+            raise invalid_argument(f"Failed to initialize LocalCache: unknown setting '{unknown[0]}'")
         text = settings["size"]
         if not (text.isascii() and text.isdecimal()) or int(text) == 0:
             raise invalid_argument(

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from llmbackend.core.backend_api import ParameterValue
-from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument
+from llmbackend.core.errors import invalid_argument
 from llmbackend.core.infer_request import InferRequest
 from llmbackend.core.messages import InferenceResponse
-from llmbackend.core.tensors import Tensor, from_wire, to_wire
+from llmbackend.core.tensors import Tensor, from_wire, to_wire, wire_view
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,11 @@ def key_of(request: InferRequest, model: str, version: int, load_id: bytes) -> b
     _add(digest, [model.encode(), str(version).encode(), load_id])
     _add(digest, [name.encode() for name in request.requested_outputs])
     for name, tensor in sorted(request.inputs.items()):
-        _add(digest, [name.encode(), tensor.datatype.encode(), repr(tensor.shape).encode(), to_wire(tensor)])
+        _add(digest, [name.encode(), tensor.datatype.encode(), repr(tensor.shape).encode(), wire_view(tensor)])
     return digest.digest()
 
 
-def _add(digest: hashlib.blake2b, parts: list[bytes]) -> None:
+def _add(digest: hashlib.blake2b, parts: Sequence[bytes | memoryview]) -> None:
     """Each part with its length before it, so that no two lists look alike."""
     for part in (str(len(parts)).encode(), *parts):
         digest.update(len(part).to_bytes(8, "little"))
@@ -102,7 +102,7 @@ def create_cache(config: Mapping[str, Settings]) -> ResponseCache | None:
     if not config:
         return None
     if len(config) > 1:
-        raise TritonError("TritonCacheManager already holds a cache", ErrorCode.ALREADY_EXISTS)
+        raise invalid_argument("found multiple cache configurations, but only a single cache is currently supported")
     ((name, settings),) = config.items()
     if name == "local":
         from .local_cache import LocalCache
