@@ -206,6 +206,24 @@ def test_model_that_hangs_in_finalize_is_killed_after_the_stub_timeout(tmp_path:
     assert not is_alive(pid)
 
 
+def test_process_that_starts_the_others_may_die_too(host: Host) -> None:
+    host.load("m", config(), body("return [response(f'{os.getpid()} {os.getppid()}') for r in requests]"))
+    pid, template = said(host.infer("m", text("x")).one()).split()
+    assert int(template) != os.getpid()
+    os.kill(int(template), signal.SIGKILL)
+    eventually(lambda: not is_alive(int(pid)))
+    eventually(lambda: host.infer("m", text("x")).one().error is None)
+    new_pid, new_template = said(host.infer("m", text("x")).one()).split()
+    assert new_pid != pid and new_template != template
+
+
+def test_instances_draw_different_random_numbers(host: Host) -> None:
+    code = body("time.sleep(0.05)\nreturn [response(f'{np.random.random()} {os.getpid()}') for r in requests]")
+    host.load("m", config(count=2), code)
+    answers = [said(answer.one()).split() for answer in [host.infer("m", text("x")) for _ in range(2)]]
+    assert len({number for number, _ in answers}) == len({pid for _, pid in answers}) == 2
+
+
 def test_what_a_model_started_ends_with_it(host: Host) -> None:
     rest = "    def initialize(self, args):\n        self.child = subprocess.Popen(['sleep', '600'])\n"
     host.load("m", config(), answering("self.child.pid", rest))
@@ -357,7 +375,11 @@ def test_environment_that_can_not_be_used_fails_the_load(host: Host, path: str, 
 def test_environment_whose_program_does_not_speak_fails_the_load(tmp_path: Path) -> None:
     host = Host(tmp_path / "repo", settings={"stub-timeout-seconds": "1"})
     for name, program, told in (
-        ("m", "#!/bin/sh\necho no python here >&2\nexit 7\n", "It ended with exit code 7.\nno python here"),
+        (
+            "m",
+            "#!/bin/sh\necho no python here >&2\nexit 7\n",
+            "which starts it, ended with exit code 7.\nno python here",
+        ),
         ("n", "#!/bin/sh\nexec sleep 600\n", "Stub process 'n' did not start within 1 s"),
     ):
         python = tmp_path / name / "bin" / "python"

@@ -1,8 +1,9 @@
-"""The interpreters and environment variables of stub processes: the host's, or one that a model brings.
+"""Where stub processes run: with the host's interpreter, or with one that a model brings.
 
-For: model states; one object per backend. Does not know: models beyond their EXECUTION_ENV_PATH. Owner of the
-directories that archives were unpacked into. Invariants: an archive is unpacked once, however many models and instances
-use it; what was unpacked is gone when the backend is finalised; an archive writes nothing outside of its directory.
+For: model states; one object per backend. Does not know: models beyond their EXECUTION_ENV_PATH. Owner of the templates
+of stubs, one per environment, and of the directories that archives were unpacked into. Invariants: an archive is
+unpacked once, however many models and instances use it; templates and what was unpacked are gone when the backend is
+finalised; an archive writes nothing outside of its directory.
 Source: Triton python_backend documentation, "Creating Custom Execution Environments" (conda-pack archives and unpacked
 directories); $$TRITON_MODEL_DIRECTORY stands for the model's directory.
 """
@@ -14,49 +15,51 @@ import sys
 import tarfile
 import tempfile
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from llmbackend.core.backend_api import internal, invalid_argument
+
+from .stub_template import StubTemplate
 
 PARAMETER = "EXECUTION_ENV_PATH"
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 _NAMES = ("bin/python", "bin/python3")
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """How to start a stub."""
-
-    interpreter: str
-    variables: Mapping[str, str]
-
-
 class Environments:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._unpacked: dict[tuple[str, int, int], tempfile.TemporaryDirectory[str]] = {}
+        self._templates: dict[str, StubTemplate] = {}
 
-    def of(self, setting: str, model_directory: Path) -> Environment:
-        """The environment that a model's EXECUTION_ENV_PATH names; the host's own when it is empty.
+    def template(self, setting: str, model_directory: Path) -> StubTemplate:
+        """What starts stubs in the environment that EXECUTION_ENV_PATH names; in the host's own where that is empty.
 
         Raises TritonError INVALID_ARG when the path does not exist, INTERNAL when nothing can run in it.
         """
         if not setting:
-            return Environment(sys.executable, dict(os.environ))
+            return self._template(sys.executable, dict(os.environ))
         path = self._path(setting, model_directory)
         root = path if path.is_dir() else self._unpack(path)
         for name in _NAMES:
             if os.access(root / name, os.X_OK):
-                return Environment(str(root / name), _activated(root))
+                return self._template(str(root / name), _activated(root))
         raise internal(f"{PARAMETER} '{path}' has no executable {' or '.join(_NAMES)}")
 
     def close(self) -> None:
         with self._lock:
+            for template in self._templates.values():
+                template.close()
+            self._templates.clear()
             for directory in self._unpacked.values():
                 directory.cleanup()
             self._unpacked.clear()
+
+    def _template(self, interpreter: str, variables: dict[str, str]) -> StubTemplate:
+        with self._lock:
+            if interpreter not in self._templates:
+                self._templates[interpreter] = StubTemplate(interpreter, variables)
+            return self._templates[interpreter]
 
     def _path(self, setting: str, model_directory: Path) -> Path:
         path = Path(setting.replace(MODEL_DIRECTORY, str(model_directory)))

@@ -53,7 +53,7 @@ class ModelState:
         self._file = _file_of(model)
         parameters = model.config.parameters
         setting = parameters[PARAMETER].string_value if PARAMETER in parameters else ""
-        self._environment = shared.environments.of(setting, model.directory)
+        self._template = shared.environments.template(setting, model.directory)
         self._lock = threading.Lock()
         self._spare: StubServices | None = None
 
@@ -77,8 +77,7 @@ class ModelState:
     def launch(self, name: str) -> StubServices:
         """A process that has not loaded the model yet. Raises TritonError when it can not be started."""
         services = StubServices(self.model, self._metrics)
-        environment = self._environment
-        services.connect(StubProcess(name, environment.interpreter, environment.variables, services.handle))
+        services.connect(StubProcess(name, self._template, services.handle))
         return services
 
     def load(self, stub: StubServices) -> None:

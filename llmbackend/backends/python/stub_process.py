@@ -3,41 +3,28 @@
 For: whoever starts one (ModelState), and the instance that uses it. Does not know: models, requests. Owner of the
 process, its sockets and the two threads that read from it. Invariants: whatever happens to the process, `on_end` is
 called once, after its last message was handled, and then no process (nor one that it started), socket or thread is
-left; a call to a process that dies raises instead of waiting. The thread that launches the process lives for as long
-as it does, because the kernel ends a stub with the thread that made it.
+left; a call to a process that dies raises instead of waiting.
 Source: the stub of Triton's python backend; that a death is seen at once is ours.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import logging
 import os
-import select
-import signal
 import socket
-import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from pathlib import Path
-from typing import IO, Any
-
-from llmbackend.core.backend_api import internal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from .outbox import Outbox
-from .stub import boot
+from .output_log import OutputLog
 from .stub.packets import Message, PacketReader, encode
+from .stub_template import StubTemplate
 
 log = logging.getLogger(__name__)
-output_log = logging.getLogger("llmbackend.backends.python.output")
 
 EXIT_GRACE_S = 5.0
 """How long a process that closed its sockets may take to end by itself."""
-LINES_KEPT = 20
-LONGEST_LINE_BYTES = 1 << 16
-_PROGRAM = str(Path(boot.__file__))
 
 
 class StubRaisedError(Exception):
@@ -51,16 +38,13 @@ class StubDeadError(Exception):
 class StubProcess:
     """`call` is for one thread at a time; the rest for any."""
 
-    def __init__(
-        self, name: str, interpreter: str, environment: Mapping[str, str], on_message: Callable[[Message], None]
-    ) -> None:
-        """Returns when the process was launched. Raises TritonError INTERNAL when it can not be."""
-        self.name = name
+    def __init__(self, name: str, template: StubTemplate, on_message: Callable[[Message], None]) -> None:
+        """Returns when the process is on its way. Raises TritonError INTERNAL when its template can not be started."""
         self.cause = ""
         self.on_end: Callable[[], None] | None = None
         self._on_message = on_message
-        self._calls, self._stub_calls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._events, self._stub_events = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._calls, stub_calls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._events, stub_events = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.outbox = Outbox(self._events)
         self._answers = PacketReader(self._calls)
         self._calling = threading.Lock()
@@ -68,18 +52,27 @@ class StubProcess:
         self._progress = threading.Condition()
         self._handled = 0
         self._awaited = 0
-        self._last_lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
-        self._process: subprocess.Popen[bytes] | None = None
-        launched: Future[None] = Future()
-        threading.Thread(
-            target=self._live, args=(interpreter, environment, launched), name=f"python-{name}", daemon=True
-        ).start()
-        launched.result()
+        output_fd, stub_output_fd = os.pipe()
+        try:
+            self._process = template.fork(stub_calls.fileno(), stub_events.fileno(), stub_output_fd)
+        except BaseException:
+            os.close(output_fd)
+            self._close_sockets()
+            raise
+        finally:
+            stub_calls.close()
+            stub_events.close()
+            os.close(stub_output_fd)
+        self._output = OutputLog(name, os.fdopen(output_fd, "rb"))
+        threading.Thread(target=self._live, name=f"python-{name}", daemon=True).start()
 
     @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+    def name(self) -> str:
+        return self._output.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._output.name = name
 
     @property
     def is_over(self) -> bool:
@@ -87,7 +80,7 @@ class StubProcess:
 
     @property
     def last_lines(self) -> str:
-        return "\n".join(self._last_lines)
+        return self._output.last_lines
 
     def call(self, verb: str, argument: Any, parts: Sequence[Any] = (), timeout_s: float | None = None) -> Message:
         """The stub's answer, after all that it had posted before the answer was handled.
@@ -108,10 +101,7 @@ class StubProcess:
 
     def kill(self) -> None:
         """Ends the process and what it started; `on_end` follows."""
-        assert self._process is not None
-        if not self._is_over.is_set():
-            with contextlib.suppress(OSError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
     def close(self, timeout_s: float) -> None:
         """Waits until the process has ended by itself and everything is gone; kills it after `timeout_s`."""
@@ -144,40 +134,14 @@ class StubProcess:
 
     # --- the thread of this life ------------------------------------------------------------------------------------
 
-    def _live(self, interpreter: str, environment: Mapping[str, str], launched: Future[None]) -> None:
-        try:
-            process = self._process = self._launch(interpreter, environment)
-        except (OSError, ValueError) as error:
-            self._close_sockets()
-            launched.set_exception(internal(f"Stub process '{self.name}' can not be started: {error}"))
-            return
-        assert process.stdout is not None
-        output = threading.Thread(target=self._log_output, args=(process.stdout,), name=f"python-{self.name}-output")
-        output.daemon = True
-        output.start()
-        launched.set_result(None)
+    def _live(self) -> None:
         self._handle_messages()
-        self._reap(process)
-        output.join(1.0)  # unless something that left the process group holds the pipe
-        if not output.is_alive():
-            process.stdout.close()
+        if not self._process.wait(EXIT_GRACE_S):
+            self._process.kill()
+            self._process.wait(None)
+        self.cause = self._process.cause
+        self._output.close()
         self._finish()
-
-    def _launch(self, interpreter: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        theirs = (self._stub_calls.fileno(), self._stub_events.fileno())
-        try:
-            return subprocess.Popen(
-                [interpreter, "-u", _PROGRAM, *map(str, theirs), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=theirs,
-                env=environment,
-                start_new_session=True,
-            )
-        finally:
-            self._stub_calls.close()
-            self._stub_events.close()
 
     def _handle_messages(self) -> None:
         reader = PacketReader(self._events)
@@ -193,13 +157,6 @@ class StubProcess:
             log.exception("stub process '%s' sent a message that can not be handled; it is killed", self.name)
             self.kill()
 
-    def _reap(self, process: subprocess.Popen[bytes]) -> None:
-        if not _ends_within(process, EXIT_GRACE_S):
-            process.kill()
-        with contextlib.suppress(OSError):  # before the wait, while its group's number can not be another's
-            os.killpg(process.pid, signal.SIGKILL)
-        self.cause = _how_it_ended(process.wait())
-
     def _finish(self) -> None:
         try:
             if self.on_end is not None:
@@ -214,34 +171,5 @@ class StubProcess:
             self._close_sockets()
 
     def _close_sockets(self) -> None:
-        for each in (self._calls, self._events, self._stub_calls, self._stub_events):
-            each.close()
-
-    def _log_output(self, output: IO[bytes]) -> None:
-        while line := output.readline(LONGEST_LINE_BYTES):
-            text = line.decode(errors="replace").rstrip()
-            self._last_lines.append(text)
-            output_log.info("%s: %s", self.name, text)
-
-
-def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Whether it ended; it is not reaped. False, too, where the system can not tell."""
-    try:
-        pidfd = os.pidfd_open(process.pid)
-    except OSError:
-        return False
-    try:
-        waiting = select.poll()
-        waiting.register(pidfd, select.POLLIN)
-        return bool(waiting.poll(timeout_s * 1000))
-    finally:
-        os.close(pidfd)
-
-
-def _how_it_ended(status: int) -> str:
-    if status >= 0:
-        return f"It ended with exit code {status}."
-    try:
-        return f"It ended by signal {signal.Signals(-status).name}."
-    except ValueError:
-        return f"It ended by signal {-status}."
+        self._calls.close()
+        self._events.close()

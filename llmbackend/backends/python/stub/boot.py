@@ -1,6 +1,6 @@
-"""The program of a stub process: `<python> boot.py CALLS_FD EVENTS_FD HOST_PID`.
+"""The program of a template of stub processes: `<python> boot.py CONTROL_FD HOST_PID`.
 
-For: StubProcess, which starts it with whatever interpreter the model's environment has. Does not know: models.
+For: StubTemplate, which starts it with whatever interpreter the models' environment has. Does not know: models.
 Invariant: this directory's package is loaded under a name of its own, and the directory is not on sys.path, so that
 the environment needs nothing of the host's and no module here stands in the way of a model's.
 """
@@ -30,4 +30,4 @@ def load_package() -> None:
 if __name__ == "__main__":
     load_package()
     arguments, sys.argv = sys.argv[1:], [""]
-    importlib.import_module(f"{PACKAGE}.main").main(*map(int, arguments))
+    importlib.import_module(f"{PACKAGE}.template").main(*map(int, arguments))
