@@ -457,6 +457,19 @@ def test_a_server_that_stops_cuts_ensembles_off(repository: Repository) -> None:
     eventually(lambda: "finalize gate" in STAGE.events)
 
 
+def test_a_server_that_stops_cuts_off_what_waits_for_a_slot(repository: Repository) -> None:
+    part(repository, "repeat", "repeat")
+    part(repository, "gate", "gate")
+    chain(repository, "e", "repeat", "gate", scheduling="max_inflight_requests: 2")
+    server = InferenceServer(repository.options(startup_models=["e"]))
+    server.start()
+    clients = [send(server, "e", x(1, 2, 3, 4)) for _ in range(3)]
+    eventually(lambda: executed("gate") == 2)
+    assert not server.stop(0.0)
+    assert {client.error().code for client in clients} == {ErrorCode.UNAVAILABLE}
+    assert {"finalize gate", "finalize repeat"} <= set(STAGE.events)
+
+
 def test_requests_in_flight_end_while_the_server_stops(repository: Repository) -> None:
     """The steps that are still to come are served although the server takes no new requests."""
     part(repository, "add", "add")

@@ -25,6 +25,7 @@ from .ensemble_run import EnsembleRun
 from .ensemble_shapes import ModelShapes
 from .ensemble_step import ComposingModel
 from .scheduler import BatchSource
+from .step_launcher import StepLauncher
 from .step_limit import StepLimit
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class EnsembleScheduler:
         self._stopped = False
         most = self._graph.most_inflight
         subject = f"[Internal Error] Ensemble '{config.name}' step"
+        self._launcher = StepLauncher(config.name)
         self._limits = [StepLimit(most, f"{subject} {step.index}") for step in self._graph.steps] if most else []
 
     def __len__(self) -> int:
@@ -60,7 +62,7 @@ class EnsembleScheduler:
             failed = TritonError(f"in ensemble '{self._graph.name}', {error.message}", error.code)
             request.fail(failed, FailureReason.OTHER)
             return
-        run = EnsembleRun(self._graph, request, models, self._limits, self._forget)
+        run = EnsembleRun(self._graph, request, models, self._limits, self._launcher, self._forget)
         with self._lock:
             self._runs.add(run)
         run.start()
@@ -73,6 +75,7 @@ class EnsembleScheduler:
 
     def stop(self) -> None:
         self._stopped = True
+        self._launcher.stop()
 
     def _acquire_models(self) -> dict[ModelKey, ComposingModel]:
         """Every composing model, so that the request ends with the versions it began with."""

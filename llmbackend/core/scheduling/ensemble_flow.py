@@ -18,7 +18,7 @@ from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.tensors import Tensor
 
 from .ensemble_graph import EnsembleGraph, EnsembleStep, ModelKey
-from .ensemble_order import ResponseOrder
+from .ensemble_order import OriginOrder
 from .ensemble_shapes import ModelShapes, passed_on
 from .ensemble_step import StepRequest
 from .ensemble_values import EnsembleValues, Origin, SequenceTag, Value, sequence_of
@@ -39,7 +39,7 @@ class EnsembleFlow:
         self._shapes = shapes
         self._flow = graph.flow(request.requested_outputs)
         self._values = EnsembleValues(self._flow.uses)
-        self._order = ResponseOrder()
+        self._order = OriginOrder()
 
     def readers_of(self, step: EnsembleStep) -> Iterator[EnsembleStep]:
         for name in step.outputs.values():

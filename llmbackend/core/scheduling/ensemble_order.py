@@ -28,7 +28,7 @@ class Runs(Protocol):
     def is_over(self) -> bool: ...
 
 
-class ResponseOrder:
+class OriginOrder:
     def __init__(self) -> None:
         self._complete: list[tuple[Origin, int, Outputs]] = []
         self._running: list[tuple[Origin, int, Runs]] = []  # by the origin that they had when they were last looked at

@@ -7,8 +7,9 @@ the steps whose results nobody wants any more. A failure has its place in the st
 Source: EnsembleContext in Triton's ensemble_scheduler.cc. By design different: cancellation also reaches steps that
 have started; a failed request does not wait for results that nobody wants.
 
-Locks: a step's response callback holds that step's channel when it takes the run's lock; under the run's lock only the
-ensemble's own channel is called, and models, limits and other runs never are.
+Locks: a step's response callback, which comes under locks of that step's model, takes the run's lock, under which only
+the ensemble's own channel is called. Whatever reaches other models (starting and cancelling steps) is left to the
+ensemble's launcher, under no lock.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from llmbackend.core.backend_api import RequestFlag, ResponseFlag
 from llmbackend.core.errors import TritonError, cancelled, internal, invalid_argument, request_tag
@@ -30,6 +32,7 @@ from .ensemble_flow import EnsembleFlow, Fresh
 from .ensemble_graph import EnsembleGraph, ModelKey
 from .ensemble_step import ComposingModel, StepRequest
 from .ensemble_values import Origin, SequenceTag
+from .step_launcher import StepLauncher
 from .step_limit import StepLimit
 
 log = logging.getLogger(__name__)
@@ -45,12 +48,14 @@ class EnsembleRun:
         request: InferRequest,
         models: Mapping[ModelKey, ComposingModel],
         limits: Sequence[StepLimit],
+        launcher: StepLauncher,
         on_end: Callable[[EnsembleRun], None],
     ) -> None:
         self._graph = graph
         self._request = request
         self._models = models
         self._limits = limits  # one for each step, or none
+        self._launcher = launcher
         self._on_end = on_end
         self._start_ns = time.monotonic_ns()
         self._lock = threading.Lock()
@@ -71,7 +76,8 @@ class EnsembleRun:
 
     def start(self) -> None:
         self._request.on_cancel(self._cancel)
-        self._proceed(self._flow.take_inputs)
+        self._act(*self._proceed(self._flow.take_inputs))
+        self._end_if_over()
 
     # --- what happens to a step (any thread) ------------------------------------------------------------------------
 
@@ -101,13 +107,18 @@ class EnsembleRun:
     def responded(self, step_request: StepRequest, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         is_last = bool(flags & ResponseFlag.FINAL)
         if is_last and self._limits:
-            self._limits[step_request.step.index].finished()
-        self._proceed(lambda: self._flow.take_outputs(step_request, response), step_request, is_last)
+            limit = self._limits[step_request.step.index]
+            limit.finished()
+            self._launcher.submit(limit.start_waiting)
+        ready, unwanted = self._proceed(lambda: self._flow.take_outputs(step_request, response), step_request, is_last)
+        if ready or unwanted:
+            self._launcher.submit(partial(self._act, ready, unwanted))
 
     def refused(self, step_request: StepRequest, error: TritonError) -> None:
         """It was started, but is not under way at its model."""
         if self._limits:
             self._limits[step_request.step.index].finished()
+            self._limits[step_request.step.index].start_waiting()
         self._give_up(step_request, error)
 
     def make_room(self, step_request: StepRequest) -> None:
@@ -131,13 +142,15 @@ class EnsembleRun:
         with self._lock:
             self._is_cancelled = True
             running = list(self._running)
-        self._stop(running)
+        self._launcher.submit(partial(self._stop, running))
 
     # --- the flow ---------------------------------------------------------------------------------------------------
 
-    def _proceed(self, news: News, by: StepRequest | None = None, is_over: bool = False) -> None:
-        """Takes new values in, starts the steps and sends the responses that they complete. `is_over`: it was the last
-        that comes `by` that step."""
+    def _proceed(
+        self, news: News, by: StepRequest | None = None, is_over: bool = False
+    ) -> tuple[list[StepRequest], list[StepRequest]]:
+        """Takes new values in and sends the responses that they complete; the steps to start, and those to stop.
+        `is_over`: it was the last that comes `by` that step."""
         with self._lock:
             origin = by.next_origin if by is not None else ()
             if by is not None and is_over:
@@ -146,11 +159,10 @@ class EnsembleRun:
             failure = self._failure
             ready = [] if self._is_final else self._advance(news, origin)
             unwanted = [] if self._failure is failure else [one for one in self._running if not self.wants(one)]
-        for step_request in ready:
-            self._launch(step_request)
-        if unwanted:
-            self._stop(unwanted)
-        self._end_if_over()
+        if self._limits:
+            for step_request in ready:
+                self._limits[step_request.step.index].add(step_request)
+        return ready, unwanted
 
     def _advance(self, news: News, origin: Origin) -> list[StepRequest]:
         """The steps to start next; finishes the request when there is nothing left to wait for. Holds the lock."""
@@ -187,13 +199,16 @@ class EnsembleRun:
             return not self._flow.may_come_before(self._failure[0])
         return not self._running
 
-    def _launch(self, step_request: StepRequest) -> None:
-        if not self._limits:
-            step_request.start()
-            return
-        self._limits[step_request.step.index].start(step_request)
-        if not self.wants(step_request):
-            self._stop([step_request])
+    def _act(self, ready: Sequence[StepRequest], unwanted: Sequence[StepRequest]) -> None:
+        for step_request in ready:
+            if not self._limits:
+                step_request.start()
+                continue
+            self._limits[step_request.step.index].start_waiting()
+            if not self.wants(step_request):
+                self._stop([step_request])
+        if unwanted:
+            self._stop(unwanted)
 
     def _stop(self, step_requests: Iterable[StepRequest]) -> None:
         for limit in self._limits:
@@ -205,7 +220,7 @@ class EnsembleRun:
                 step_request.cancel()
 
     def _give_up(self, step_request: StepRequest, error: TritonError) -> None:
-        self._proceed(error, step_request, is_over=True)
+        self._act(*self._proceed(error, step_request, is_over=True))
         self.step_gone()
 
     # --- the answer -------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """How many requests of one step of an ensemble may be under way at once, over all requests of the ensemble.
 
 For: the ensemble scheduler (`max_inflight_requests`). Does not know: what a step does. Invariants: never more than
-`most` are under way; those that wait start in the order in which they came, on the thread that frees a slot; a backend
+`most` are under way; those that wait start in the order in which they came; a backend
 that answers many times waits in `make_room` while any of the step's requests does, so that no more than one response
 per such backend's thread is kept here.
 Source: StepInflightRequestLimiter in Triton's ensemble_scheduler.cc, which makes every caller wait, also a frontend.
@@ -39,18 +39,16 @@ class StepLimit:
         """How many are under way or wait."""
         return self._under_way + len(self._waiting)
 
-    def start(self, request: Startable) -> None:
-        """Starts `request`, now or when there is a slot."""
+    def add(self, request: Startable) -> None:
+        """`request` waits for a slot; `start_waiting` must follow, under no lock."""
         with self._changed:
             self._waiting[request] = None
-        self._start_waiting()
 
     def finished(self) -> None:
-        """One of those that were started is over."""
+        """One of those that were started is over; `start_waiting` must follow, under no lock."""
         with self._changed:
             self._under_way -= 1
             self._changed.notify_all()
-        self._start_waiting()
 
     def discard(self, request: Startable) -> bool:
         """Whether `request` still waited; then it will not be started."""
@@ -77,8 +75,9 @@ class StepLimit:
         with self._changed:
             self._changed.notify_all()
 
-    def _start_waiting(self) -> None:
-        """By one thread at a time: a request that is over as soon as it starts frees its slot from within `start`."""
+    def start_waiting(self) -> None:
+        """Starts what there are slots for. By one thread at a time: a request that is over as soon as it starts frees
+        its slot from within `start`."""
         with self._changed:
             if self._is_starting:
                 return
