@@ -178,6 +178,24 @@ def test_a_state_must_be_configured(repository: Repository) -> None:
         del request
 
 
+def test_a_state_is_a_copy_that_nobody_can_change(repository: Repository) -> None:
+    repository.backend("keep", KEEPING_BACKEND)
+    repository.model("m", "keep", sequences(NO_IDLENESS + STATE % ""))
+    with serving_sequences(repository) as server:
+        buffer = np.ones(1, np.float32)
+        for index, expected in enumerate((0.0, 1.0)):
+            client = step(server, 1, f"r{index}", start=index == 0)
+            request = kept(f"r{index}")
+            given = request.inputs["STATE_IN"].data
+            assert given.tolist() == [expected] and not given.flags.writeable
+            state = request.new_state(Tensor.of("STATE_OUT", buffer))
+            buffer[:] = 5  # a backend uses its memory again
+            state.update()
+            buffer[:] = 1
+            finish(request, client)
+        del request
+
+
 def test_a_model_without_states_has_none(repository: Repository) -> None:
     repository.backend("keep", KEEPING_BACKEND)
     repository.model("m", "keep", "")

@@ -7,15 +7,17 @@ import json
 import logging
 import random
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from core_host import KEEPING_BACKEND, STAGE, Client, Repository, eventually, send, serving
-from sequence_host import CONTROLS, NO_IDLENESS, SHOWING_BACKEND, in_thread, sequences, serving_sequences, step
+from sequence_host import CONTROLS, NO_IDLENESS, SHOWING_BACKEND, flags, in_thread, sequences, serving_sequences, step
 
 from llmbackend.core.backend_api import RequestFlag, ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.model_config import config_to_json, parse_text, set_defaults
 from llmbackend.core.sequence_rules import validate_sequence_batching
 from llmbackend.core.tensors import Tensor
@@ -511,6 +513,56 @@ def test_many_sequences_at_once_lose_nothing(showing: Repository, strategy: str)
         assert all(indices == list(range(len(indices))) for indices in ran.values())
         assert all(len(instances) == 1 for instances in where.values())
         assert sum(map(len, ran.values())) == sum(error is None for error in outcomes.values())
+
+
+@pytest.mark.parametrize("strategy", ["direct { }", "oldest { max_candidate_sequences: 3 }"])
+def test_sequences_from_many_threads_stay_apart(showing: Repository, strategy: str) -> None:
+    showing.model("m", "show", sequences(NO_IDLENESS + strategy, 4, "instance_group { count: 2 }"))
+    STAGE.open("go")
+    sequences_each, length = 15, 4
+
+    def run(server: InferenceServer, thread: int, failed: list[str]) -> None:
+        rng = random.Random(thread)
+        for number in range(sequences_each):
+            sequence = f"{thread}/{number}"
+            for index in range(length):
+                client = step(
+                    server, sequence, f"{sequence}.{index}", start=index == 0, end=index == length - 1, batched=True
+                )
+                if index == length - 2 and rng.random() < 0.3 and client.handle is not None:
+                    client.handle.cancel()
+                    if client.responses()[0].error is not None:
+                        break  # the sequence is over; otherwise it had run already
+                elif (error := client.responses()[0].error) is not None:
+                    failed.append(error.message)
+
+    with serving_sequences(showing) as server:
+        failed: list[str] = []
+        threads = [in_thread(partial(run, server, thread, failed)) for thread in range(8)]
+        for thread in threads:
+            thread.join(60)
+        assert failed == []
+        batcher = server._lifecycle.get("m").sequences
+        assert batcher is not None and batcher.open_count == 0
+
+
+def test_a_step_of_an_ensemble_may_be_a_model_with_sequences(showing: Repository) -> None:
+    showing.model("m", "show", sequences(NO_IDLENESS + CONTROLS))
+    maps = 'input_map { key: "X" value: "X" } output_map { key: "Y" value: "Y" }'
+    flow = f'step {{ model_name: "m" model_version: -1 {maps} }}'
+    showing.model("e", "", f'platform: "ensemble"\nensemble_scheduling {{ {flow} }}')
+    (showing.models / "e" / "config.pbtxt").write_text(
+        (showing.models / "e" / "config.pbtxt").read_text().replace('backend: ""', "")
+    )
+    STAGE.open("go")
+    with serving(showing, "e") as server:
+        for index in range(3):
+            x = Tensor.of("X", np.ones(2, np.float32))
+            ends = flags(start=index == 0, end=index == 2)
+            assert send(server, "e", x, correlation_id="s", flags=ends).responses()[0].error is None
+        assert [(entry["START"], entry["END"]) for ((_, entry),) in STAGE.kept] == [(1, False), (0, False), (0, True)]
+        with pytest.raises(TritonError, match="must specify the START flag"):
+            step(server, "s", "late")
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,3 +174,23 @@ def test_statistics_count_the_clients_requests(running: Running) -> None:
         assert after - before == 3
         for sequence in (301, 302):
             client.infer("direct", x(triton_http, 1), sequence_id=sequence, sequence_end=True)
+
+
+def test_a_running_sequence_goes_on_while_the_server_stops(tmp_path: Path) -> None:
+    running = Running(tmp_path, start=start_host)
+    stopped: list[bool] = []
+    stopping = threading.Thread(target=lambda: stopped.append(running.host.stop(WAIT_S)))
+    with triton_http.InferenceServerClient(running.http) as client:
+        client.infer("oldest", x(triton_http, 1), sequence_id=1, sequence_start=True)
+        stopping.start()
+        give_up_s = time.monotonic() + WAIT_S
+        while not running.host.is_exiting and time.monotonic() < give_up_s:
+            time.sleep(0.005)
+        with pytest.raises(InferenceServerException, match="Server is stopping"):
+            client.infer("oldest", x(triton_http, 1), sequence_id=2, sequence_start=True)
+        assert client.infer("oldest", x(triton_http, 2), sequence_id=1).as_numpy("SUM")[0, 0] == 3
+        assert not stopped
+        assert client.infer("oldest", x(triton_http, 3), sequence_id=1, sequence_end=True).as_numpy("SUM")[0, 0] == 6
+        stopping.join(WAIT_S)
+    assert stopped == [True]
+    running.stop()

@@ -22,6 +22,7 @@ from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.tensors import DATATYPE_OF_CONFIG_TYPE, NUMPY_DTYPE, Tensor
 
 _Control = ModelSequenceBatching.Control
+_FLAG_VALUES = 4  # START, END, both, neither
 _LENGTH_BYTES = 4  # before the characters of a string, as on the wire
 
 
@@ -31,38 +32,30 @@ class _Boolean:
     false: Tensor
     true: Tensor
 
-    def of(self, is_true: bool) -> Tensor:
-        return self.true if is_true else self.false
-
 
 class SequenceControls:
-    """The control inputs of one model."""
+    """The control inputs of one model. Those that depend on the flags alone are made once."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._shape = (1, 1) if config.max_batch_size else (1,)
-        self._booleans: list[_Boolean] = []
         self._correlation_id: tuple[str, str] | None = None
+        booleans: list[_Boolean] = []
         for item in config.sequence_batching.control_input:
             for control in item.control:
                 if control.kind == _Control.CONTROL_SEQUENCE_CORRID:
                     self._correlation_id = (item.name, DATATYPE_OF_CONFIG_TYPE[DataType.Name(control.data_type)])
                 else:
-                    self._booleans.append(self._boolean(item.name, control))
+                    booleans.append(self._boolean(item.name, control))
+        self._by_flags = [_of_flags(booleans, flags) for flags in range(_FLAG_VALUES)]
+        self._not_ready = {control.false.name: control.false for control in booleans}
 
     def inputs(self, flags: RequestFlag, correlation_id: int | str) -> dict[str, Tensor]:
         """For a request with these flags and that id."""
-        values = {
-            _Control.CONTROL_SEQUENCE_START: bool(flags & RequestFlag.SEQUENCE_START),
-            _Control.CONTROL_SEQUENCE_END: bool(flags & RequestFlag.SEQUENCE_END),
-            _Control.CONTROL_SEQUENCE_READY: True,
-        }
-        tensors = [control.of(values[control.kind]) for control in self._booleans]
-        return {tensor.name: tensor for tensor in [*tensors, *self._id_tensor(correlation_id)]}
+        return {**self._by_flags[int(flags) % _FLAG_VALUES], **self._id_input(correlation_id)}
 
     def not_ready(self) -> dict[str, Tensor]:
         """For a slot without a request: everything is false, the id 0 or empty."""
-        tensors = [control.false for control in self._booleans]
-        return {tensor.name: tensor for tensor in [*tensors, *self._id_tensor("")]}
+        return {**self._not_ready, **self._id_input("")}
 
     def _boolean(self, name: str, control: Any) -> _Boolean:
         for values, dtype in (
@@ -75,9 +68,9 @@ class SequenceControls:
                 return _Boolean(control.kind, false, true)
         raise AssertionError("a control that was not validated")
 
-    def _id_tensor(self, correlation_id: int | str) -> list[Tensor]:
+    def _id_input(self, correlation_id: int | str) -> dict[str, Tensor]:
         if self._correlation_id is None:
-            return []
+            return {}
         name, datatype = self._correlation_id
         if datatype == "BYTES":
             data = np.empty(1, dtype=np.object_)
@@ -85,10 +78,21 @@ class SequenceControls:
         else:
             dtype = NUMPY_DTYPE[datatype]
             data = np.frombuffer(_id_bytes(correlation_id, dtype.itemsize), dtype=dtype)
-        return [self._tensor(name, data)]
+        return {name: Tensor(name, datatype, self._shape, data.reshape(self._shape))}
 
     def _tensor(self, name: str, data: npt.NDArray[Any]) -> Tensor:
-        return Tensor.of(name, data.reshape(self._shape))
+        made = Tensor.of(name, data.reshape(self._shape))
+        made.data.flags.writeable = False  # shared by all requests
+        return made
+
+
+def _of_flags(booleans: list[_Boolean], flags: int) -> dict[str, Tensor]:
+    """READY is true for every request."""
+    true_kinds = {_Control.CONTROL_SEQUENCE_READY}
+    true_kinds |= {_Control.CONTROL_SEQUENCE_START} if flags & RequestFlag.SEQUENCE_START else set()
+    true_kinds |= {_Control.CONTROL_SEQUENCE_END} if flags & RequestFlag.SEQUENCE_END else set()
+    tensors = [control.true if control.kind in true_kinds else control.false for control in booleans]
+    return {tensor.name: tensor for tensor in tensors}
 
 
 def _id_bytes(correlation_id: int | str, size: int) -> bytes:

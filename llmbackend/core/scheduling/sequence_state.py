@@ -42,7 +42,9 @@ class SequenceStates:
         """Raises TritonError INVALID_ARG for a name that is no state's output."""
         if tensor.name not in self._input_of_output:
             raise invalid_argument(f"state '{tensor.name}' is not a valid state name.")
-        return SequenceState(self, tensor)
+        data = tensor.data.copy()  # the backend may use its memory again
+        data.flags.writeable = False
+        return SequenceState(self, replace(tensor, data=data))
 
     def put(self, tensor: Tensor) -> None:
         name = self._input_of_output[tensor.name]
@@ -134,7 +136,9 @@ def _check_initial(initial: Any, state: Any) -> None:
 
 def _zeros(name: str, datatype: str, shape: tuple[int, ...]) -> Tensor:
     dtype = NUMPY_DTYPE[datatype]
-    return Tensor.of(name, np.full(shape, b"", dtype) if datatype == "BYTES" else np.zeros(shape, dtype))
+    data = np.full(shape, b"", dtype) if datatype == "BYTES" else np.zeros(shape, dtype)
+    data.flags.writeable = False  # every sequence begins with it
+    return Tensor.of(name, data)
 
 
 def _from_file(name: str, datatype: str, shape: tuple[int, ...], raw: bytes, file: str) -> Tensor:
