@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tritonclient.grpc.model_config_pb2 import DataType, ModelOutput
+from tritonclient.grpc.model_config_pb2 import DataType
 
 from llmbackend.core.backend_api import (
     DATATYPE_OF_CONFIG_TYPE,
@@ -30,6 +30,7 @@ from llmbackend.core.backend_api import (
 )
 
 from .ragged import RaggedBatch
+from .sequence_tensors import state_types
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -42,7 +43,9 @@ class ArrayInstance(ABC):
         self._instance = instance
         config = instance.model.config
         self._batches = config.max_batch_size > 0
-        self._outputs = {output.name: _dtype(output) for output in config.output}
+        self._states = state_types(config)
+        types = {**self._states, **{output.name: output.data_type for output in config.output}}
+        self._outputs = {name: _dtype(data_type) for name, data_type in types.items()}
         self._ragged = RaggedBatch(config)
 
     @abstractmethod
@@ -63,6 +66,7 @@ class ArrayInstance(ABC):
             outputs = self.compute(inputs)
             compute_end_ns = time.monotonic_ns()
             answers = self.read_output_tensors(outputs, requests)
+            self.update_states(outputs, requests)
         except Exception as error:
             if len(requests) == 1:
                 self._fail(requests[0], error)
@@ -93,6 +97,12 @@ class ArrayInstance(ABC):
             [Tensor.of(name, parts[name][index]) for name in request.requested_outputs]
             for index, request in enumerate(requests)
         ]
+
+    def update_states(self, outputs: Mapping[str, Array], requests: Sequence[Request]) -> None:
+        """Gives the host what the next request of each sequence begins with."""
+        for name in self._states:
+            for request, part in zip(requests, self._parts(name, outputs, requests), strict=True):
+                request.new_state(Tensor.of(name, part)).update()
 
     def _parts(self, name: str, outputs: Mapping[str, Array], requests: Sequence[Request]) -> list[Array]:
         """One output, request by request."""
@@ -135,5 +145,5 @@ class ArrayInstance(ABC):
         request.release()
 
 
-def _dtype(output: ModelOutput) -> np.dtype[Any]:
-    return NUMPY_DTYPE[DATATYPE_OF_CONFIG_TYPE[DataType.Name(output.data_type)]]
+def _dtype(data_type: int) -> np.dtype[Any]:
+    return NUMPY_DTYPE[DATATYPE_OF_CONFIG_TYPE[DataType.Name(data_type)]]

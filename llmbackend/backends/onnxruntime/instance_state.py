@@ -13,6 +13,7 @@ import numpy as np
 from llmbackend.core.backend_api import ModelInstance
 
 from ..array_instance import Array, ArrayInstance, Arrays
+from ..sequence_tensors import output_names
 from .model_state import ModelState
 
 
@@ -20,7 +21,7 @@ class InstanceState(ArrayInstance):
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
         super().__init__(instance)
         self._session = model_state.new_session(instance)
-        self._names = [output.name for output in instance.model.config.output]
+        self._names = output_names(instance.model.config)
 
     def compute(self, inputs: Arrays) -> Mapping[str, Array]:
         feed = {name: _texts(array) if array.dtype == np.object_ else array for name, array in inputs.items()}

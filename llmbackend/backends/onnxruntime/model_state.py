@@ -24,6 +24,7 @@ from llmbackend.core.backend_api import (
 )
 
 from ..model_parameters import boolean, positive, read_parameters
+from ..sequence_tensors import output_names, sequence_inputs
 
 _FILE = "model.onnx"
 _TYPES = {
@@ -83,8 +84,9 @@ class ModelState:
         """Raises TritonError INVALID_ARG when the graph has not the configured tensors."""
         session = self._session(instance.kind, instance.device_id)
         config = instance.model.config
-        _check_names(self.name, "input", [tensor.name for tensor in config.input], session.get_inputs())
-        _check_names(self.name, "output", [tensor.name for tensor in config.output], session.get_outputs())
+        inputs = [*(tensor.name for tensor in config.input), *sequence_inputs(config)]
+        _check_names(self.name, "input", inputs, session.get_inputs())
+        _check_names(self.name, "output", output_names(config), session.get_outputs())
         return session
 
     def auto_complete(self, model: Model) -> None:

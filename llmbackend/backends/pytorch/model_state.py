@@ -16,6 +16,7 @@ from llmbackend.core.backend_api import Model, invalid_argument, not_found, unsu
 
 from ..model_parameters import boolean, positive, read_parameters
 from ..ragged import batch_input_names
+from ..sequence_tensors import output_names, sequence_inputs
 from .programs import Program, load_exported, load_torchscript
 
 _FILES = ("model.pt", "model.pt2")
@@ -44,8 +45,8 @@ class ModelState:
         self.name = model.name
         self.path = _find(model)
         self.settings: dict[str, Any] = read_parameters(config, _PARAMETERS, _WITHOUT_EFFECT)
-        self.inputs = [*(tensor.name for tensor in config.input), *batch_input_names(config)]
-        self.outputs = in_order([tensor.name for tensor in config.output])
+        self.inputs = [*(tensor.name for tensor in config.input), *batch_input_names(config), *sequence_inputs(config)]
+        self.outputs = in_order(output_names(config))
         if not self.inputs or not self.outputs:
             raise invalid_argument(f"model '{model.name}': a PyTorch model's inputs and outputs must be configured")
         if any(tensor.optional for tensor in config.input):
