@@ -18,6 +18,9 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
 from llmbackend.core.tensors import Tensor
 
+onnx = pytest.importorskip("onnx", reason="the test extra brings onnx and onnxruntime")
+pytest.importorskip("onnxruntime")  # before any test: it keeps a file of its own open
+
 CONFIG = """
 backend: "{backend}"
 max_batch_size: 4
@@ -50,8 +53,6 @@ def save_pytorch(directory: Path) -> None:
 
 
 def save_onnx(directory: Path) -> None:
-    onnx = pytest.importorskip("onnx", reason="the test extra brings onnx and onnxruntime")
-    pytest.importorskip("onnxruntime")
     helper, kind = onnx.helper, onnx.TensorProto.FLOAT
     nodes = [
         helper.make_node("Add", ["before", "x"], ["after"]),
