@@ -18,7 +18,7 @@ from llmbackend.server_log import ServerLog
 
 from . import log_settings, trace_settings
 from .json_reader import as_object, parse
-from .kserve_http import MODEL_PATHS, json_response, model_of
+from .kserve_http import json_response
 from .request_body import read_body
 
 
@@ -30,12 +30,12 @@ class SettingsEndpoints:
 
     def add_to(self, router: APIRouter) -> None:
         """Before the models: /v2/models/{name} must not swallow these."""
-        for path in ("/v2/trace/setting", *(f"{path}/trace/setting" for path in MODEL_PATHS)):
+        for path in ("/v2/trace/setting", "/v2/models/{name}/trace/setting"):  # versions have none of their own
             router.add_api_route(path, self.trace, methods=["GET", "POST"])
         router.add_api_route("/v2/logging", self.logging, methods=["GET", "POST"])
 
     async def trace(self, request: Request) -> Response:
-        name = model_of(request)[0] if "name" in request.path_params else ""
+        name = request.path_params.get("name", "")
         changes = None
         if request.method == "POST":
             changes = partial(trace_settings.changes_from_json, await self._document(request))

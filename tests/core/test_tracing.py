@@ -110,6 +110,17 @@ def test_count_ends_sampling_and_is_shown_as_what_is_left(manager: TraceManager)
     assert manager.settings().count == 0
 
 
+def test_a_model_whose_count_is_used_up_stands_in_nobodys_way(manager: TraceManager) -> None:
+    """Triton refuses every change, of the model and of the server, once a model has no traces left."""
+    manager.update("m", {"count": 1})
+    assert sampled(manager, "m") == [True]
+    manager.update("", {"rate": 2})
+    manager.update("m", {"log_frequency": 3})
+    assert sampled(manager, "m", 4) == [False] * 4 and sampled(manager, "other", 2) == [False, True]
+    manager.update("m", {"count": 1})
+    assert sampled(manager, "m", 4) == [False, True, False, False]
+
+
 def test_one_model_alone_can_be_traced(path: Path) -> None:
     manager = TraceManager(TraceSettings(rate=1, file=str(path)))
     manager.start()

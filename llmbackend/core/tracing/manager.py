@@ -47,6 +47,8 @@ class _Sampler:
         self._lock = threading.Lock()
         self._seen = 0
         self._remaining = settings.count
+        self._is_able = not settings.fault()
+        self._joins_clients = settings.mode == "opentelemetry" and settings.level is not TraceLevel.OFF
 
     @property
     def remaining(self) -> int:
@@ -55,14 +57,12 @@ class _Sampler:
     @property
     def is_idle(self) -> bool:
         """Nothing is sampled, whatever comes. (With OpenTelemetry, clients that trace are always joined.)"""
-        if self.settings.mode == "opentelemetry":
-            return self.settings.level is TraceLevel.OFF
-        return not self._remaining or bool(self.settings.fault())
+        return not self._joins_clients and not (self._is_able and self._remaining)
 
     def wants(self, is_forced: bool) -> bool:
         """Whether the request at hand is to be traced."""
         with self._lock:
-            if self.settings.fault() or not self._remaining:
+            if not self._is_able or not self._remaining:
                 return is_forced
             self._seen += 1
             is_hit = self._seen % self.settings.rate == 0

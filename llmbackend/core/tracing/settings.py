@@ -70,15 +70,13 @@ class TraceSettings:
     open_telemetry: OpenTelemetryOptions = field(default_factory=OpenTelemetryOptions)
 
     def fault(self) -> str:
-        """Why no request can be sampled with these; "" when one can."""
+        """Why no request can be sampled with these, whatever is left of `count`; "" when one can."""
         if self.level is TraceLevel.OFF:
             return "tracing is disabled"
         if self.rate == 0:
             return "sample rate must be non-zero"
         if self.mode == "triton" and not self.file:
             return "trace file name is not given"
-        if self.count == 0:
-            return "no traces are left to collect"
         return ""
 
     def with_changes(self, own: Mapping[TraceField, Any]) -> TraceSettings:

@@ -119,7 +119,7 @@ def _items(trace: Trace) -> Iterator[str]:
             if activity == "REQUEST_START":
                 yield _json(_description(report))
             if tensor is None:
-                yield _json({"id": report.id, "timestamps": [{"name": activity, "ns": ns}]})
+                yield f'{{"id":{report.id},"timestamps":[{{"name":"{activity}","ns":{ns}}}]}}'
             else:
                 yield _json({"id": report.id, "activity": activity, "tensor": tensor})
 
