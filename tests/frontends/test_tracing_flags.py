@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import typer
+from kserve_runner import Running
 
 from llmbackend.core.tracing.settings import OpenTelemetryOptions, TraceLevel, TraceSettings
+from llmbackend.frontends.kserve_grpc import create_grpc_server
+from llmbackend.frontends.protocol_options import ProtocolOptions
 from llmbackend.protocol_flags import ProtocolFlags
 from llmbackend.trace_flags import TraceFlags
 
@@ -125,3 +129,31 @@ def test_the_command_line_takes_all_of_them() -> None:
         *("--grpc-keepalive-time", "--grpc-max-connection-age", "--grpc-max-connection-age-grace"),
     ):
         assert flag in text
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("host"))
+    yield running
+    running.stop()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_servers_share_a_grpc_port_when_both_ask_for_it(running: Running, shared: bool) -> None:
+    async def two() -> None:
+        options = ProtocolOptions(grpc_reuse_port=shared)
+        first, port = await create_grpc_server(running.host, address="127.0.0.1:0", protocol=options)
+        await first.start()
+        try:
+            second, again = await create_grpc_server(running.host, address=f"127.0.0.1:{port}", protocol=options)
+            await second.start()
+            await second.stop(None)
+            assert again == port
+        finally:
+            await first.stop(None)
+
+    if shared:
+        running.call(two())
+    else:
+        with pytest.raises(RuntimeError):
+            running.call(two())

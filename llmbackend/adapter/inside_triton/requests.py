@@ -30,6 +30,8 @@ class TritonRequest:
     """One inference request."""
 
     priority = 0
+    trace = None
+    """Triton traces by itself; nothing here hands a trace on."""
 
     def __init__(self, request: Any, channel: Channel, watch: CancelWatch) -> None:
         """Reads everything at once. Raises TritonError for a tensor that it does not know."""
