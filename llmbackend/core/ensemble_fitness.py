@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from .ensemble_rules import check_agreement, composing_models
+from .ensemble_agreement import check_agreement
+from .ensemble_rules import composing_models
 from .errors import TritonError
 from .model_lifecycle import ModelLifecycle
 from .model_repository import ModelSpec

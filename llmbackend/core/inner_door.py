@@ -40,23 +40,21 @@ class InnerDoor:
         self._host = host
 
     def infer_async(self, request: InnerRequest, callback: InnerCallback) -> InferenceHandle:
-        model = self._host.acquire_model(request.model_name, request.model_version)
-        return model.infer(
-            InferenceRequest(
-                model_name=request.model_name,
-                response_callback=callback,
-                model_version=request.model_version,
-                id=request.id,
-                inputs=tuple(request.inputs),
-                requested_outputs=tuple(request.requested_outputs),
-                parameters=request.parameters,
-                correlation_id=request.correlation_id,
-                flags=request.flags,
-                priority=request.priority,
-                timeout_us=request.timeout_us,
-                trace=_child_of(request.trace),
-            )
+        message = InferenceRequest(
+            model_name=request.model_name,
+            response_callback=callback,
+            model_version=request.model_version,
+            id=request.id,
+            inputs=tuple(request.inputs),
+            requested_outputs=tuple(request.requested_outputs),
+            parameters=request.parameters,
+            correlation_id=request.correlation_id,
+            flags=request.flags,
+            priority=request.priority,
+            timeout_us=request.timeout_us,
+            trace=_child_of(request.trace),
         )
+        return self._host.acquire_model(request.model_name, request.model_version).infer(message)
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:
         model = self._host.acquire_model(name, version)
