@@ -43,6 +43,7 @@ from .scheduling.factory import new_scheduler
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence_batcher import SequenceBatcher
 from .statistics import Statistics
+from .tensor_rules import validate_tensors
 from .warmup import warm_up, warmup_samples
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class LoadedModel(InnerDoor):
             set_instance_groups(self._config, attributes.preferred_groups)
             self._initialize_model()
             validate_config(self._config)
+            validate_tensors(self._config)
             warn_of_ignored_fields(self._config)
             self.latencies = Latencies(self._config, self._services.metrics)
             self.statistics.summaries = self.latencies.summaries

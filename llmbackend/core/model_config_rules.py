@@ -8,24 +8,19 @@ about, never ignored in silence. Source: ValidateModelConfig in Triton's core.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import PurePath
 from typing import Any
 
 from google.protobuf.message import Message
 from tritonclient.grpc.model_config_pb2 import (
-    DataType,
     ModelConfig,
-    ModelInput,
     ModelInstanceGroup,
-    ModelOutput,
     ModelQueuePolicy,
 )
 
 from .batching_rules import validate_batch_io, validate_response_cache
 from .ensemble_rules import is_ensemble, validate_scheduling
 from .errors import invalid_argument
-from .reshape import validate_reshape
 from .sequence_rules import validate_sequence_batching
 
 log = logging.getLogger(__name__)
@@ -60,7 +55,6 @@ def validate_config(config: ModelConfig) -> None:
     count = sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group)
     if count > MOST_INSTANCES:
         raise invalid_argument(f"model '{name}' asks for {count} instances, expected at most {MOST_INSTANCES}")
-    validate_tensors(config)
     validate_batch_io(config)
 
 
@@ -74,34 +68,6 @@ def _validate_enums(model: str, message: Message) -> None:
                 raise invalid_argument(f"model '{model}': '{field.name}' has no value {item} in model configuration")
             if isinstance(item, Message):
                 _validate_enums(model, item)
-
-
-def validate_tensors(config: ModelConfig) -> None:
-    """The rules for `input` and `output`. Raises TritonError INVALID_ARG."""
-    for what, tensors in (("input", config.input), ("output", config.output)):
-        _validate_io(config.name, what, tensors)
-        for tensor in tensors:
-            validate_reshape(config.name, what, tensor, config.max_batch_size)
-
-
-def _validate_io(model: str, what: str, tensors: Iterable[ModelInput | ModelOutput]) -> None:
-    seen: set[str] = set()
-    for tensor in tensors:
-        if not tensor.name:
-            raise invalid_argument(f"model {what} must specify 'name' for '{model}'")
-        if tensor.name in seen:
-            raise invalid_argument(f"model {what} '{tensor.name}' is given twice for '{model}'")
-        seen.add(tensor.name)
-        if tensor.data_type == DataType.TYPE_INVALID:
-            raise invalid_argument(f"model {what} '{tensor.name}' must specify 'data_type' for '{model}'")
-        if not tensor.dims:
-            raise invalid_argument(f"model {what} '{tensor.name}' must specify 'dims' for '{model}'")
-        for dim in tensor.dims:
-            if dim < 1 and dim != -1:
-                raise invalid_argument(
-                    f"model {what} '{tensor.name}' dimension must be integer >= 1, or -1 to indicate a variable-size "
-                    f"dimension for '{model}', got {dim}"
-                )
 
 
 def _validate_paths(config: ModelConfig) -> None:

@@ -1,6 +1,6 @@
 """`reshape` of inputs and outputs: the shape that a model sees, where it differs from the one that clients see.
 
-For: RequestValidator (inputs, after their checks), LoadedModel (outputs) and the rules of configurations. Does not
+For: RequestValidator (inputs, after their checks), LoadedModel (outputs) and tensor_rules. Does not
 know: requests. Invariants: a tensor keeps its elements and their order; dimensions of variable size keep their values,
 in order. Source: ModelTensorReshape in Triton's model configuration, ValidateIOShape, PrepareForInference.
 """
@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInput, ModelOutput
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from .delivery import Step
-from .errors import internal, invalid_argument
+from .errors import internal
 from .messages import InferenceResponse
 from .tensors import Tensor
 
@@ -76,30 +76,16 @@ def _reshaped(reshapes: Mapping[str, Reshape], response: InferenceResponse) -> I
     return replace(response, outputs=outputs)
 
 
-def validate_reshape(model: str, what: str, tensor: ModelInput | ModelOutput, max_batch_size: int) -> None:
-    """The rules for `reshape` of an input or output. Raises TritonError INVALID_ARG."""
-    if not tensor.HasField("reshape"):
-        return
-    where = f"model {what} '{tensor.name}'"
-    shape = tensor.reshape.shape
-    if not shape and max_batch_size == 0:
-        raise invalid_argument(
-            f"{where} cannot have empty reshape for non-batching model as scalar tensors are not supported for "
-            f"'{model}'"
-        )
-    for dim in shape:
-        if dim < 1 and dim != VARIABLE:
-            raise invalid_argument(
-                f"{where} reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension for "
-                f"'{model}', got {dim}"
-            )
-    counts = list(shape).count(VARIABLE), list(tensor.dims).count(VARIABLE)
+def reshape_fault(dims: Sequence[int], shape: Sequence[int], batches: bool) -> str:
+    """Why `dims` can not be seen as `shape`; "" = they can."""
+    if not shape and not batches:
+        return "cannot have empty reshape for non-batching model as scalar tensors are not supported"
+    counts = list(shape).count(VARIABLE), list(dims).count(VARIABLE)
     if all(counts) and counts[0] != counts[1]:
-        raise invalid_argument(
-            f"{where} has different number of variable-size dimensions for dims and reshape for '{model}'"
-        )
-    if _sizes(shape) != _sizes(tensor.dims):
-        raise invalid_argument(f"{where} has different size for dims and reshape for '{model}'")
+        return "has different number of variable-size dimensions for dims and reshape"
+    if _sizes(shape) != _sizes(dims):
+        return "has different size for dims and reshape"
+    return ""
 
 
 def _sizes(dims: Sequence[int]) -> list[int]:

@@ -9,7 +9,6 @@ Source: ModelWarmup in Triton's model configuration, GenerateWarmupData and Warm
 from __future__ import annotations
 
 import logging
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from .infer_request import InferRequest
 from .messages import InferenceRequest, InferenceResponse
 from .request_validation import RequestValidator, ValidRequest
 from .response_channel import ResponseChannel
-from .tensors import DATATYPE_OF_CONFIG_TYPE, NUMPY_DTYPE, Tensor, element_count, from_wire
+from .tensors import DATATYPE_OF_CONFIG_TYPE, NUMPY_DTYPE, RawTensor, element_count, from_wire
 
 if TYPE_CHECKING:
     from .model import LoadedModel
@@ -37,6 +36,8 @@ log = logging.getLogger(__name__)
 FOLDER = "warmup"
 HANDLES_GRACE_S = 5.0
 """How long a backend may hold on to a request after its last response before the load goes on."""
+LENGTH_BYTES = 4
+"""A string's length before its bytes; also what Triton takes for an element of no datatype."""
 _NO_ID = request_tag("")
 _SEED = 0
 
@@ -64,12 +65,16 @@ def warmup_samples(config: ModelConfig, directory: Path, validator: RequestValid
     return samples
 
 
-def _valid(config: ModelConfig, validator: RequestValidator, tensors: Sequence[Tensor]) -> ValidRequest:
+def _valid(config: ModelConfig, validator: RequestValidator, tensors: Sequence[RawTensor]) -> ValidRequest:
     """Inputs that the configuration does not name (a sequence's controls) are not checked, as in Triton."""
     known = {item.name for item in config.input}
     inputs = tuple(tensor for tensor in tensors if tensor.name in known)
     valid = validator.validate(InferenceRequest(config.name, _ignore, inputs=inputs))
-    others = {tensor.name: tensor for tensor in tensors if tensor.name not in known}
+    others = {
+        tensor.name: from_wire(tensor.name, tensor.datatype, tensor.shape, tensor.raw)
+        for tensor in tensors
+        if tensor.name not in known
+    }
     return ValidRequest({**valid.inputs, **others}, valid.requested_outputs, valid.batch_size)
 
 
@@ -77,21 +82,18 @@ def _ignore(response: InferenceResponse | None, flags: ResponseFlag) -> None:
     """The callback of a request that is only checked."""
 
 
-def _tensor(config: ModelConfig, directory: Path, name: str, data: ModelWarmup.Input) -> Tensor:
+def _tensor(config: ModelConfig, directory: Path, name: str, data: ModelWarmup.Input) -> RawTensor:
     shape = tuple(data.dims)
     if min(shape, default=1) < 0:
         raise invalid_argument(f"warmup setting expects all variable-size dimensions are specified for input '{name}'")
     datatype = DATATYPE_OF_CONFIG_TYPE.get(DataType.Name(data.data_type), "")
-    if not datatype:
-        raise invalid_argument(f"{_NO_ID}warmup setting expects input '{name}' to have a data_type")
-    raw = _raw(directory, name, datatype, shape, data)
     batch = (1,) if config.max_batch_size > 0 else ()
-    return from_wire(name, datatype, (*batch, *shape), raw)
+    return RawTensor(name, datatype, (*batch, *shape), _raw(directory, name, datatype, shape, data))
 
 
 def _raw(directory: Path, name: str, datatype: str, shape: tuple[int, ...], data: ModelWarmup.Input) -> bytes:
     """The tensor's bytes. Strings are empty whether zero or random data is asked for."""
-    item_bytes = NUMPY_DTYPE[datatype].itemsize if datatype != "BYTES" else struct.calcsize("<I")
+    item_bytes = NUMPY_DTYPE[datatype].itemsize if datatype in NUMPY_DTYPE and datatype != "BYTES" else LENGTH_BYTES
     byte_size = element_count(shape) * item_bytes
     source = data.WhichOneof("input_data_type")
     if source == "zero_data" or (source == "random_data" and datatype == "BYTES"):

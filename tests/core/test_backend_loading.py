@@ -160,7 +160,7 @@ def test_model_finalize_follows_an_invalid_auto_completed_config(repository: Rep
     )
     repository.model("m", "b", io="")
     with serving(repository) as server:
-        assert "model input 'X' must specify 'data_type' for 'm'" in load_error(server, "m")
+        assert "model input 'X' must specify 'data_type' for m" in load_error(server, "m")
         assert STAGE.events == ["ModelFinalize"]
 
 

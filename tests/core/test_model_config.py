@@ -19,6 +19,7 @@ from llmbackend.core.model_config import (
     set_instance_groups,
 )
 from llmbackend.core.model_config_rules import validate_config
+from llmbackend.core.tensor_rules import validate_tensors
 
 IDENTITY = """
 name: "identity" backend: "python" max_batch_size: 8
@@ -96,10 +97,10 @@ def test_old_platform_names_fill_the_backend() -> None:
     [
         ("", "must specify 'backend' for 'm'"),
         ('backend: "b" max_batch_size: -1', "'max_batch_size' must be non-negative value"),
-        ('backend: "b" input { data_type: TYPE_FP32 dims: 1 }', "model input must specify 'name' for 'm'"),
-        ('backend: "b" input { name: "X" dims: 1 }', "model input 'X' must specify 'data_type' for 'm'"),
-        ('backend: "b" output { name: "Y" data_type: TYPE_FP32 }', "model output 'Y' must specify 'dims' for 'm'"),
-        ('backend: "b" input { name: "X" data_type: TYPE_FP32 dims: 0 }', "got 0"),
+        ('backend: "b" input { data_type: TYPE_FP32 dims: 1 }', "model input must specify 'name' for m"),
+        ('backend: "b" input { name: "X" dims: 1 }', "model input 'X' must specify 'data_type' for m"),
+        ('backend: "b" output { name: "Y" data_type: TYPE_FP32 }', "model output 'Y' must specify 'dims' for m"),
+        ('backend: "b" input { name: "X" data_type: TYPE_FP32 dims: 0 }', "dimension must be integer >= 1, or -1"),
         (
             'backend: "b" input { name: "X" data_type: TYPE_FP32 dims: 1 } input { name: "X" data_type: TYPE_FP32 '
             "dims: 1 }",
@@ -118,7 +119,9 @@ def test_old_platform_names_fill_the_backend() -> None:
 )
 def test_rules_name_what_is_wrong(text: str, message: str) -> None:
     with pytest.raises(TritonError) as caught:
-        validate_config(parse_text(f'name: "m" {text}', "t"))
+        config = parse_text(f'name: "m" {text}', "t")
+        validate_config(config)
+        validate_tensors(config)
     assert caught.value.code is ErrorCode.INVALID_ARG and message in caught.value.message
 
 

@@ -73,15 +73,14 @@ def test_an_output_of_another_shape_than_configured_is_an_error(repository: Repo
         ("-1", "2, 2", 0, "has different size for dims and reshape"),
         ("2, -1, 3", "3, -1, 2", 0, "has different size for dims and reshape"),
         ("-1, -1", "-1", 0, "has different number of variable-size dimensions for dims and reshape"),
-        ("4", "0, 4", 0, "reshape dimensions must be integer >= 1, or -1"),
-        ("1", "", 0, "cannot have empty reshape for non-batching model"),
+        ("4", "0, 4", 0, "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension"),
+        ("1", "", 0, "cannot have empty reshape for non-batching model as scalar tensors are not supported"),
     ],
 )
 def test_a_reshape_that_changes_the_data_is_refused_at_load(
-    repository: Repository, caplog: pytest.LogCaptureFixture, dims: str, reshape: str, batch: int, text: str
+    repository: Repository, dims: str, reshape: str, batch: int, text: str
 ) -> None:
     repository.backend("shapes", SHAPE_BACKEND)
     repository.model("m", "shapes", io=io(dims, reshape, batch))
-    with serving(repository) as server, pytest.raises(TritonError, match="failed to poll from model repository"):
+    with serving(repository) as server, pytest.raises(TritonError, match=f"model input 'X' {text} for m;"):
         server.load_model("m")
-    assert text in caplog.text

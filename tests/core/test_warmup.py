@@ -175,7 +175,7 @@ def test_a_sample_that_fails_fails_the_load(warm: Repository, behaviour: str, te
             "data_type: TYPE_FP32 dims: 3",
             "[request id: <id_unknown>] warmup setting expects input 'X' to have input_data_type set",
         ),
-        ("dims: 3 zero_data: true", "warmup setting expects input 'X' to have a data_type"),
+        ("dims: 3 zero_data: true", "data-type is '<invalid>', but model 'm' expects 'FP32'"),
         ("data_type: TYPE_INT32 dims: 3 zero_data: true", "data-type is 'INT32', but model 'm' expects 'FP32'"),
         (
             'data_type: TYPE_FP32 dims: 3 input_data_file: "short"',

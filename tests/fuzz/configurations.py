@@ -23,6 +23,7 @@ from llmbackend.core.model_config import config_to_json, merge_auto_complete, se
 from llmbackend.core.model_config_rules import validate_config, warn_of_ignored_fields
 from llmbackend.core.model_repository import ModelRepository
 from llmbackend.core.request_validation import RequestValidator
+from llmbackend.core.tensor_rules import validate_tensors
 
 from . import examples
 from .inputs import as_json, json_bodies, mutated_bytes, strange_scalars
@@ -62,6 +63,7 @@ class ConfigReader:
         if config.backend == "llm":
             merge_auto_complete(config, schema_for(config).complete(config))
         validate_config(config)
+        validate_tensors(config)
         warn_of_ignored_fields(config)
         for group in config.instance_group:
             InstanceGroupKind(ModelInstanceGroup.Kind.Name(group.kind))
