@@ -204,6 +204,10 @@ class InferenceServer:
     def model_config(self, name: str, version: int = -1) -> ModelConfig:
         return self._lifecycle.get(name, version).config
 
+    def is_decoupled(self, name: str, version: int = -1) -> bool:
+        """As `model_config` says, without a copy of it: asked with every request."""
+        return self._lifecycle.get(name, version).answers_decoupled
+
     def model_statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
         """Of READY versions. Raises TritonError INVALID_ARG for a named model or version that is not READY."""
         models = self._lifecycle.ready_models(name)

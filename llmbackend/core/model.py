@@ -97,6 +97,10 @@ class LoadedModel(InnerDoor):
         copy.CopyFrom(self._config)
         return copy
 
+    @property
+    def answers_decoupled(self) -> bool:
+        return bool(self._config.model_transaction_policy.decoupled)
+
     def set_config(self, config: ModelConfig) -> None:
         """Raises TritonError UNSUPPORTED outside of ModelInitialize, or when auto-complete is off."""
         if not self._initializing or not self.auto_complete_config:

@@ -83,8 +83,8 @@ class GenerateEndpoints:
 
     def add_to(self, router: APIRouter) -> None:
         for path in MODEL_PATHS:
-            router.add_api_route(f"{path}/generate", self.generate, methods=["POST"])
-            router.add_api_route(f"{path}/generate_stream", self.generate_stream, methods=["POST"])
+            router.add_route(f"{path}/generate", self.generate, methods=["POST"])
+            router.add_route(f"{path}/generate_stream", self.generate_stream, methods=["POST"])
 
     async def generate(self, request: Request) -> Response:
         model = self._model(request)

@@ -97,7 +97,7 @@ class StreamSession:
             if self._forward:
                 options = self._forward.into(options, self._metadata)
             version = model_version(request.model_version)
-            config = self._gate.server.model_config(request.model_name, version)
+            is_decoupled = self._gate.server.is_decoupled(request.model_name, version)
             given = await self._gate.with_shared_inputs(decode_request(request, options, nobody))
             trace = sampled(self._gate.server, request.model_name, self._context, self._waiting_since_ns)
             inference = self._gate.send(given, self._backlog, trace=trace)
@@ -106,11 +106,11 @@ class StreamSession:
                 trace.close()
             await self._write(_refusal(request, error))
             return
-        before = None if config.model_transaction_policy.decoupled else self._last_ordered
+        before = None if is_decoupled else self._last_ordered
         asked = _Asked(request, options.empty_final_response, given.output_places, trace)
         relay = group.create_task(self._relay(inference, asked, before))
         relay.add_done_callback(lambda _: _end(inference, trace))  # also when it was cancelled before its first step
-        if not config.model_transaction_policy.decoupled:
+        if not is_decoupled:
             self._last_ordered = relay
 
     async def _relay(self, inference: Inference, asked: _Asked, before: asyncio.Task[None] | None) -> None:

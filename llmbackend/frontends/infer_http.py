@@ -40,7 +40,7 @@ class InferEndpoint:
 
     def add_to(self, router: APIRouter) -> None:
         for path in MODEL_PATHS:
-            router.add_api_route(f"{path}/infer", self.infer, methods=["POST"])
+            router.add_route(f"{path}/infer", self.infer, methods=["POST"])
 
     async def infer(self, request: Request) -> Response:
         name, version = model_of(request)
@@ -70,7 +70,7 @@ class InferEndpoint:
         return await self._run(request, body, name, version, trace)
 
     def _refuse_decoupled(self, name: str, version: int) -> None:
-        if self._gate.server.model_config(name, version).model_transaction_policy.decoupled:
+        if self._gate.server.is_decoupled(name, version):
             raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
 
     async def _run(

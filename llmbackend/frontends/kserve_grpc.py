@@ -169,8 +169,7 @@ class InferenceServicer(SharedMemoryRpcs, service_pb2_grpc.GRPCInferenceServiceS
 
     @rpc
     async def ModelInfer(self, request: Any, context: Context) -> Any:
-        config = self._server.model_config(request.model_name, model_version(request.model_version))
-        if config.model_transaction_policy.decoupled:
+        if self._server.is_decoupled(request.model_name, model_version(request.model_version)):
             raise unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
         self._set_compression(context)
         trace = sampled(self._server, request.model_name, context)

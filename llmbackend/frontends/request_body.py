@@ -17,6 +17,7 @@ from fastapi import Request
 
 from llmbackend.core.errors import TritonError, invalid_argument
 
+SMALL_BYTES: Final = 16 << 10
 Encoding = Literal["gzip", "deflate"]
 ENCODINGS: Final[tuple[Encoding, ...]] = ("gzip", "deflate")
 _AUTO_HEADER_WBITS: Final = 47
@@ -68,7 +69,9 @@ def _decompress(body: bytes, max_bytes: int) -> bytes:
 
 
 async def compress(body: bytes, encoding: Encoding) -> bytes:
-    return await asyncio.to_thread(gzip.compress if encoding == "gzip" else zlib.compress, body)
+    """Off the event loop, unless a thread would cost more than the work."""
+    work = gzip.compress if encoding == "gzip" else zlib.compress
+    return work(body) if len(body) <= SMALL_BYTES else await asyncio.to_thread(work, body)
 
 
 def response_encoding(accept_encoding: str) -> Encoding | None:
