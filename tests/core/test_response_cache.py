@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from llmbackend.core.batching_rules import validate_response_cache
 from llmbackend.core.caching.local_cache import ENTRY_OVERHEAD_BYTES, LocalCache
-from llmbackend.core.caching.response_cache import create_cache, key_of, pack, unpack
+from llmbackend.core.caching.response_cache import CacheKeys, create_cache, pack, unpack
 from llmbackend.core.errors import ErrorCode, TritonError, internal
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceResponse
@@ -359,7 +359,7 @@ def test_tensors_of_every_datatype_have_a_key(datatype: str, shape: tuple[int, .
     if datatype == "BYTES":
         data[...] = b"a"
     request = FakeRequest({"X": Tensor("X", datatype, data.shape, data)}, ())
-    assert len(key_of(request, "m", 1, b"")) == 16  # type: ignore[arg-type]
+    assert len(CacheKeys("m", 1, b"").of(request)) == 16  # type: ignore[arg-type]
 
 
 def test_no_two_different_requests_have_one_key() -> None:
@@ -368,7 +368,8 @@ def test_no_two_different_requests_have_one_key() -> None:
     ) -> bytes:
         data = np.array(values or [1, 2, 3, 4], np.float32).reshape(shape)
         request = FakeRequest({name: Tensor.of(name, data)}, others.get("outputs", ("Y",)))
-        return key_of(request, others.get("model", "m"), others.get("version", 1), others.get("load", b""))  # type: ignore[arg-type]
+        keys = CacheKeys(others.get("model", "m"), others.get("version", 1), others.get("load", b""))
+        return keys.of(request)  # type: ignore[arg-type]
 
     as_int = FakeRequest({"X": Tensor.of("X", np.array([[1, 2, 3, 4]], np.float32).view(np.int32))}, ("Y",))
     keys = [
@@ -383,7 +384,7 @@ def test_no_two_different_requests_have_one_key() -> None:
         key(model="m1", version=1),
         key(model="m", version=11),
         key(load=b"2"),
-        key_of(as_int, "m", 1, b""),  # type: ignore[arg-type]
+        CacheKeys("m", 1, b"").of(as_int),  # type: ignore[arg-type]
     ]
     assert len(set(keys)) == len(keys) and key() == keys[0]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import msgspec
@@ -66,21 +66,26 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Entry)
 
 
-def key_of(request: InferRequest, model: str, version: int, load_id: bytes) -> bytes:
-    """`load_id` tells the loads of a model version apart, empty where they shall share their entries."""
-    digest = hashlib.blake2b(digest_size=16)
-    _add(digest, [model.encode(), str(version).encode(), load_id])
-    _add(digest, [name.encode() for name in request.requested_outputs])
-    for name, tensor in sorted(request.inputs.items()):
-        _add(digest, [name.encode(), tensor.datatype.encode(), repr(tensor.shape).encode(), wire_view(tensor)])
-    return digest.digest()
+class CacheKeys:
+    """The keys of one model version. `load_id` tells its loads apart, empty where they shall share their entries."""
 
+    def __init__(self, model: str, version: int, load_id: bytes) -> None:
+        self._of_model = hashlib.blake2b(repr((model, version, load_id)).encode(), digest_size=16)
 
-def _add(digest: hashlib.blake2b, parts: Sequence[bytes | memoryview]) -> None:
-    """Each part with its length before it, so that no two lists look alike."""
-    for part in (str(len(parts)).encode(), *parts):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
+    def of(self, request: InferRequest) -> bytes:
+        """What differs is told apart by a head, which has the length of each tensor; the tensors' bytes follow."""
+        tensors = sorted(request.inputs.items())
+        views = [wire_view(tensor) for _, tensor in tensors]
+        about = [
+            (name, each.datatype, each.shape, len(view)) for (name, each), view in zip(tensors, views, strict=True)
+        ]
+        head = repr((request.requested_outputs, about)).encode()
+        digest = self._of_model.copy()
+        digest.update(b"%d:" % len(head))
+        digest.update(head)
+        for view in views:
+            digest.update(view)
+        return digest.digest()
 
 
 def pack(response: InferenceResponse) -> bytes:

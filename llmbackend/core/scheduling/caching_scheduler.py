@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.caching.response_cache import ResponseCache, key_of, pack, unpack
+from llmbackend.core.caching.response_cache import CacheKeys, ResponseCache, pack, unpack
 from llmbackend.core.errors import ErrorCode, TritonError, internal, request_tag
 from llmbackend.core.infer_request import InferRequest
 from llmbackend.core.messages import InferenceResponse, ResponseCallback
@@ -50,8 +50,7 @@ class CachingScheduler(SchedulerShell):
     def __init__(self, inner: Scheduler, cache: ResponseCache, model: ChannelOwner) -> None:
         super().__init__(inner)
         self._cache = cache
-        self._model, self._version = model.name, model.version
-        self._load_id = b"" if cache.is_remote else os.urandom(16)
+        self._keys = CacheKeys(model.name, model.version, load_id=b"" if cache.is_remote else os.urandom(16))
         self._lock = threading.Lock()
         self._waiting = 0
         self._statistics = model.statistics
@@ -88,7 +87,7 @@ class CachingScheduler(SchedulerShell):
 
     def _look_up(self, request: InferRequest) -> None:
         start_ns = time.monotonic_ns()
-        key = key_of(request, self._model, self._version, self._load_id)
+        key = self._keys.of(request)
         entry = self._kept(key, request)
         lookup_ns = time.monotonic_ns() - start_ns
         if entry is not None and self._answer(request, entry, lookup_ns):
