@@ -22,8 +22,11 @@ from llmbackend.core.model_config_rules import validate_config
 from llmbackend.core.reaper import Reaper
 from llmbackend.core.response_channel import ResponseChannel
 from llmbackend.core.scheduling.dynamic_batcher import DynamicBatcher
+from llmbackend.core.scheduling.request_queue import RequestQueue
+from llmbackend.core.scheduling.response_order import ResponseOrder
 from llmbackend.core.statistics import FailureReason, Statistics
 from llmbackend.core.tensors import Tensor
+from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Timer
 
 # Notes each batch, and executes one whose first request is called X when the test opens the gate "X".
@@ -291,6 +294,50 @@ def test_a_request_that_was_refused_at_once_leaves_no_place_in_the_line(stepped:
         for name in ("b", "a"):
             STAGE.open(name)
         assert [arrivals.clients[name].responses()[0].error for name in ("a", "b")] == [None, None]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["enqueue", "enqueue", "take", "finish", "cancel"]), st.integers(0, 9)), max_size=40
+    )
+)
+def test_the_line_passes_every_answer_on_once_and_in_order_whatever_happens(steps: list[tuple[str, int]]) -> None:
+    order = ResponseOrder(RequestQueue(QueuePolicies(), Statistics(), Timer()))
+    source = order.source("instance")
+    answered: list[tuple[int, bool]] = []
+    channels: list[ResponseChannel] = []
+    running: list[InferRequest] = []
+
+    def enqueue() -> None:
+        number = len(channels)
+        message = InferenceRequest(
+            "m", lambda response, flags: answered.append((number, response is not None and response.error is None))
+        )
+        channels.append(ResponseChannel(message, Owner()))
+        order.enqueue(InferRequest(message, channels[-1], {"X": tensor()}, ("Y",), 1))
+
+    def finish(index: int) -> None:
+        request = running.pop(index % len(running))
+        request.new_response().send(ResponseFlag.FINAL)
+        request.release()
+
+    for step, number in steps:
+        if step == "enqueue":
+            enqueue()
+        elif step == "take":
+            running += source.take_batch()
+        elif step == "finish" and running:
+            finish(number)
+        elif step == "cancel" and channels:
+            channels[number % len(channels)].cancel()
+    while batch := source.take_batch():
+        running += batch
+    while running:
+        finish(-1)
+    assert sorted(number for number, _ in answered) == list(range(len(channels)))
+    served = [number for number, is_answer in answered if is_answer]
+    assert served == sorted(served)
+    assert not any(order.left_behind().values())
 
 
 # --- what whole batches need of the configuration --------------------------------------------------------------------
