@@ -1,7 +1,7 @@
 """The `llmbackend` command: flags in, one frozen settings object out.
 
 For: people and process managers. Does not know: how anything is served; `serve.py` and `bench.py` do. The flags of
-`serve` are in `cli_flags.py`. Invariant: a wrong flag ends with a message that names it and exit code 2 or 1.
+`serve` are in `cli_flags.py`. Invariant: a wrong flag ends with a message that names it and exit code 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from .cli_flags import (
     server_options,
 )
 from .flag_groups import takes_flag_groups
+from .flag_types import warn
+from .inert_flags import InertFlags
 from .limit_flags import LimitFlags
+from .port_collision import check_port_collision
 from .protocol_flags import ProtocolFlags
 from .scheduling_flags import SchedulingFlags
 from .settings import ServerSettings
@@ -66,12 +69,20 @@ def serve(
     log: LogFlags,
     trace: TraceFlags,
     protocols: ProtocolFlags,
+    inert: InertFlags,
 ) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
     door_settings = doors.settings()  # takes keys out of the environment before there are processes to inherit them
     models.begin_imports()
     from .serve import run_server
 
+    endpoints = {"HTTP": http.endpoint(), "GRPC": grpc.endpoint(), "metrics": metrics.endpoint(http.http_address)}
+    try:
+        check_port_collision(endpoints)
+    except ValueError as error:
+        raise typer.TyperException(str(error)) from None
+    for text in (*models.warnings(), *inert.warnings()):
+        warn(text)
     settings = ServerSettings(
         log=log.settings(),
         options=replace(
@@ -82,9 +93,9 @@ def serve(
             ),
             trace=trace.settings(),
         ),
-        http=http.endpoint(),
-        grpc=grpc.endpoint(),
-        metrics=metrics.endpoint(http.http_address),
+        http=endpoints["HTTP"],
+        grpc=endpoints["GRPC"],
+        metrics=endpoints["metrics"],
         http_max_input_size_bytes=http.http_max_input_size,
         exit_timeout_s=life.exit_timeout_secs,
         limits=limits.limits(),
@@ -162,8 +173,22 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point of the `llmbackend` command."""
-    app(prog_name="llmbackend", args=sys.argv[1:])
+    """Entry point of the `llmbackend` command. As Triton, it ends with exit code 1 when its command line is wrong."""
+    try:
+        sys.exit(app(prog_name="llmbackend", args=sys.argv[1:], standalone_mode=False))
+    except typer.TyperException as error:
+        typer.echo(_wrong_usage(error), err=True)
+        sys.exit(1)
+
+
+def _wrong_usage(error: typer.TyperException) -> str:
+    """How the command is used, and at the bottom, where it is seen, what was wrong; in Triton's words."""
+    context = getattr(error, "ctx", None)
+    usage = f"{context.get_usage()}\n\n" if context is not None else ""
+    if not isinstance(error, typer.BadParameter):
+        return f"{usage}{error.format_message()}"
+    option = error.param_hint or (error.param.opts[0] if error.param is not None else "")
+    return f'{usage}Bad option: "{option}".\n{error.message}' if option else f"{usage}{error.message}"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from llmbackend.frontends.doors.settings import DoorSettings
 from llmbackend.frontends.doors.tls import TlsFiles
 
 from . import head_start
+from .flag_types import boolean
 from .flag_types import switch as _switch
 from .log_format import LOG_FORMATS
 from .server_log import LogSettings
@@ -48,20 +49,48 @@ class ModelFlags:
     dtype: Annotated[str, typer.Option(help="For --model: auto, float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str, typer.Option(help="For --model: cpu, cuda or cuda:N.")] = "cpu"
     max_model_len: Annotated[int, typer.Option(help="For --model: context limit in tokens; 0 = the model's.")] = 0
-    model_control_mode: Annotated[str, typer.Option(help="none or explicit.")] = "none"
+    model_control_mode: Annotated[str, typer.Option(help="none, poll or explicit.")] = "none"
+    repository_poll_secs: Annotated[float, typer.Option(min=0, help="Mode poll: seconds between looks; 0 = none.")] = (
+        15.0
+    )
     load_model: Annotated[
         list[str] | None,
         typer.Option("--load-model", help="Model to load at start in explicit mode; repeatable, or *."),
     ] = None
     model_load_thread_count: Annotated[int, typer.Option(min=1, help="Models loaded at once.")] = 4
     model_load_retry_count: Annotated[int, typer.Option(min=0, help="Retries of a failed load.")] = 0
+    model_namespacing: Annotated[
+        Any, _switch("--model-namespacing", "The same name may be in several repositories.")
+    ] = False
+    model_config_name: Annotated[
+        str, typer.Option(help="Use configs/<name>.pbtxt of a model that has it, instead of config.pbtxt.")
+    ] = ""
     disable_auto_complete_config: Annotated[
         bool, typer.Option("--disable-auto-complete-config", help="Backends may not complete config.pbtxt.")
     ] = False
+    strict_model_config: Annotated[
+        Any, typer.Option("--strict-model-config", parser=boolean, metavar="BOOL", help="Deprecated.", hidden=True)
+    ] = None
     backend_directory: Annotated[Path | None, typer.Option(help="Where <name>/ directories of backends are.")] = None
     backend_config: Annotated[
         list[str] | None, typer.Option("--backend-config", help="<backend>,<key>=<value> or <key>=<value>; repeatable.")
     ] = None
+    min_supported_compute_capability: Annotated[
+        float, typer.Option(help="Given to backends, as their setting min-compute-capability.")
+    ] = 6.0
+    repoagent_directory: Annotated[
+        Path | None, typer.Option(help="Where <name>/ directories of repository agents are; bundled ones come after.")
+    ] = None
+
+    @property
+    def auto_complete_config(self) -> bool:
+        return not (self.disable_auto_complete_config or self.strict_model_config)
+
+    def warnings(self) -> tuple[str, ...]:
+        """What is said of deprecated flags that were given."""
+        if self.strict_model_config is None:
+            return ()
+        return ("'--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead.",)
 
     def begin_imports(self) -> None:
         """Lets the engine's imports begin, if a startup model needs them."""
@@ -75,7 +104,7 @@ class ModelFlags:
         found = list(self.model_repository or ())
         for directory in found:
             if not directory.is_dir():
-                raise typer.BadParameter(f"--model-repository '{directory}' is not a directory")
+                raise bad_option("--model-repository", f"'{directory}' is not a directory")
         if self.model:
             made = single_model_repository(self.model, self.model_name, self.dtype, self.device, self.max_model_len)
             found.append(made)
@@ -94,15 +123,19 @@ class LifeFlags:
     strict_readiness: Annotated[Any, _switch("--strict-readiness", "Ready only if every model is.")] = True
 
 
+_REUSE = "Several servers may listen on the port, if each has this flag."
+
+
 @dataclass(frozen=True)
 class HttpFlags:
     allow_http: Annotated[Any, _switch("--allow-http", "Serve HTTP: KServe v2, generate, OpenAI.")] = True
     http_address: Annotated[str, typer.Option(help="Address of HTTP.")] = "0.0.0.0"
     http_port: Annotated[int, _port("Port of HTTP")] = 8000
+    reuse_http_port: Annotated[Any, _switch("--reuse-http-port", _REUSE)] = False
     http_max_input_size: Annotated[int, typer.Option(min=1, help="Largest request body, bytes.")] = 64 << 20
 
     def endpoint(self) -> Endpoint:
-        return Endpoint(address=self.http_address, port=self.http_port, enabled=self.allow_http)
+        return Endpoint(self.http_address, self.http_port, self.allow_http, self.reuse_http_port)
 
 
 @dataclass(frozen=True)
@@ -112,7 +145,7 @@ class GrpcFlags:
     grpc_port: Annotated[int, _port("Port of gRPC")] = 8001
 
     def endpoint(self) -> Endpoint:
-        return Endpoint(address=self.grpc_address, port=self.grpc_port, enabled=self.allow_grpc)
+        return Endpoint(self.grpc_address, self.grpc_port, self.allow_grpc)
 
 
 @dataclass(frozen=True)
@@ -123,7 +156,7 @@ class MetricsFlags:
 
     def endpoint(self, default_address: str) -> Endpoint:
         address = self.metrics_address or default_address
-        return Endpoint(address=address, port=self.metrics_port, enabled=self.allow_metrics)
+        return Endpoint(address, self.metrics_port, self.allow_metrics)
 
 
 @dataclass(frozen=True)
@@ -252,13 +285,14 @@ class LogFlags:
     log_file: Annotated[str, typer.Option(help="File to which the log is appended; default: standard error.")] = ""
 
     def settings(self) -> LogSettings:
-        _one_of("--log-format", self.log_format, LOG_FORMATS)
+        if self.log_format not in LOG_FORMATS:
+            raise bad_option("--log-format", "invalid argument for --log-format")
         return LogSettings(
             verbose=self.log_verbose,
             info=self.log_info,
             warning=self.log_warning,
             error=self.log_error,
-            format=self.log_format,  # type: ignore[arg-type]  # checked above
+            format=self.log_format,
             file=self.log_file,
         )
 
@@ -267,38 +301,44 @@ def server_options(
     models: ModelFlags, life: LifeFlags, metrics: MetricsOptions, allow_client_shm: bool
 ) -> ServerOptions:
     """What the host is told."""
-    _one_of("--model-control-mode", models.model_control_mode, ("none", "explicit"))
+    mode = models.model_control_mode.lower()
+    if mode not in ("none", "poll", "explicit"):
+        raise bad_option("--model-control-mode", "invalid argument for --model-control-mode")
     return ServerOptions(
         model_repositories=tuple(models.repositories()),
         server_id=life.server_id,
-        model_control_mode=models.model_control_mode,  # type: ignore[arg-type]  # checked above
+        model_control_mode=mode,  # type: ignore[arg-type]  # checked above
+        repository_poll_secs=models.repository_poll_secs,
         startup_models=tuple(models.load_model or ()),
         backend_directory=models.backend_directory,
-        backend_config=_backend_config(models.backend_config or []),
+        backend_config=_backend_config(models),
         strict_readiness=life.strict_readiness,
         exit_on_error=life.exit_on_error,
         model_load_thread_count=models.model_load_thread_count,
         model_load_retry_count=models.model_load_retry_count,
-        auto_complete_config=not models.disable_auto_complete_config,
+        auto_complete_config=models.auto_complete_config,
+        model_config_name=models.model_config_name,
+        model_namespacing=models.model_namespacing,
+        repoagent_directory=models.repoagent_directory,
         allow_client_shm=allow_client_shm,
         metrics=metrics,
     )
 
 
-def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise typer.BadParameter(f"{flag} is '{value}', expected one of {', '.join(allowed)}")
+def bad_option(flag: str, message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint=flag)
 
 
-def _backend_config(items: list[str]) -> dict[str, dict[str, str]]:
+def _backend_config(models: ModelFlags) -> dict[str, dict[str, str]]:
     """`<backend>,<key>=<value>` or `<key>=<value>` (for every backend: key "")."""
-    config: dict[str, dict[str, str]] = {}
-    for item in items:
+    config: dict[str, dict[str, str]] = {"": {"min-compute-capability": str(models.min_supported_compute_capability)}}
+    for item in models.backend_config or ():
         backend, comma, setting = item.partition(",")
         if not comma:
             backend, setting = "", item
         key, equals, value = setting.partition("=")
         if not equals or not key:
-            raise typer.BadParameter(f"--backend-config '{item}', expected <backend>,<key>=<value> or <key>=<value>")
+            expected = "expected <backend>,<key>=<value> or <key>=<value>"
+            raise bad_option("--backend-config", f"'{item}', {expected}")
         config.setdefault(backend, {})[key] = value
     return config

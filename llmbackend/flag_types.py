@@ -19,7 +19,7 @@ def boolean(text: str | bool) -> bool:
     try:
         return values[text.lower()]
     except KeyError:
-        raise typer.BadParameter(f"'{text}' is not a boolean, expected true or false") from None
+        raise typer.BadParameter(f"invalid value for bool option: {text}") from None
 
 
 def switch(name: str, help_text: str) -> Any:

@@ -1,31 +1,20 @@
-"""The flags of `llmbackend serve` that change how the protocols behave, and Triton's that can not mean anything here.
+"""The flags of `llmbackend serve` that change how the protocols behave.
 
-For: the command line. Does not know: what is done with them. Invariant: names, defaults and meanings are Triton's; a
-flag without effect says so when it is given.
+For: the command line. Does not know: what is done with them. Invariant: names, defaults and meanings are Triton's.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
 from llmbackend.frontends.header_forwarding import HeaderForward
 from llmbackend.frontends.protocol_options import CompressionLevel, ProtocolOptions
 
-from .flag_types import switch, warn
-
-_NO_EFFECT: Final = {
-    "grpc_infer_thread_count": "one event loop serves every RPC, and no request holds a thread",
-    "grpc_infer_allocation_pool_size": "requests are not pooled",
-    "grpc_max_response_pool_size": "responses are not pooled",
-}
-
-
-def _ignored() -> Any:
-    return typer.Option(min=0, help="Accepted as Triton's flag, without effect.")
+from .flag_types import switch
 
 
 @dataclass(frozen=True)
@@ -40,14 +29,8 @@ class ProtocolFlags:
         str, typer.Option(help="Compression of inference responses: none, low, medium or high.")
     ] = "none"
     reuse_grpc_port: Annotated[Any, switch("--reuse-grpc-port", "Let several servers listen on one gRPC port.")] = False
-    grpc_infer_thread_count: Annotated[int | None, _ignored()] = None
-    grpc_infer_allocation_pool_size: Annotated[int | None, _ignored()] = None
-    grpc_max_response_pool_size: Annotated[int | None, _ignored()] = None
 
     def options(self) -> ProtocolOptions:
-        for name, reason in _NO_EFFECT.items():
-            if getattr(self, name) is not None:
-                warn(f"--{name.replace('_', '-')} has no effect: {reason}")
         levels = get_args(CompressionLevel)
         if self.grpc_infer_response_compression_level not in levels:
             raise typer.BadParameter(

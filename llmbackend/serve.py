@@ -76,7 +76,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
     try:
         await loading
     except TritonError as error:
-        log.error("%s", error.message)
+        print(f"error: creating server: {error.code.value} - {error.message}", file=sys.stderr)  # as Triton's main
         return 1
     frontends = _frontends(server, settings, doors, server_log)
     try:
@@ -85,6 +85,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         log.error("cannot listen: %s", error)
         await in_thread(server.stop, settings.exit_timeout_s)
         return 1
+    _log_endpoints(frontends, settings)
     _announce(server, _urls(frontends, settings), time.monotonic() - began_s)
     if warning := exposure(
         settings.doors, http_address=settings.http.address_or_none, grpc_address=settings.grpc.address_or_none
@@ -108,6 +109,7 @@ def _frontends(
         grpc_port=settings.grpc.port_or_none,
         metrics_address=settings.metrics.address,
         metrics_port=settings.metrics.port_or_none,
+        http_reuse_port=settings.http.reuse_port,
         http_app=create_http_app(
             server,
             max_input_size_bytes=limit_bytes,
@@ -158,6 +160,18 @@ async def _drain(server: InferenceServer, frontends: FrontendServer, timeout_s: 
         exit_now(1)
     log.info("server stopped")
     return 0
+
+
+def _log_endpoints(frontends: FrontendServer, settings: ServerSettings) -> None:
+    """Triton's lines, which tools wait for."""
+    started = (
+        ("GRPCInferenceService", settings.grpc.address, frontends.grpc_port),
+        ("HTTPService", settings.http.address, frontends.http_port),
+        ("Metrics Service", settings.metrics.address, frontends.metrics_port),
+    )
+    for name, address, port in started:
+        if port is not None:
+            log.info("Started %s at %s:%d", name, address, port)
 
 
 def _urls(frontends: FrontendServer, settings: ServerSettings) -> dict[str, str]:

@@ -16,13 +16,14 @@ from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, ProtocolOptio
 from .server_log import LogSettings
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Endpoint:
-    """Where one protocol listens; port 0 picks a free one."""
+    """Where one protocol listens; port 0 picks a free one. With `reuse_port`, beside other servers that allow it."""
 
     address: str
     port: int
     enabled: bool = True
+    reuse_port: bool = False
 
     @property
     def port_or_none(self) -> int | None:

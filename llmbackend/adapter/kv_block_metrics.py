@@ -39,6 +39,12 @@ class KvBlockMetrics:
                 self._used[engine] = stats.num_blocks - stats.num_free_blocks
                 self._show()
 
+    def engine_removed(self, engine: int) -> None:
+        with self._lock:
+            self._max.pop(engine, None)
+            self._used.pop(engine, None)
+            self._show()
+
     def close(self) -> None:
         for kind in _TYPES:
             self._family.remove(kv_cache_block_type=kind, **self._labels)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import get_args
 
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
@@ -128,9 +129,7 @@ class LlmMetrics:
             self._engines[engine] = stats
             engines = list(self._engines.values())
         self._kv_blocks.engine_stats(engine, stats)
-        self._set("vllm:num_requests_running", sum(one.num_requests_running for one in engines))
-        self._set("vllm:num_requests_waiting", num_queued + sum(one.num_requests_waiting for one in engines))
-        self._set("vllm:kv_cache_usage_perc", sum(one.kv_cache_usage for one in engines) / len(engines))
+        self._show(engines, num_queued)
         self._count("vllm:num_preemptions_total", before.num_preemptions, stats.num_preemptions)
         self._count("vllm:prompt_tokens_total", before.prompt_tokens, stats.prompt_tokens)
         self._count("vllm:generation_tokens_total", before.generation_tokens, stats.generation_tokens)
@@ -140,6 +139,14 @@ class LlmMetrics:
         self._count("vllm:spec_decode_num_draft_tokens_total", before.num_draft_tokens, stats.num_draft_tokens)
         self._count("vllm:spec_decode_num_accepted_tokens_total", before.num_accepted_tokens, stats.num_accepted_tokens)
         self._count(_BREACHES, before.num_invariant_breaches, stats.num_invariant_breaches)
+
+    def engine_removed(self, engine: int, num_queued: int) -> None:
+        """The engine is gone for good, others go on: what it held is no longer counted."""
+        with self._lock:
+            self._engines.pop(engine, None)
+            engines = list(self._engines.values())
+        self._kv_blocks.engine_removed(engine)
+        self._show(engines, num_queued)
 
     def engine_lost(self, engine: int, cause: DeathKind, num_queued: int) -> None:
         """The engine died; the next one of this number counts from zero."""
@@ -200,6 +207,11 @@ class LlmMetrics:
             self._success.increment(0, finished_reason=reason, **self._labels)
         for cause in _DEATHS:
             self._restarts.increment(0, cause=cause, **self._labels)
+
+    def _show(self, engines: Sequence[EngineStats], num_queued: int) -> None:
+        self._set("vllm:num_requests_running", sum(one.num_requests_running for one in engines))
+        self._set("vllm:num_requests_waiting", num_queued + sum(one.num_requests_waiting for one in engines))
+        self._set("vllm:kv_cache_usage_perc", sum(one.kv_cache_usage for one in engines) / max(len(engines), 1))
 
     def _set(self, name: str, value: float) -> None:
         self._families[name].set(value, **self._labels)

@@ -102,14 +102,19 @@ class ModelState:
         return engine
 
     def stop_engine(self, engine: Engine) -> None:
-        """Ends the engine; what it had not finished is answered UNAVAILABLE, and so is the queue when it was the
-        last."""
+        """Ends the engine; what it had not finished goes on in another one. When it was the last, that and the queue
+        are answered UNAVAILABLE."""
         with self._lock:
             if engine in self._engines:
                 self._engines.remove(engine)
-            is_last = not self._engines
+            others = tuple(self._engines)
         engine.manager.shutdown()
-        for task in self._tasks.pop_all(None if is_last else engine.holder):
+        if others:
+            self._tasks.hand_over(engine.holder, others[0].holder)
+            self._metrics.engine_removed(engine.index, self._tasks.num_queued)
+            _wake(others)
+            return
+        for task in self._tasks.pop_all():
             self._fail(task, unavailable(f"model '{self._name}' was unloaded before the request was finished"))
 
     def close(self) -> None:
@@ -281,6 +286,8 @@ class ModelState:
     # --- the end of a task --------------------------------------------------------------------------------------------
 
     def _deliver(self, engine: Engine, task: InferTask, output: StepOutput, now_ns: int) -> None:
+        if output.finish_reason == "abort" and self._is_being_replaced(engine):
+            return
         if output.finish_reason in ("abort", "error"):
             self._end(engine, task, output)
             error = unavailable("the engine was stopped before the request was finished")
@@ -299,6 +306,11 @@ class ModelState:
             self._end(engine, task, output)
             self._finished(task, task.finish_reason, now_ns)
         task.deliver()
+
+    def _is_being_replaced(self, engine: Engine) -> bool:
+        """Whether the engine was stopped while others go on, which then get what it had."""
+        with self._lock:
+            return bool(self._engines) and engine not in self._engines
 
     def _end(self, engine: Engine, task: InferTask, output: StepOutput) -> None:
         """Takes the task out of the map; an engine that does not know yet that it ended is told to stop."""

@@ -133,11 +133,10 @@ class TaskMap:
             self._pop(request_id)
             holder.stopped_ids.append(request_id)
 
-    def pop_all(self, holder: Holder | None = None) -> list[InferTask]:
-        """Forgets what this engine has, or everything."""
+    def pop_all(self) -> list[InferTask]:
+        """Forgets everything."""
         with self._lock:
-            ids = [one for one in self._tasks if holder is None or self._holder_of.get(one) is holder]
-            return [task for task in map(self._pop, ids) if task is not None]
+            return [task for task in map(self._pop, list(self._tasks)) if task is not None]
 
     def give_up(self, request_id: str, error: TritonError | None, anybody: Holder) -> Holder | None:
         """Marks a request to be ended with `error` by the loop of its engine, or by that of `anybody` while it has
@@ -189,6 +188,18 @@ class TaskMap:
                 task.lost_ns = task.lost_ns or now_ns
             self._queue.put_back(lost)
             return Loss(lost, convicted)
+
+    def hand_over(self, holder: Holder, heir: Holder) -> None:
+        """Puts what an engine that has ended had before all that wait; what was marked for it, another one does."""
+        with self._lock:
+            left = [task for one, task in self._tasks.items() if self._holder_of.get(one) is holder]
+            for task in left:
+                del self._holder_of[task.request_id]
+                holder.probation.leave(task.request_id)
+            self._queue.put_back(left)
+            heir.given_up.extend(holder.given_up)
+            holder.given_up.clear()
+            holder.stopped_ids.clear()
 
     def leftovers(self, holders: Sequence[Holder]) -> str:
         """The self-check: without a task nothing else may be left. A text for the log, "" when all is well."""

@@ -8,10 +8,8 @@ Source: Triton's backend manager (backend API contract §2.1 to §2.4).
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
+import json
 import logging
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +28,7 @@ from .backend_api import (
 from .backend_discovery import PYTHON_BASED_FILE, BackendLocation, find_backend
 from .errors import TritonError, internal, not_found
 from .metric_family import MetricFamilies
+from .module_files import import_file
 
 log = logging.getLogger(__name__)
 
@@ -157,6 +156,12 @@ class BackendManager:
                 self._backends[key] = self._load(backend, location)
             return self._backends[key]
 
+    def table(self) -> list[tuple[str, str, str]]:
+        """Name, directory and settings of every loaded backend."""
+        with self._lock:
+            loaded = list(self._backends.values())
+        return sorted((one.name, str(one.directory), json.dumps({"cmdline": dict(one.config)})) for one in loaded)
+
     def close(self) -> None:
         """Finalises every backend, the last loaded first."""
         with self._lock:
@@ -203,18 +208,3 @@ def _import(location: BackendLocation) -> ModuleType:
     except Exception as error:
         log.exception("unable to load backend library %s", location.key)
         raise internal(f"unable to load backend library: {type(error).__name__}: {error}") from None
-
-
-def import_file(file: Path) -> ModuleType:
-    """Imports `file` under a name of its own, as a package, so that it may import its neighbours relatively."""
-    name = f"llmbackend_backend_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
-    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a module up by name
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

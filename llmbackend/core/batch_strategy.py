@@ -27,8 +27,8 @@ from typing import Any
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from .backend_api import Model, Request
-from .backend_manager import import_file
 from .errors import TritonError, internal, invalid_argument, not_found, unsupported
+from .module_files import import_file
 
 log = logging.getLogger(__name__)
 

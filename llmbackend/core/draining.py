@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from .errors import request_tag, unavailable
+from .in_flight import InFlight
 from .model import LoadedModel
 from .response_channel import ResponseChannel
 
@@ -53,6 +54,23 @@ def _wait_until_idle(model: LoadedModel, timeout_s: float) -> None:
     deadline_s = time.monotonic() + timeout_s
     if model.in_flight.wait_for_zero(timeout_s) and model.sequences is not None:
         model.sequences.wait_until_none_is_open(max(deadline_s - time.monotonic(), 0.0))
+
+
+def wait_until_unloaded(
+    live_models: Callable[[], Sequence[LoadedModel]], operations: InFlight, timeout_s: float
+) -> bool:
+    """Waits until nothing is loaded or unloaded any more, with a line of log each second. False after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline_s - time.monotonic()
+        shown_s = max(math.ceil(left_s), 0)
+        count = len(live_models())
+        log.info("Timeout %d: Found %d live models and 0 in-flight non-inference requests", shown_s, count)
+        if operations.wait_for_zero(0):
+            return True
+        if left_s <= 0:
+            return False
+        operations.wait_for_zero(min(left_s, 1.0))
 
 
 def cut(models: Iterable[LoadedModel]) -> None:

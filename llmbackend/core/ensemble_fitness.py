@@ -40,11 +40,11 @@ class EnsembleFitness:
         parts = composing_models(spec.config)
         for part in parts:
             if part in self._missing and not self._ready_versions(part):
-                return f"ensemble {spec.name} contains models that are not available or ambiguous: {part}"
+                return f"ensemble {spec.key} contains models that are not available or ambiguous: {part}"
         for part, versions in parts.items():
             fault = self._fault_of(part, versions)
             if fault:
-                return f"ensemble '{spec.name}' depends on '{part}' {fault}"
+                return f"ensemble '{spec.key}' depends on '{part}' {fault}"
         try:
             configs: dict[str, ModelConfig] = {part: self._lifecycle.get(part).config for part in parts}
             is_decoupled = check_agreement(spec.config, configs)

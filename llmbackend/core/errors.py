@@ -75,6 +75,12 @@ def shown(value: object) -> str:
 
 
 _LONGEST_ID_SHOWN = 256
+_LONGEST_NAME_SHOWN = 255
+
+
+def shown_name(name: str) -> str:
+    """A model's name as an error shows it: a client may ask for one of any length."""
+    return name[:_LONGEST_NAME_SHOWN]
 
 
 def request_tag(request_id: str) -> str:

@@ -28,7 +28,6 @@ from .descriptions import EXTENSIONS, describe
 from .draining import cut, wait_until_drained
 from .errors import TritonError, internal, invalid_argument, unavailable
 from .host_services import HostServices
-from .load_parameters import check_model_name
 from .messages import (
     InferenceHandle,
     InferenceRequest,
@@ -43,10 +42,13 @@ from .metrics import register_metrics
 from .model import LoadedModel
 from .model_lifecycle import STOPPING
 from .model_loading import ModelLoader
+from .model_repository import DUPLICATE
 from .model_versions import UNLOADED, ModelState
 from .rate_limiter import RateLimiter
 from .reaper import Reaper
+from .repository_polling import RepositoryPoller
 from .shared_memory import SharedMemory
+from .startup_tables import log_tables
 from .tracing.manager import TraceManager
 
 log = logging.getLogger(__name__)
@@ -89,6 +91,7 @@ class InferenceServer:
         self._loader = ModelLoader(options, self._backends, self._services)
         self._repository = self._loader.repository
         self._lifecycle = self._loader.lifecycle
+        self._poller = RepositoryPoller(self._loader, options.repository_poll_secs)
         self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
         register_metrics(self._registry, self._lifecycle.ready_models, options.metrics)
         self.tracing = TraceManager(options.trace)
@@ -126,12 +129,15 @@ class InferenceServer:
             raise unavailable(STOPPING)
         for error in errors.values():
             log.error("%s", error)
+        self._log_tables()
         if errors and self._options.exit_on_error:
             self._fail_to_start(timeout_s=30.0)
             raise internal("failed to load all models")
         with self._state_lock:
             if not self.is_exiting:
                 self._state = ServerState.READY
+        if self._options.model_control_mode == "poll" and self._options.repository_poll_secs:
+            self._poller.start()
 
     def stop(self, timeout_s: float) -> bool:
         """Refuses new work, waits for in-flight requests, cuts off those that run longer, unloads every model and
@@ -141,6 +147,7 @@ class InferenceServer:
         """
         with self._state_lock:
             self._state = ServerState.EXITING
+        self._poller.stop()
         self._lifecycle.refuse_loads()
         self._control.shutdown(wait=False)
         deadline_s = time.monotonic() + timeout_s
@@ -159,6 +166,7 @@ class InferenceServer:
             left = {what: count for what, count in self._lifecycle.left_behind().items() if count}
             log.error("Unloading did not end: %s", ", ".join(f"{count} {what}" for what, count in left.items()))
             return False
+        self._poller.join()
         self._backends.close()
         self._services.stop()
         return is_drained
@@ -188,7 +196,7 @@ class InferenceServer:
     def model_is_ready(self, name: str, version: int = -1) -> bool:
         """False also for a model that is unknown or not loaded. Answered within a second, as `is_ready` is."""
         try:
-            return not self._lifecycle.get(name, version).not_ready_reason()
+            return not self._lifecycle.get(self._key(name), version).not_ready_reason()
         except TritonError:
             return False
 
@@ -198,11 +206,12 @@ class InferenceServer:
         return ServerMetadata(self._options.server_id, __version__, EXTENSIONS)
 
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
-        model = self._lifecycle.get(name, version)
-        return describe(model, [model] if version >= 0 else self._lifecycle.ready_models(name))
+        key = self._key(name)
+        model = self._lifecycle.get(key, version)
+        return describe(model, [model] if version >= 0 else self._lifecycle.ready_models(key))
 
     def model_config(self, name: str, version: int = -1) -> ModelConfig:
-        return self._lifecycle.get(name, version).config
+        return self._lifecycle.get(self._key(name), version).config
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:
         """As `model_config` says, without a copy of it: asked with every request."""
@@ -210,7 +219,7 @@ class InferenceServer:
 
     def model_statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
         """Of READY versions. Raises TritonError INVALID_ARG for a named model or version that is not READY."""
-        models = self._lifecycle.ready_models(name)
+        models = self._lifecycle.ready_models(self._key(name) if name else "")
         if name and not models:
             raise invalid_argument(f"requested model '{name}' is not available")
         if name and version >= 0:
@@ -222,12 +231,12 @@ class InferenceServer:
     def repository_index(self, ready_only: bool = False) -> list[ModelIndex]:
         """Every model of the repositories with the state of its known versions, sorted by name."""
         rows: list[ModelIndex] = []
-        for name, count in self._repository.names().items():
-            versions = self._versions(name)
-            if count > 1:
-                reason = "model appears in two or more repositories"
-                rows.append(ModelIndex(name, "", ModelState.UNAVAILABLE.value, reason))
-            elif not versions:
+        for key, sources in self._repository.listing().items():
+            name, versions = sources[0].name, self._versions(key)
+            if len(sources) > 1:
+                rows.append(ModelIndex(name, "", ModelState.UNAVAILABLE.value, DUPLICATE))
+                continue
+            if not versions:
                 rows.append(ModelIndex(name))
             for number, (state, reason) in versions.items():
                 rows.append(ModelIndex(name, str(number), state.value, reason))
@@ -255,7 +264,6 @@ class InferenceServer:
         """Begins to unload, with the ensembles that are made of it; requests in flight run to their end. With
         `unload_dependents` also what an ensemble is made of, as far as nobody else needs it."""
         self._check_explicit()
-        check_model_name(name)
         self._loader.unload(name, unload_dependents)
 
     # --- inference --------------------------------------------------------------------------------------------------
@@ -273,7 +281,7 @@ class InferenceServer:
 
     def acquire_model(self, name: str, version: int = -1) -> LoadedModel:
         """A READY model for one inner request, also while the server stops (see ModelHost)."""
-        return self._lifecycle.acquire(name, version)
+        return self._lifecycle.acquire(self._key(name), version)
 
     def cancel_requests(self, model_name: str, version: int = -1, request_id: str = "") -> int:
         """Asks every live request of the model with that client id to stop; how many there were. Version -1 = every
@@ -287,7 +295,7 @@ class InferenceServer:
             if model.name == model_name and version in (-1, model.version)
         ]
         if not models:
-            self._lifecycle.get(model_name, version)
+            self._lifecycle.get(self._key(model_name), version)
         channels = [channel for model in models for channel in model.live.with_id(request_id) if not channel.is_final]
         for channel in channels:
             channel.cancel()
@@ -326,6 +334,15 @@ class InferenceServer:
     def _fail_to_start(self, timeout_s: float) -> None:
         self.stop(timeout_s)
         self._state = ServerState.FAILED_TO_INITIALIZE
+
+    def _key(self, name: str) -> str:
+        """The model that clients mean by `name`. Raises TritonError INVALID_ARG when namespacing leaves that open."""
+        return self._loader.names.key(name)
+
+    def _log_tables(self) -> None:
+        """What was loaded, as Triton shows it at the end of its start."""
+        states = {key: self._lifecycle.versions(key) for key in self._lifecycle.names()}
+        log_tables(self._loader.agents.table(), self._backends.table(), states)
 
     def _versions(self, name: str) -> dict[int, tuple[ModelState, str]]:
         """State and reason of each known version; one whose backend says that it is not ready is UNAVAILABLE."""

@@ -8,6 +8,7 @@ are O(1); ids may repeat, and the empty id finds nothing.
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 
 from .response_channel import ResponseChannel
 
@@ -17,6 +18,8 @@ class LiveRequests:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
+        self._waiting = 0
         self._channels: set[ResponseChannel] = set()
         self._by_id: dict[str, set[ResponseChannel]] = {}
 
@@ -42,6 +45,15 @@ class LiveRequests:
                 same_id.discard(channel)
                 if not same_id:
                     del self._by_id[channel.request_id]
+            if self._waiting:
+                self._left.notify_all()
+
+    def wait_until_gone(self, channels: Collection[ResponseChannel]) -> None:
+        """Blocks until none of these requests is left; others do not matter."""
+        with self._left:
+            self._waiting += 1
+            self._left.wait_for(lambda: self._channels.isdisjoint(channels))
+            self._waiting -= 1
 
     def all(self) -> list[ResponseChannel]:
         with self._lock:

@@ -9,7 +9,7 @@ Source: LoadModelByDependency in Triton's model_repository_manager.cc.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from .ensemble_fitness import EnsembleFitness
@@ -22,11 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class LoadOperation:
-    """`changed` are the models whose service began, changed or ended; `errors` those that could not be loaded."""
+    """Models go by their keys; `load` brings one into service. `changed` are those whose service began, changed or
+    ended, `errors` those that could not be loaded."""
 
     def __init__(
         self,
         lifecycle: ModelLifecycle,
+        load: Callable[[ModelSpec], None],
         specs: Mapping[str, ModelSpec],
         missing: Collection[str] = (),
         changed: Collection[str] = (),
@@ -34,6 +36,7 @@ class LoadOperation:
         self.changed = set(changed)
         self.errors: dict[str, TritonError] = {}
         self._lifecycle = lifecycle
+        self._load_spec = load
         self._specs = specs
         self._parts = parts_of(specs)
         self._circles = circles(self._parts)
@@ -54,7 +57,7 @@ class LoadOperation:
         reason = self._circles.get(name) or self._why_unfit(spec)
         if not reason and not self._is_current(spec):
             try:
-                self._lifecycle.load(spec)
+                self._load_spec(spec)
             except TritonError as error:
                 self._failed[name] = error.reason if isinstance(error, LoadError) else error.message
                 self.errors[name] = error
@@ -65,12 +68,12 @@ class LoadOperation:
             self._reject(name, reason)
 
     def _why_unfit(self, spec: ModelSpec) -> str:
-        return self._fitness.why_unfit(spec) if self._parts[spec.name] else ""
+        return self._fitness.why_unfit(spec) if self._parts[spec.key] else ""
 
     def _is_current(self, spec: ModelSpec) -> bool:
-        loaded = self._lifecycle.loaded_spec(spec.name)
+        loaded = self._lifecycle.loaded_spec(spec.key)
         is_same = loaded is not None and not spec.has_override and loaded.signature == spec.signature
-        return is_same and self.changed.isdisjoint(self._parts[spec.name])
+        return is_same and self.changed.isdisjoint(self._parts[spec.key])
 
     def _reject(self, name: str, reason: str) -> None:
         log.error("%s", reason)

@@ -152,12 +152,14 @@ class ServerMetadata:
 class ServerOptions:
     """Options of the host, with Triton's names and defaults.
 
-    `backend_config` maps a backend's name ("" = every backend) to its settings, `cache_config` a cache's.
+    `repository_poll_secs` 0 = mode poll does not poll. `backend_config` maps a backend's name ("" = every backend) to
+    its settings, `cache_config` a cache's.
     """
 
     model_repositories: Sequence[Path] = ()
     server_id: str = "triton"
-    model_control_mode: Literal["none", "explicit"] = "none"
+    model_control_mode: Literal["none", "poll", "explicit"] = "none"
+    repository_poll_secs: float = 15.0
     startup_models: Sequence[str] = ()
     backend_directory: Path | None = None
     backend_config: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -166,6 +168,9 @@ class ServerOptions:
     model_load_thread_count: int = 4
     model_load_retry_count: int = 0
     auto_complete_config: bool = True
+    model_config_name: str = ""
+    model_namespacing: bool = False
+    repoagent_directory: Path | None = None
     allow_client_shm: bool = False
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
     cache_config: Mapping[str, Mapping[str, str]] = field(default_factory=dict)

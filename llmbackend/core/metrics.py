@@ -165,4 +165,5 @@ def _failures(models: Iterable[LoadedModel]) -> Metric:
 
 
 def labels_of(model: LoadedModel) -> dict[str, str]:
-    return {"model": model.name, "version": str(model.version), **model.metric_tags}
+    labels = {"model": model.name, "version": str(model.version), **model.metric_tags}
+    return labels | {"namespace": model.namespace} if model.namespace else labels

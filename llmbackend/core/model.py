@@ -26,6 +26,7 @@ from .host_services import HostServices
 from .in_flight import InFlight
 from .infer_request import InferRequest
 from .inner_door import InnerDoor
+from .instance_update import InstanceRemovals, compare, undoing
 from .latencies import Latencies
 from .live_requests import LiveRequests
 from .messages import InferenceRequest
@@ -40,7 +41,7 @@ from .request_validation import RequestValidator
 from .response_channel import ResponseChannel
 from .responses import Responses
 from .scheduling.factory import new_scheduler
-from .scheduling.scheduler import Scheduler
+from .scheduling.scheduler import ElasticSource, Scheduler
 from .scheduling.sequence_batcher import SequenceBatcher
 from .statistics import Statistics
 from .tensor_rules import validate_tensors
@@ -63,6 +64,8 @@ class LoadedModel(InnerDoor):
         super().__init__(services.host)
         self.state: Any = None
         self.name = spec.name
+        self.key = spec.key
+        self.namespace = spec.namespace
         self.version = version
         self.backend = backend
         self.directory = spec.directory
@@ -76,12 +79,13 @@ class LoadedModel(InnerDoor):
         self.instances: list[LoadedInstance] = []
         self._services = services
         self._readiness = Readiness(self.name, version)
-        self._spec = spec  # keeps a directory that was made for this model alive
+        self.spec = spec  # keeps a directory that was made for this model alive
         self._config = ModelConfig()
         self._config.CopyFrom(spec.config)
         self._config.runtime = self._config.runtime or backend.runtime
         self._initializing = False
         self._threads: list[InstanceThread] = []
+        self._removals = InstanceRemovals()
         self._scheduler: Scheduler | None = None
         self._strategy: BatchStrategy | None = None
         self._validator: RequestValidator | None = None
@@ -121,13 +125,48 @@ class LoadedModel(InnerDoor):
             self.statistics.summaries = self.latencies.summaries
             self._responses = Responses(self._config, self.directory, self.latencies.first_response)
             self._strategy = load_strategy(self)
-            self.instances = list(self._new_instances())
-            self._initialize_instances(attributes.parallel_instance_loading)
+            self.instances = self._new_instances(self._config)
+            self._initialize_instances(self.instances, attributes.parallel_instance_loading)
             self._start_serving()
         except BaseException:
             self.finalize()
             raise
         self.statistics.load_duration_s = time.monotonic() - start_s
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether `update_instances` can be used: each instance has a thread of its own, at a scheduler that lets it
+        go."""
+        blocking = self.backend.execution_policy is ExecutionPolicy.BLOCKING
+        return blocking and all(isinstance(thread.source, ElasticSource) for thread in self._threads)
+
+    @property
+    def removal_count(self) -> int:
+        """Removed instances that still run."""
+        return len(self._removals)
+
+    def update_instances(self, spec: ModelSpec) -> None:
+        """Adds and removes instances until they are those of `spec`; the others serve on. The caller keeps the model
+        from being finalised.
+
+        Raises TritonError when a new one fails; then nothing has changed."""
+        config = self.config
+        del config.instance_group[:]
+        config.instance_group.extend(spec.config.instance_group)
+        config.version_policy.CopyFrom(spec.config.version_policy)
+        attributes = self.backend.attributes()
+        set_instance_groups(config, attributes.preferred_groups)
+        change = compare(self.instances, self._new_instances(config))
+        parallel = attributes.parallel_instance_loading
+        undoing(change.added, lambda: self._initialize_instances(change.added, parallel))
+        try:
+            self._start_threads(change.added)
+        except BaseException:
+            self._remove(change.added)
+            raise
+        self.spec, self._config = spec, config
+        self.instances = [*change.kept, *change.added]
+        self._remove(change.removed)
 
     def infer(self, message: InferenceRequest) -> ResponseChannel:
         """Validates and enqueues. The caller has entered `in_flight` for the request; it leaves with its last handle.
@@ -194,18 +233,21 @@ class LoadedModel(InnerDoor):
             self._services.rate_limiter.unregister(instance)
         for thread in self._threads:
             thread.join()
+        self._removals.join()
         if self._strategy is not None:
             self._strategy.finalize()
             self._strategy = None
         for instance in self.instances:
             instance.finalize()
         self.instances = []
+        self._threads = []
         self.backend.entry_points.finalize("ModelFinalize", self)
         self._services.breaches.forget(self.name, self.version)
 
     def _check_ready(self) -> None:
         for instance in self.instances:
-            instance.check_ready()
+            if instance in self.instances:  # not removed since
+                instance.check_ready()
 
     def _initialize_model(self) -> None:
         self._initializing = True
@@ -214,9 +256,9 @@ class LoadedModel(InnerDoor):
         finally:
             self._initializing = False
 
-    def _new_instances(self) -> Sequence[LoadedInstance]:
+    def _new_instances(self, config: ModelConfig) -> list[LoadedInstance]:
         instances = []
-        for group in self._config.instance_group:
+        for group in config.instance_group:
             kind = InstanceGroupKind(ModelInstanceGroup.Kind.Name(group.kind))
             devices = list(group.gpus) if kind is InstanceGroupKind.GPU and group.gpus else [0]
             for index in range(group.count * len(devices)):
@@ -225,11 +267,11 @@ class LoadedModel(InnerDoor):
                 instances.append(LoadedInstance(self, name, kind, device_id, group))
         return instances
 
-    def _initialize_instances(self, parallel: bool) -> None:
+    def _initialize_instances(self, instances: Sequence[LoadedInstance], parallel: bool) -> None:
         """Initialises every instance even when one fails; the last error wins, as in Triton."""
-        workers = len(self.instances) if parallel else 1
+        workers = len(instances) if parallel else 1
         with ThreadPoolExecutor(max(workers, 1), thread_name_prefix=f"load-{self.name}") as pool:
-            futures = [pool.submit(instance.initialize) for instance in self.instances]
+            futures = [pool.submit(instance.initialize) for instance in instances]
             errors = [error for future in futures if (error := future.exception()) is not None]
         for error in errors:
             log.error("ERROR: Failed to create instance: %s", error)
@@ -238,21 +280,38 @@ class LoadedModel(InnerDoor):
 
     def _start_serving(self) -> None:
         self._validator = RequestValidator(self._config)
+        self._scheduler = new_scheduler(self._config, self, self.directory, self._services, self._strategy)
+        self._start_threads(self.instances)
+
+    def _start_threads(self, instances: Sequence[LoadedInstance]) -> None:
+        """Returns when every instance is warm; raises the error of one whose warmup failed, or that needs more than the
+        rate limiter has."""
+        assert self._scheduler is not None and self._validator is not None
         samples = warmup_samples(self._config, self.directory, self._validator)
         limiter = self._services.rate_limiter
-        groups = self._thread_groups()
+        groups = self._thread_groups(instances)
         for instance in itertools.chain(*groups):
             limiter.register(instance)
-        self._scheduler = new_scheduler(self._config, self, self.directory, self._services, self._strategy)
-        for instances in groups:
-            source = self._scheduler.source(instances[0].name)
-            thread = InstanceThread(instances, limiter.source(instances, source), partial(warm_up, samples))
+        for group in groups:
+            source = self._scheduler.source(group[0].name)
+            thread = InstanceThread(group, source, limiter.source(group, source), partial(warm_up, samples))
             thread.start()
             self._threads.append(thread)
         for thread in self._threads:
             thread.warmed_up.result()
 
-    def _thread_groups(self) -> list[list[LoadedInstance]]:
+    def _remove(self, instances: Sequence[LoadedInstance]) -> None:
+        threads = [thread for thread in self._threads if thread.serves_any(instances)]
+        self._threads = [thread for thread in self._threads if thread not in threads]
+        for thread in threads:
+            assert isinstance(thread.source, ElasticSource), "is_elastic comes first"
+            thread.source.dismiss(thread.thread)
+        for instance in instances:
+            self._services.rate_limiter.unregister(instance)
+        if instances:
+            self._removals.begin(instances, threads, self.live)
+
+    def _thread_groups(self, instances: Sequence[LoadedInstance]) -> list[list[LoadedInstance]]:
         """Which instances share a thread: those of one GPU under DEVICE_BLOCKING, otherwise none, and none of a model
         with sequences, which belong to one instance. Passive ones have no thread."""
         groups: dict[object, list[LoadedInstance]] = {}
@@ -260,7 +319,7 @@ class LoadedModel(InnerDoor):
         if blocking and self._config.HasField("sequence_batching"):
             log.warning("model '%s': DEVICE_BLOCKING is ignored for a model with sequences", self.name)
             blocking = False
-        for instance in self.instances:
+        for instance in instances:
             if not instance.is_passive:
                 shared = blocking and instance.kind is InstanceGroupKind.GPU
                 groups.setdefault(instance.device_id if shared else instance.name, []).append(instance)

@@ -125,7 +125,6 @@ def _validate_group(model: str, group: ModelInstanceGroup) -> None:
 def warn_of_ignored_fields(config: ModelConfig) -> None:
     """One WARNING for each configured field that this host serves without."""
     ignored = {
-        "model_repository_agents": bool(config.model_repository_agents.agents),
         "model_operations": bool(config.model_operations.op_library_filename),
     }
     for field, is_set in ignored.items():

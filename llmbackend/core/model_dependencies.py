@@ -16,7 +16,7 @@ from .ensemble_rules import composing_models
 from .model_repository import ModelSpec
 
 Parts = Mapping[str, Collection[str]]
-"""A model's name → the names of the models it is made of."""
+"""A model's key → the keys of the models it is made of."""
 
 
 def parts_of(specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
@@ -71,12 +71,12 @@ class ModelDependencies:
         """Takes in models as they are about to be loaded; `explicit` were asked for by name, not as parts of others."""
         with self._lock:
             for spec in specs:
-                if spec.name in explicit:
-                    self._explicit.add(spec.name)
+                if spec.key in explicit:
+                    self._explicit.add(spec.key)
                 if spec.config.HasField("ensemble_scheduling"):
-                    self._ensembles[spec.name] = spec
+                    self._ensembles[spec.key] = spec
                 else:
-                    self._ensembles.pop(spec.name, None)
+                    self._ensembles.pop(spec.key, None)
 
     def spec(self, name: str) -> ModelSpec | None:
         """Of an ensemble."""

@@ -20,7 +20,7 @@ from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
 from .backend_api import InstanceGroupKind, Request, ResponseFactory
 from .errors import ErrorCode, TritonError, invalid_argument
 from .infer_request import InferRequest, InferResponseFactory
-from .scheduling.scheduler import Batches
+from .scheduling.scheduler import Batches, BatchSource
 from .statistics import FailureReason, PhaseTimes
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class LoadedInstance:
-    """An instance as the backend sees it (backend_api.ModelInstance)."""
+    """An instance as the backend sees it (backend_api.ModelInstance). Instances of equal `place` can stand in for each
+    other."""
 
     def __init__(
         self, model: LoadedModel, name: str, kind: InstanceGroupKind, device_id: int, group: ModelInstanceGroup
@@ -42,6 +43,7 @@ class LoadedInstance:
         self.device_id = device_id
         self.is_passive = group.passive
         self.rate_limiter = group.rate_limiter
+        self.place = (kind, device_id, _settings_of(group))
         self._entry_points = model.backend.entry_points
 
     def initialize(self) -> None:
@@ -123,25 +125,41 @@ class LoadedInstance:
 class InstanceThread:
     """The backend thread: takes batches until there will be no more. Serves one instance, or, for
     DEVICE_BLOCKING, all instances of one device in turn. `warm_up` is called first for each instance, on
-    the thread; `warmed_up` says how that went. (Where it failed, nobody sends requests.)"""
+    the thread; `warmed_up` says how that went. Where it failed, no request is taken. `batches` come from
+    `source`, through the rate limiter if there is one."""
 
     def __init__(
         self,
         instances: Sequence[LoadedInstance],
+        source: BatchSource,
         batches: Batches,
-        warm_up: Callable[[LoadedInstance], None] = lambda instance: None,
+        warm_up: Callable[[LoadedInstance], None],
     ) -> None:
         self.warmed_up: Future[None] = Future()
-        self._thread = threading.Thread(
+        self.source = source
+        self._instances = tuple(instances)
+        self.thread = threading.Thread(
             target=partial(_live, instances, batches, warm_up, self.warmed_up), name=instances[0].name
         )
-        self._thread.daemon = True  # a backend that hangs in Execute must not keep a stopped process alive
+        self.thread.daemon = True  # a backend that hangs in Execute must not keep a stopped process alive
+
+    def serves_any(self, instances: Sequence[LoadedInstance]) -> bool:
+        return any(instance in self._instances for instance in instances)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def join(self) -> None:
-        self._thread.join()
+        self.thread.join()
+
+
+def _settings_of(group: ModelInstanceGroup) -> bytes:
+    """What else is set for the instances of a group, beside their names, number and devices."""
+    rest = ModelInstanceGroup()
+    rest.CopyFrom(group)
+    for field in ("name", "count", "gpus"):
+        rest.ClearField(field)
+    return bytes(rest.SerializeToString(deterministic=True))
 
 
 def _live(
@@ -153,9 +171,10 @@ def _live(
     try:
         for instance in instances:
             warm_up(instance)
-        warmed_up.set_result(None)
     except BaseException as error:
         warmed_up.set_exception(error)
+        return
+    warmed_up.set_result(None)
     _serve(instances, batches)
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from .draining import wait_until_unloaded
 from .errors import ErrorCode, TritonError, internal, unavailable
 from .in_flight import InFlight
+from .instance_update import is_update
 from .model import LoadedModel, as_triton_error
 from .model_repository import ModelSpec
 from .model_versions import UNLOADED, ModelEntry, ModelState, VersionEntry, ready_model, stop_serving
@@ -52,41 +54,49 @@ class ModelLifecycle:
     # --- operations -------------------------------------------------------------------------------------------------
 
     def load(self, spec: ModelSpec) -> None:
-        """Loads the versions of `spec` and swaps them in together; blocks until done.
+        """Loads the versions of `spec` and swaps them in together; blocks until done. A version that differs by its
+        instances alone is changed in place.
 
         Raises TritonError INVALID_ARG with Triton's text when a version fails; what served before then still serves.
         """
         if not spec.versions:
-            policy = f"policy of model '{spec.name}'"
-            raise LoadError(spec.name, f"at least one version must be available under the version {policy}")
-        operation = self._begin_load(spec)
+            policy = f"policy of model '{spec.key}'"
+            raise LoadError(spec.key, f"at least one version must be available under the version {policy}")
+        operation, updated = self._begin_load(spec)
         try:
-            self._finish_load(spec, operation)
+            self._finish_load(spec, operation, updated)
         finally:
+            for model in updated.values():
+                model.in_flight.leave()
             self._operations.leave()
 
-    def _finish_load(self, spec: ModelSpec, operation: int) -> None:
-        futures = {version: self._pool.submit(self._build, spec, version) for version in spec.versions}
+    def _finish_load(self, spec: ModelSpec, operation: int, updated: Mapping[int, LoadedModel]) -> None:
+        futures = {
+            version: self._pool.submit(self._update, spec, updated[version])
+            if version in updated
+            else self._pool.submit(self._build, spec, version)
+            for version in spec.versions
+        }
         errors = {version: error for version, future in futures.items() if (error := _error_of(future)) is not None}
         models = {version: future.result() for version, future in futures.items() if version not in errors}
         with self._lock:
-            entry = self._models[spec.name]
+            entry = self._models[spec.key]
             is_outdated = entry.operation != operation
             if is_outdated or errors:
-                retired = list(models.values())
+                retired = [model for version, model in models.items() if version not in updated]
                 if errors and not is_outdated:
                     self._mark_failed(entry, spec, errors)
             else:
                 retired = self._swap(entry, spec, models)
             self._retire(retired)
+        if spec.agents is not None:
+            spec.agents.load_ended(not errors and not is_outdated, len(models))
         if is_outdated:
-            raise LoadError(spec.name, f"{OUTDATED}\n")
+            raise LoadError(spec.key, f"{OUTDATED}\n")
         if errors:
-            details = "".join(
-                f"version {version} is at UNAVAILABLE state: {error.status};\n" for version, error in errors.items()
-            )
-            raise LoadError(spec.name, details)
-        log.info("successfully loaded '%s'", spec.name)
+            log.info("failed to load '%s'", spec.key)
+            raise LoadError(spec.key, _what_failed(errors, updated))
+        log.info("successfully loaded '%s'", spec.key)
 
     def unload(self, name: str) -> None:
         """Begins to unload every version; unknown models are fine. In-flight requests run to their end."""
@@ -108,7 +118,7 @@ class ModelLifecycle:
         self.refuse_loads()
         for name in self.names():
             self.unload(name)
-        if not self._operations.wait_for_zero(timeout_s):
+        if not wait_until_unloaded(self.live_models, self._operations, timeout_s):
             return False
         self._pool.shutdown()
         return True
@@ -167,37 +177,55 @@ class ModelLifecycle:
     def left_behind(self) -> dict[str, int]:
         """Counts that are 0 while nothing is loaded or unloaded."""
         with self._lock:
-            states = [version.state for entry in self._models.values() for version in entry.versions.values()]
+            versions = [version for entry in self._models.values() for version in entry.versions.values()]
+            states = [version.state for version in versions]
+            removals = sum(version.model.removal_count for version in versions if version.model is not None)
             return {
                 "loads and unloads under way": self._operations.count,
                 "model versions that drain": len(self._draining),
                 "model versions in state LOADING": states.count(ModelState.LOADING),
                 "model versions in state UNLOADING": states.count(ModelState.UNLOADING),
+                "removed instances that still run": removals,
             }
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _begin_load(self, spec: ModelSpec) -> int:
+    def _begin_load(self, spec: ModelSpec) -> tuple[int, dict[int, LoadedModel]]:
+        """The number of the operation, and the serving versions that are to be changed in place: their `in_flight` is
+        entered, so that nobody finalises them meanwhile."""
         with self._lock:
             if self._is_closing:
                 raise unavailable(STOPPING)
             self._operations.enter()
-            entry = self._models.setdefault(spec.name, ModelEntry({}))
+            entry = self._models.setdefault(spec.key, ModelEntry({}))
             entry.operation += 1
             for number in spec.versions:
                 version = entry.versions.setdefault(number, VersionEntry())
                 if version.state is not ModelState.READY:
                     entry.versions[number] = VersionEntry(ModelState.LOADING)
-            return entry.operation
+            found = {number: _updatable(entry.versions[number], spec) for number in spec.versions}
+            updated = {number: model for number, model in found.items() if model is not None}
+            for model in updated.values():
+                model.in_flight.enter()
+            return entry.operation, updated
+
+    def _update(self, spec: ModelSpec, model: LoadedModel) -> LoadedModel:
+        log.info("updating the instances of: %s:%d", spec.key, model.version)
+        try:
+            model.update_instances(spec)
+        except Exception as error:
+            log.error("failed to update '%s' version %d: %s", spec.key, model.version, as_triton_error(error).status)
+            raise
+        return model
 
     def _build(self, spec: ModelSpec, version: int) -> LoadedModel:
-        log.info("loading: %s:%d", spec.name, version)
+        log.info("loading: %s:%d", spec.key, version)
         for attempt in range(self._retries + 1):
             try:
                 return self._make_model(spec, version)
             except Exception as error:
                 status = as_triton_error(error).status
-                log.error("failed to load '%s' version %d: %s", spec.name, version, status)
+                log.error("failed to load '%s' version %d: %s", spec.key, version, status)
                 if attempt == self._retries or self._is_closing:
                     raise
         raise AssertionError("unreachable")
@@ -214,7 +242,7 @@ class ModelLifecycle:
         retired: list[LoadedModel] = []
         for number, version in entry.versions.items():
             if number in models:
-                if version.model is not None:
+                if version.model is not None and version.model is not models[number]:
                     retired.append(version.model)
                 entry.versions[number] = VersionEntry(ModelState.READY, model=models[number])
             elif (model := stop_serving(version)) is not None:
@@ -231,19 +259,40 @@ class ModelLifecycle:
             threading.Thread(target=self._drain, args=(model,), name=f"unload-{model.name}", daemon=True).start()
 
     def _drain(self, model: LoadedModel) -> None:
+        agents = model.spec.agents
+        if agents is not None:
+            agents.unloading()
         try:
             _wait_until_drained(model)
             model.finalize()
-            log.info("successfully unloaded '%s' version %d", model.name, model.version)
+            log.info("successfully unloaded '%s' version %d", model.key, model.version)
         except Exception:
-            log.exception("failed to unload '%s' version %d", model.name, model.version)
+            log.exception("failed to unload '%s' version %d", model.key, model.version)
         with self._lock:
             self._draining.discard(model)
-            for version in self._models[model.name].versions.values():
+            for version in self._models[model.key].versions.values():
                 if version.model is model:
                     version.model = None
                     version.state, version.reason = ModelState.UNAVAILABLE, UNLOADED
+        if agents is not None:
+            agents.version_unloaded()
         self._operations.leave()
+
+
+def _updatable(version: VersionEntry, spec: ModelSpec) -> LoadedModel | None:
+    """The model of a serving version that becomes that of `spec` by other instances alone."""
+    model = version.model
+    if model is None or version.state is not ModelState.READY or not model.is_elastic:
+        return None
+    return model if is_update(model.spec, spec, model.version) else None
+
+
+def _what_failed(errors: Mapping[int, TritonError], updated: Collection[int]) -> str:
+    """A version that could not be changed in place still serves."""
+    states = {version: ModelState.READY if version in updated else ModelState.UNAVAILABLE for version in errors}
+    return "".join(
+        f"version {version} is at {states[version].value} state: {error.status};\n" for version, error in errors.items()
+    )
 
 
 def _wait_until_drained(model: LoadedModel) -> None:

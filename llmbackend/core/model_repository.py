@@ -1,8 +1,9 @@
-"""What should be loaded: model directories, their configurations and the versions that their policy selects.
+"""What should be loaded: model directories and their configurations, after the repository agents have had their say.
 
-For: the server, which hands the answer to the life cycle. Does not know: backends, states of versions. Invariants: no
-name and no path given by a client leaves the repository; what `poll` returns has been checked by every rule that
-needs no backend.
+For: model loading, which hands the answer to the life cycle. Does not know: backends, states of versions, what is
+loaded.
+Invariants: no name and no path given by a client leaves the repository; what `poll` returns has been checked by every
+rule that needs no backend, but for models with agents, which are checked when those have been asked.
 Source: Triton's model repository manager (reference §1.6); golden transcripts 05 to 08, 57.
 """
 
@@ -13,7 +14,8 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,27 +27,42 @@ from .load_parameters import FILE_PREFIX, OverrideError, check_load_parameters, 
 from .messages import LoadParameters
 from .model_config import CONFIG_FILE_NAME, fill_backend, parse_json, read_config, set_defaults
 from .model_config_rules import validate_config
+from .model_files import ModelSource, Signature, config_path, select_versions, signature_of
+from .model_names import SEPARATOR, identifier
+from .repository_agents import AgentChain, AgentManager
 
 log = logging.getLogger(__name__)
 
-LARGEST_VERSION = 2**63 - 1
-Signature = tuple[tuple[str, int, int], ...]
-"""(relative path, mtime ns, size) of every file of a model directory: equal signatures mean nothing changed."""
+DUPLICATE = "model appears in two or more repositories"
 
 
 @dataclass(eq=False)
 class ModelSpec:
-    """One model as it should be loaded. `has_override` says that `config` came with the request and not from
-    `directory`.
+    """One model as it should be loaded. `directory` is where its versions are, `home` where the repository has it: the
+    same, unless an agent moved it. `has_override` says that `config` came with the request and not from `home`;
+    `config_file` is the configuration's place in it. Without a signature the model came with its load request.
     """
 
     name: str
     directory: Path
+    home: Path
     config: ModelConfig
-    versions: tuple[int, ...]
-    signature: Signature
+    versions: tuple[int, ...] = ()
+    signature: Signature = ()
     has_override: bool = False
+    namespace: str = ""
+    config_file: str = CONFIG_FILE_NAME
+    agents: AgentChain | None = None
     _temporary: weakref.finalize[Any, ModelSpec] | None = field(default=None, repr=False)
+
+    @property
+    def key(self) -> str:
+        return identifier(self.namespace, self.name)
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether repository agents must be asked before it is loaded; until then `versions` are not known."""
+        return bool(self.config.HasField("model_repository_agents"))
 
     def own(self, directory: Path) -> None:
         """Removes `directory` when nobody uses this specification any more."""
@@ -55,9 +72,19 @@ class ModelSpec:
 class ModelRepository:
     """Reads repositories. Owner of one temporary directory for models that came with their load request."""
 
-    def __init__(self, roots: Sequence[Path], auto_complete_config: bool) -> None:
-        self._roots = tuple(roots)
+    def __init__(
+        self,
+        roots: Sequence[Path],
+        auto_complete_config: bool,
+        agents: AgentManager | None = None,
+        config_name: str = "",
+        is_namespacing: bool = False,
+    ) -> None:
+        self._roots = tuple(dict.fromkeys(roots))
         self._auto_complete_config = auto_complete_config
+        self._agents = AgentManager(None) if agents is None else agents
+        self._config_name = config_name
+        self._is_namespacing = is_namespacing
         self._lock = threading.Lock()
         self._uploads: Path | None = None
 
@@ -67,65 +94,54 @@ class ModelRepository:
             if not root.is_dir():
                 raise internal(f"failed to stat file {root}: a model repository must be a directory")
 
-    def names(self) -> dict[str, int]:
-        """Every model directory's name, sorted, with the number of repositories that have it."""
-        counts: dict[str, int] = {}
+    def listing(self) -> dict[str, list[ModelSource]]:
+        """The directories of every model by its key, sorted. More than one: the model is in several repositories, and
+        may not be loaded. Raises OSError when a repository can not be read."""
+        found: dict[str, list[ModelSource]] = {}
         for root in self._roots:
             for entry in root.iterdir():
                 if entry.is_dir() and not entry.name.startswith("."):
-                    counts[entry.name] = counts.get(entry.name, 0) + 1
-        return dict(sorted(counts.items()))
+                    source = self._source(root, entry.name)
+                    found.setdefault(source.key, []).append(source)
+        return dict(sorted(found.items()))
 
-    def poll(self, name: str, parameters: LoadParameters | None = None) -> ModelSpec:
-        """The model `name` as it stands on disk, or as `parameters` override it.
+    def signature(self, source: ModelSource) -> Signature:
+        """Raises TritonError INTERNAL when the directory can not be read."""
+        with polling(source.key, source.name):
+            return signature_of(source.directory)
 
-        Raises TritonError INVALID_ARG for a bad name, INTERNAL (Triton's text, the cause in the log) for anything else.
-        """
-        check_model_name(name)
-        check_load_parameters(parameters or {})
+    def poll(self, name: str, parameters: LoadParameters | None = None) -> dict[str, ModelSpec | TritonError]:
+        """The models of that name (or key) by key, as they stand on disk or as `parameters` override them: one, or with
+        namespacing one for each repository that has it; or why one can not be used.
+
+        Errors are INVALID_ARG for a bad name or override, INTERNAL (Triton's text, the cause in the log) for anything
+        else."""
         try:
-            if parameters and any(key.startswith(FILE_PREFIX) for key in parameters):
-                return self._poll_files(name, parameters)
-            return self._poll_directory(name, parameters)
-        except OverrideError:
-            raise
-        except (TritonError, OSError) as error:
-            log.error("failed to poll model '%s': %s", name, error)
-            if isinstance(error, TritonError) and error.code is ErrorCode.UNSUPPORTED:
+            check_load_parameters(parameters or {})
+            if is_upload(parameters):
+                check_model_name(name)
+                return {name: self._upload(name, parameters or {})}
+            sources = self._find(name)
+        except TritonError as error:
+            return {name: error}
+        return {source.key: self._read_or_error(source, parameters) for source in sources}
+
+    def ask_agents(self, spec: ModelSpec) -> None:
+        """For a model that names repository agents, and is to be loaded: they may refuse it or move it elsewhere, and
+        only then are its configuration and versions settled. From then on `spec.agents` has to be told how it ends.
+
+        Raises TritonError INTERNAL (Triton's text, the cause in the log)."""
+        if not spec.has_agents:
+            return
+        with polling(spec.key, spec.name):
+            agents = self._agents.load(spec.config, spec.home, self._config_name)
+            try:
+                spec.directory = agents.location
+                _normalise(spec)
+            except BaseException:
+                agents.close()
                 raise
-            raise internal(f"failed to load '{name}', failed to poll from model repository") from None
-
-    def _poll_directory(self, name: str, parameters: LoadParameters | None) -> ModelSpec:
-        directory = self._find(name)
-        signature = signature_of(directory)
-        override = parameters.get("config") if parameters else None
-        if override is not None:
-            config = parse_json(override)
-        elif (directory / CONFIG_FILE_NAME).is_file():
-            config = read_config(directory / CONFIG_FILE_NAME)
-        elif self._auto_complete_config:
-            config = ModelConfig()
-        else:
-            raise invalid_argument(f"model configuration is not provided for model '{name}'")
-        return _spec(name, directory, config, signature, has_override=override is not None)
-
-    def _poll_files(self, name: str, parameters: LoadParameters) -> ModelSpec:
-        """A model made of the request's files alone, in a directory that lives as long as the specification."""
-        override = parameters.get("config")
-        if override is None:
-            raise invalid_argument(f"model '{name}': a 'file:' override needs a 'config' override with it")
-        config = parse_json(override)
-        root = Path(tempfile.mkdtemp(dir=self._upload_directory()))
-        directory = root / name
-        try:
-            directory.mkdir()
-            write_files(directory, parameters)
-            spec = _spec(name, directory, config, (), has_override=True)
-        except BaseException:
-            shutil.rmtree(root, ignore_errors=True)
-            raise
-        spec.own(root)
-        return spec
+            spec.agents = agents
 
     def close(self) -> None:
         """Removes what is left of models that came with their load request."""
@@ -134,68 +150,120 @@ class ModelRepository:
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
 
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _source(self, root: Path, name: str) -> ModelSource:
+        return ModelSource(name, root / name, str(root) if self._is_namespacing else "")
+
+    def _find(self, key: str) -> list[ModelSource]:
+        namespace, _, name = key.rpartition(SEPARATOR) if self._is_namespacing else ("", "", key)
+        check_model_name(name)
+        roots = [root for root in self._roots if namespace in ("", str(root))]
+        with polling(name):
+            found = [self._source(root, name) for root in roots if (root / name).is_dir()]
+            if not found:
+                raise invalid_argument(f"model '{name}' is in no model repository")
+            if len(found) > 1 and not self._is_namespacing:
+                raise invalid_argument(f"model '{name}': {DUPLICATE}")
+            return found
+
+    def _read_or_error(self, source: ModelSource, parameters: LoadParameters | None) -> ModelSpec | TritonError:
+        try:
+            with polling(source.key, source.name):
+                return self._read(source, (parameters or {}).get("config"))
+        except TritonError as error:
+            return error
+
+    def _read(self, source: ModelSource, override: str | bytes | None) -> ModelSpec:
+        signature = signature_of(source.directory)
+        path = config_path(source.directory, self._config_name)
+        config = self._config(source.name, path) if override is None else parse_json(override)
+        spec = ModelSpec(
+            name=source.name,
+            namespace=source.namespace,
+            directory=source.directory,
+            home=source.directory,
+            config=config,
+            config_file=str(path.relative_to(source.directory)),
+            signature=signature,
+            has_override=override is not None,
+        )
+        self._name_parts(spec)
+        if not spec.has_agents:
+            _normalise(spec)
+        return spec
+
+    def _name_parts(self, spec: ModelSpec) -> None:
+        """With namespacing an ensemble means the models of its own repository, else the only ones that there are."""
+        for step in spec.config.ensemble_scheduling.step if self._is_namespacing else ():
+            homes = [root for root in self._roots if (root / step.model_name).is_dir()]
+            if Path(spec.namespace) in homes:
+                homes = [Path(spec.namespace)]
+            if len(homes) == 1:
+                step.model_name = identifier(str(homes[0]), step.model_name)
+
+    def _config(self, name: str, path: Path) -> ModelConfig:
+        if path.is_file():
+            return read_config(path)
+        if self._auto_complete_config:
+            return ModelConfig()
+        raise invalid_argument(f"model configuration is not provided for model '{name}'")
+
+    def _upload(self, name: str, parameters: LoadParameters) -> ModelSpec:
+        """A model made of the request's files alone, in a directory that lives as long as the specification."""
+        with polling(name):
+            override = parameters.get("config")
+            if override is None:
+                raise invalid_argument("Load parameter 'config' must be specified for model file override")
+            root = Path(tempfile.mkdtemp(dir=self._upload_directory()))
+            directory = root / name
+            spec = ModelSpec(name, directory, directory, parse_json(override), has_override=True)
+            spec.own(root)
+            try:
+                directory.mkdir()
+                write_files(directory, parameters)
+                if not spec.has_agents:
+                    _normalise(spec)
+            except BaseException:
+                shutil.rmtree(root, ignore_errors=True)  # now: a traceback may keep `spec` for long
+                raise
+            return spec
+
     def _upload_directory(self) -> Path:
         with self._lock:
             if self._uploads is None:
                 self._uploads = Path(tempfile.mkdtemp(prefix="llmbackend-models-"))
             return self._uploads
 
-    def _find(self, name: str) -> Path:
-        found = [root / name for root in self._roots if (root / name).is_dir()]
-        if not found:
-            raise invalid_argument(f"model '{name}' is in no model repository")
-        if len(found) > 1:
-            raise invalid_argument(f"model '{name}' appears in two or more repositories")
-        return found[0]
+
+def is_upload(parameters: LoadParameters | None) -> bool:
+    """Whether a load request brings the model's files."""
+    return any(key.startswith(FILE_PREFIX) for key in parameters or {})
 
 
-def signature_of(directory: Path) -> Signature:
-    """Files of bytecode caches do not count: loading a Python model writes them."""
-    entries = []
-    for path in sorted(directory.rglob("*")):
-        relative = path.relative_to(directory)
-        if "__pycache__" in relative.parts or not path.is_file():
-            continue
-        stat = path.stat()
-        entries.append((str(relative), stat.st_mtime_ns, stat.st_size))
-    return tuple(entries)
+@contextmanager
+def polling(key: str, name: str | None = None) -> Iterator[None]:
+    """What goes wrong inside becomes INTERNAL with Triton's text, its cause goes to the log. Errors of a client's
+    override, and refusals of what this host does not serve, come out as they are."""
+    try:
+        yield
+    except OverrideError:
+        raise
+    except (TritonError, OSError) as error:
+        log.error("Poll failed for model directory '%s': %s", key, error)
+        if isinstance(error, TritonError) and error.code is ErrorCode.UNSUPPORTED:
+            raise
+        raise internal(f"failed to load '{name or key}', failed to poll from model repository") from None
 
 
-def select_versions(config: ModelConfig, directory: Path) -> tuple[int, ...]:
-    """The version directories that the policy selects, ascending. Names with a leading zero or that are no number are
-    ignored with a warning."""
-    available = []
-    for entry in sorted(directory.iterdir()):
-        if not entry.is_dir() or entry.name.startswith((".", "__")):
-            continue
-        is_number = entry.name.isascii() and entry.name.isdigit()
-        if is_number and not entry.name.startswith("0") and int(entry.name) <= LARGEST_VERSION:
-            available.append(int(entry.name))
-        elif is_number and entry.name.startswith("0"):
-            log.warning("ignore version directory '%s' which contains leading zeros in its directory name", entry.name)
-        elif entry.name not in ("configs", "warmup", "initial_state"):
-            log.warning("ignore version directory '%s' which fails to convert to integral number", entry.name)
-    available.sort()
-    policy = config.version_policy
-    if policy.HasField("all"):
-        return tuple(available)
-    if policy.HasField("specific"):
-        wanted = set(policy.specific.versions)
-        for missing in sorted(wanted.difference(available)):
-            log.error(
-                "version %d is specified for model '%s', but the version directory is not present", missing, config.name
-            )
-        return tuple(version for version in available if version in wanted)
-    return tuple(available[-policy.latest.num_versions :])
-
-
-def _spec(name: str, directory: Path, config: ModelConfig, signature: Signature, has_override: bool) -> ModelSpec:
-    if config.name and config.name != name:
+def _normalise(spec: ModelSpec) -> None:
+    config = spec.config
+    if config.name and config.name != spec.name:
         raise invalid_argument(
-            f"unexpected directory name '{name}' for model '{config.name}', directory name must equal model name"
+            f"unexpected directory name '{spec.name}' for model '{config.name}', directory name must equal model name"
         )
-    config.name = name
-    fill_backend(config, directory)
+    config.name = spec.name
+    fill_backend(config, spec.directory)
     set_defaults(config)
     validate_config(config)
-    return ModelSpec(name, directory, config, select_versions(config, directory), signature, has_override)
+    spec.versions = select_versions(config, spec.directory)

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from .errors import not_found, unavailable
+from .errors import not_found, shown_name, unavailable
 from .model import LoadedModel
 from .model_repository import ModelSpec
 
 UNLOADED = "unloaded"
-LONGEST_NAME_SHOWN = 255
 
 
 class ModelState(Enum):
@@ -48,7 +47,7 @@ def ready_model(models: Mapping[str, ModelEntry], name: str, version: int) -> Lo
     """The READY model of that version, -1 = the highest. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's
     texts."""
     entry = models.get(name)
-    prefix = f"Request for unknown model: '{name[:LONGEST_NAME_SHOWN]}'"
+    prefix = f"Request for unknown model: '{shown_name(name)}'"
     if entry is None:
         raise not_found(f"{prefix} is not found")
     if version >= 0:

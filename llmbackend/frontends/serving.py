@@ -48,9 +48,10 @@ class HttpEndpoint:
         limits: HttpLimits,
         tls: TlsFiles | None = None,
         protocol: type[GuardedProtocol] = GuardedProtocol,
+        reuse_port: bool = False,
     ) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port)
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             with_bugs_logged(app),
@@ -99,6 +100,7 @@ class FrontendServer:
         grpc_port: int | None = 8001,
         metrics_address: str = "127.0.0.1",
         metrics_port: int | None = 8002,
+        http_reuse_port: bool = False,
         http_app: ASGIApp | None = None,
         doors: Doors | None = None,
         gate: InferenceGate | None = None,
@@ -116,6 +118,7 @@ class FrontendServer:
         self._http_at = (http_address, http_port)
         self._grpc_at = (grpc_address, grpc_port)
         self._metrics_at = (metrics_address, metrics_port)
+        self._http_reuse_port = http_reuse_port
         self._endpoints: list[HttpEndpoint] = []
         self._grpc: grpc.aio.Server | None = None
         self.http_port: int | None = None
@@ -144,7 +147,7 @@ class FrontendServer:
             )
             guarded = self._doors.around_http(app, registry)
             protocol = CaseKeepingProtocol if self._protocols.http_forward else GuardedProtocol
-            self.http_port = self._add_http(guarded, host, port, self._doors.http_tls, protocol)
+            self.http_port = self._add_http(guarded, host, port, self._doors.http_tls, protocol, self._http_reuse_port)
         host, port = self._metrics_at
         if port is not None:
             self.metrics_port = self._add_http(create_metrics_app(registry), host, port)
@@ -169,8 +172,9 @@ class FrontendServer:
         port: int,
         tls: TlsFiles | None = None,
         protocol: type[GuardedProtocol] = GuardedProtocol,
+        reuse_port: bool = False,
     ) -> int:
-        endpoint = HttpEndpoint(app, host, port, self._limits.http, tls, protocol)
+        endpoint = HttpEndpoint(app, host, port, self._limits.http, tls, protocol, reuse_port)
         self._endpoints.append(endpoint)
         return endpoint.port
 

@@ -142,7 +142,8 @@ class Repository:
 
     def options(self, **options: Any) -> ServerOptions:
         options.setdefault("model_control_mode", "explicit")
-        return ServerOptions(model_repositories=[self.models], backend_directory=self.backends, **options)
+        options.setdefault("model_repositories", [self.models])
+        return ServerOptions(backend_directory=self.backends, **options)
 
 
 @contextmanager

@@ -412,7 +412,8 @@ def test_threads_that_load_and_unload_parts_and_ensembles_end(repository: Reposi
                     server.unload_model(name)
                     server.load_model(name)
                 except TritonError as error:
-                    assert error.code is ErrorCode.INVALID_ARG, error
+                    overtaken = error.message.startswith("failed to unload")  # another thread loaded it since
+                    assert error.code is ErrorCode.INVALID_ARG or overtaken, error
 
     with serving(repository, "outer") as server:
         threads = [

@@ -65,6 +65,7 @@ def start_server(*arguments: str, log: IO[str] | None = None) -> ServerProcess:
             found[match[1]] = match[2]
         if len(found) == 3:
             return ServerProcess(process, **found)
+    process.stdout.close()
     raise AssertionError(f"the server ended with exit code {process.wait()}")
 
 

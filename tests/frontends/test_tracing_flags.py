@@ -97,12 +97,9 @@ def test_wrong_batches_of_spans_are_refused() -> None:
         settings("mode=opentelemetry", "opentelemetry,bsp_max_queue_size=2")
 
 
-def test_flags_without_effect_say_so(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ProtocolFlags(grpc_infer_thread_count=4, grpc_infer_response_compression_level="low").options()
+def test_the_compression_level_is_taken_over() -> None:
+    options = ProtocolFlags(grpc_infer_response_compression_level="low").options()
     assert options.grpc_response_compression == "low"
-    assert "Warning: --grpc-infer-thread-count has no effect: " in capsys.readouterr().err
-    ProtocolFlags().options()
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from llmbackend.adapter.engine_args import read_model_arguments
 from llmbackend.adapter.tensor_schemas import schema_for
 from llmbackend.core.backend_api import InstanceGroupKind, Model
+from llmbackend.core.errors import TritonError
 from llmbackend.core.messages import LoadParameters
 from llmbackend.core.model_config import config_to_json, merge_auto_complete, set_instance_groups
 from llmbackend.core.model_config_rules import validate_config, warn_of_ignored_fields
@@ -57,7 +58,9 @@ class ConfigReader:
 
     def read(self, given: ConfigInput) -> None:
         """Raises TritonError."""
-        spec = self._repository.poll("m", self._write(given))
+        spec = self._repository.poll("m", self._write(given))["m"]
+        if isinstance(spec, TritonError):
+            raise spec
         config = spec.config
         set_instance_groups(config, [])
         if config.backend == "llm":

@@ -36,6 +36,7 @@ class RequestQueue:
         self._queue = PriorityQueue(policies)
         self._alarm_ns: int | None = None
         self._stopped = False
+        self._dismissed: set[threading.Thread] = set()
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -70,11 +71,11 @@ class RequestQueue:
         return self
 
     def next_batch(self) -> list[InferRequest] | None:
-        """Blocks until there is a batch for the calling instance; None when stopped and empty."""
+        """Blocks until there is a batch for the calling instance; None when stopped and empty, or dismissed."""
         return self._await_batch(take=True)
 
     def wait_for_batch(self) -> bool:
-        """Blocks until `take_batch` would have one; False when stopped and empty."""
+        """Blocks until `take_batch` would have one; False when stopped and empty, or dismissed."""
         return self._await_batch(take=False) is not None
 
     def take_batch(self) -> list[InferRequest]:
@@ -95,13 +96,21 @@ class RequestQueue:
             self._changed.notify_all()
         self._timer.clear(self._expire)
 
+    def dismiss(self, thread: threading.Thread) -> None:
+        with self._changed:
+            self._dismissed.add(thread)
+            self._changed.notify_all()
+
     def left_behind(self) -> Mapping[str, int]:
         return {"requests in its queue": len(self)}
 
     def _await_batch(self, take: bool) -> list[InferRequest] | None:
-        """Waits until a batch is ready and gives it, or, unless `take`, an empty list; None when stopped and empty."""
+        """Waits until a batch is ready and gives it, or, unless `take`, an empty list; None when stopped and empty, or
+        when the calling thread was dismissed."""
         while True:
             with self._changed:
+                if self._leaves():
+                    return None
                 expired = self._queue.take_expired(time.monotonic_ns())
                 count, wait_s = self._ready_count() if self._queue else (0, None)
                 batch = self._pop(count) if take else []
@@ -116,6 +125,14 @@ class RequestQueue:
                 self._leave(request)
             if count:
                 return batch
+
+    def _leaves(self) -> bool:
+        """Whether the calling thread was dismissed. Holds the lock."""
+        if not self._dismissed or threading.current_thread() not in self._dismissed:
+            return False
+        self._dismissed.discard(threading.current_thread())
+        self._changed.notify()  # what woke this thread may have been meant for any
+        return True
 
     def _pop(self, count: int) -> list[InferRequest]:
         return [self._queue.pop_first() for _ in range(count)]

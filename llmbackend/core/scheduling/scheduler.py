@@ -8,7 +8,8 @@ it comes out again.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from threading import Thread
+from typing import Protocol, runtime_checkable
 
 from llmbackend.core.infer_request import InferRequest
 
@@ -29,6 +30,15 @@ class BatchSource(Batches, Protocol):
 
     def take_batch(self) -> list[InferRequest]:
         """The batch that is ready now; empty when there is none (any more)."""
+
+
+@runtime_checkable
+class ElasticSource(BatchSource, Protocol):
+    """A source that instances share, so that they may come and go while it serves."""
+
+    def dismiss(self, thread: Thread) -> None:
+        """Has this thread, at once when it waits, be told that there are no more batches; what is queued stays for the
+        others."""
 
 
 class Scheduler(Protocol):

@@ -81,6 +81,11 @@ GROUPS = (
         ("60",),
     ),
     Group("d1", ("--model-repository", "$WORK/repo_none"), ("55",)),
+    Group(
+        "d2",
+        ("--model-repository", "$WORK/repo_none", "--model-control-mode=poll", "--repository-poll-secs=0.2"),
+        ("56",),
+    ),
 )
 _EMPTY_EVENT_LOG_BEFORE = frozenset({"24", "34"})
 _UNRECORDED_BEFORE = {
@@ -88,8 +93,8 @@ _UNRECORDED_BEFORE = {
     "43": "curl -s -X POST 127.0.0.1:18000/v2/repository/models/ens/load",
 }
 """What the recording did between its transcripts without showing it."""
-_LONGEST_SLEEP_S = {"42": 2.5}
-"""Where a wait is what is compared: a sequence of 42 is idle after two seconds."""
+_LONGEST_SLEEP_S = {"42": 2.5, "56": 2.0}
+"""Where a wait is what is compared: a sequence of 42 is idle after two seconds, 56 waits for polls and loads."""
 
 
 @dataclass(frozen=True)

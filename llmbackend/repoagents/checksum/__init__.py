@@ -1,0 +1,1 @@
+"""The `checksum` repository agent (repoagent.py)."""

@@ -1,0 +1,65 @@
+"""Engines added to and taken from a model that streams: no request is lost, no text changes (reference §1.5)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+from live_stream import PROTOCOLS, LiveStream
+from server_process import ServerProcess, post, stop_server, write_mock_model
+
+MakeServer = Callable[..., ServerProcess]
+
+
+def set_instances(repository: Path, count: int) -> None:
+    (repository / "slow" / "config.pbtxt").write_text(
+        f'backend: "llm"\ninstance_group [ {{ kind: KIND_MODEL count: {count} }} ]\n'
+    )
+
+
+def engines(server: ServerProcess) -> int:
+    """How many engine processes there are; each may have helpers."""
+    return len(psutil.Process(server.process.pid).children())
+
+
+def streams(server: ServerProcess) -> list[LiveStream]:
+    return [
+        LiveStream(server, protocol, "slow", f"{protocol} {number}", 60)
+        for protocol in PROTOCOLS
+        for number in range(2)
+    ]
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)
+
+
+def load(server: ServerProcess) -> None:
+    assert post(server, "/v2/repository/models/slow/load", {}) == (200, "")
+
+
+def test_engines_come_and_go_under_live_streams(make_server: MakeServer, tmp_path: Path) -> None:
+    write_mock_model(tmp_path, "slow", mock_step_ms=10)
+    set_instances(tmp_path, 1)
+    server = make_server("--model-repository", str(tmp_path), "--model-control-mode=explicit", "--load-model=slow")
+    undisturbed = [stream.finish() for stream in streams(server)]
+    alone = engines(server)
+    for count in (3, 1, 2, 1):
+        running = [stream.wait_until_begun() for stream in streams(server)]
+        set_instances(tmp_path, count)
+        load(server)
+        after = streams(server)
+        assert [stream.finish() for stream in (*running, *after)] == undisturbed * 2
+        assert not any(stream.error or stream.broken for stream in (*running, *after))
+        eventually(lambda count=count: engines(server) == alone * count)
+    assert server.get("/v2/models/slow/ready") == ""
+    config = json.loads(server.get("/v2/models/slow/config"))
+    assert config["instance_group"][0]["count"] == 1
+    server.wait_until_idle("slow")
+    assert stop_server(server) == 0
