@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 import llmbackend
 from llmbackend.adapter.inside_triton.install import install
-from llmbackend.adapter.text import load_text
-from llmbackend.adapter.tokenizer_files import call_in, convert
+from llmbackend.adapter.tokenizer_files import call_in, convert, download
 from llmbackend.cli import app
 from llmbackend.core.backend_api import TritonError
 from llmbackend.core.inference_server import InferenceServer
@@ -122,12 +121,13 @@ def test_an_engine_python_that_does_not_exist_is_a_load_error(tmp_path: Path) ->
     assert server.stop(10)
 
 
-def test_a_library_that_this_environment_lacks_is_asked_of_the_engines(tmp_path: Path) -> None:
+def test_a_library_that_this_environment_lacks_is_asked_of_the_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     demo = Path(__file__).parents[2] / "model_repository" / "demo" / "1"
-    here = load_text(str(demo)).encode("Hello", add_special_tokens=True)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((demo / name).read_text())
     assert '"model"' in call_in(OTHER_PYTHON, convert, str(tmp_path), "0")
-    assert here
-    with pytest.raises(ValueError, match="nowhere"):
-        call_in(OTHER_PYTHON, convert, str(tmp_path / "nowhere"), "0")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
+        call_in(OTHER_PYTHON, download, "no-such/model")

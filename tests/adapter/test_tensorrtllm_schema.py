@@ -346,6 +346,25 @@ def test_the_core_form_gives_ids_with_a_batch_and_a_beam_dimension(core: LlmHost
     assert outputs_of(with_prompt, "output_ids")[0][0, 0].tolist() == [65, 66, *ids[0, 0].tolist()]
 
 
+def test_a_configuration_as_tensorrtllms_templates_make_it_is_served(tmp_path: Path) -> None:
+    """With scalars reshaped to nothing, ragged batches and the dynamic batcher."""
+    scalars = ("input_lengths", "request_output_len", "end_id", "runtime_top_k", "beam_width")
+    declared = "".join(
+        f"input {{ name: '{name}' data_type: TYPE_INT32 dims: [ 1 ] reshape: {{ shape: [ ] }} "
+        f"optional: {str(name not in scalars[:2]).lower()} }}\n"
+        for name in scalars
+    )
+    batcher = "dynamic_batching { preferred_batch_size: [ 4 ] max_queue_delay_microseconds: 1000 }"
+    ids = "input { name: 'input_ids' data_type: TYPE_INT32 dims: [ -1 ] allow_ragged_batch: true optional: true }"
+    with llm_host(tmp_path, f"{BATCH}{CORE}\n{declared}\n{ids}\n{batcher}") as host:
+        lengths = {"input_lengths": [[2]], "exclude_input_in_output": [[True]], "beam_width": [[1]]}
+        calls = [start(host, input_ids=[[65, 66, index]], **lengths, **FREE) for index in range(6)]
+        answers = [outputs_of(call.wait(), "output_ids")[0].tolist() for call in calls]
+        assert answers[0][0] and answers.count(answers[0]) == 6  # input_lengths cuts what differs
+        with pytest.raises(TritonError, match=r"missing required input\(s\) \['request_output_len'\]"):
+            start(host, input_ids=[[65]], input_lengths=[[1]], end_id=[[-1]])
+
+
 def test_a_core_stream_gives_the_new_ids_of_each_step(core: LlmHost) -> None:
     whole = infer(core, input_ids=[[65, 66]], exclude_input_in_output=[[True]], **FREE)
     call = infer(core, input_ids=[[65, 66]], streaming=[[True]], return_log_probs=[[True]], **FREE)
