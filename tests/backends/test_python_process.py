@@ -233,6 +233,25 @@ def test_what_a_model_started_ends_with_it(host: Host) -> None:
     eventually(lambda: not is_alive(child))
 
 
+def test_crash_is_seen_although_a_fork_of_the_model_lives_on(host: Host) -> None:
+    execute = """
+if text_of(requests[0]) == "exit":
+    os._exit(3)
+pid = os.fork()
+if pid == 0:
+    os.setsid()
+    time.sleep(600)
+return [response(pid)]
+"""
+    host.load("m", config(), body(execute))
+    fork = int(said(host.infer("m", text("x")).one()))
+    try:
+        error = host.infer("m", text("exit")).one().error
+        assert error is not None and "exit code 3" in str(error) and is_alive(fork)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+
+
 def test_signals_for_the_host_do_not_end_a_model(host: Host) -> None:
     host.load("m", config(), answering("os.getpid()"))
     pid = int(said(host.infer("m", text("x")).one()))
@@ -420,3 +439,17 @@ def test_every_request_ends_once_while_processes_are_killed(host: Host) -> None:
         stream.handle.cancel()
         assert all(response.error is None for response in stream.all()[:-1])
     eventually(lambda: host.server.check() == [])
+
+
+@pytest.mark.parametrize("delay_ms", [0, 3, 10, 30])
+def test_unload_while_a_crashed_process_is_started_again(host: Host, delay_ms: int) -> None:
+    host.load(
+        "m", config(), body("os._exit(1)", f"    def initialize(self, args):\n        time.sleep({delay_ms} / 1000)\n")
+    )
+    for delay_s in (0.0, 0.002, 0.01, 0.05):
+        answers = host.infer("m", text("x"))
+        assert answers.one().error is not None
+        time.sleep(delay_s)
+        host.server.unload_model("m")
+        eventually(lambda: host.server.check() == [])
+        host.server.load_model("m")

@@ -13,6 +13,7 @@ from typing import IO
 
 log = logging.getLogger("llmbackend.backends.python.output")
 
+END_TIMEOUT_S = 1.0
 LINES_KEPT = 20
 LONGEST_LINE_BYTES = 1 << 16
 
@@ -31,14 +32,13 @@ class OutputLog:
     def last_lines(self) -> str:
         return "\n".join(self._last_lines)
 
-    def close(self) -> None:
-        """After the process is gone."""
-        self._thread.join(1.0)  # unless something that left its session holds the pipe
-        if not self._thread.is_alive():
-            self._output.close()
+    def wait(self) -> None:
+        """Until all that a process which is gone has printed is logged; not for what else may hold its pipe."""
+        self._thread.join(END_TIMEOUT_S)
 
     def _read(self) -> None:
-        while line := self._output.readline(LONGEST_LINE_BYTES):
-            text = line.decode(errors="replace").rstrip()
-            self._last_lines.append(text)
-            log.info("%s: %s", self.name, text)
+        with self._output:
+            while line := self._output.readline(LONGEST_LINE_BYTES):
+                text = line.decode(errors="replace").rstrip()
+                self._last_lines.append(text)
+                log.info("%s: %s", self.name, text)

@@ -140,7 +140,7 @@ class StubProcess:
             self._process.kill()
             self._process.wait(None)
         self.cause = self._process.cause
-        self._output.close()
+        self._output.wait()
         self._finish()
 
     def _handle_messages(self) -> None:

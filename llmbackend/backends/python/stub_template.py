@@ -30,6 +30,7 @@ from .stub.template import NUMBER
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
+FORK_TIMEOUT_S = 2.0
 _PROGRAM = str(Path(boot.__file__))
 
 
@@ -120,7 +121,7 @@ class _Life:
         output = OutputLog("python", self._process.stdout)
         started.set_result(None)
         status = self._process.wait()
-        output.close()
+        output.wait()
         self._control.close()
         self._cause = f"{interpreter}, which starts it, {_ended(status)}.\n{output.last_lines}".rstrip()
         self._is_over.set()
@@ -155,9 +156,10 @@ class ForkedProcess:
         return True
 
     def kill(self) -> None:
-        """Ends it and what it started; its template where that has not forked it yet. Any thread."""
+        """Ends it and what it started; its template where that does not fork it. Any thread; blocks at the most for
+        as long as a fork may take."""
         with self._lock:
-            if not self._is_gone and not self._pid and self._is_readable(0.0):
+            if not self._is_gone and not self._pid and self._is_readable(FORK_TIMEOUT_S):
                 self._read()
             if self._is_gone:
                 return
@@ -167,8 +169,9 @@ class ForkedProcess:
                 self._kill_group()
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(OSError):
-            os.killpg(self._pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # by itself, too: it may not have made its group yet
+            with contextlib.suppress(OSError):
+                kill(self._pid, signal.SIGKILL)
 
     def _is_readable(self, timeout_s: float | None) -> bool:
         waiting = select.poll()

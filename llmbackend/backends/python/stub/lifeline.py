@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
+from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 _HOST_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -28,11 +30,13 @@ def ignore_signals() -> None:
         signal.signal(number, lambda *_: None)
 
 
-def restore_signals_in_forks() -> None:
-    """What a model forks gets the defaults back."""
+def release_forks(sockets: Sequence[socket.socket]) -> None:
+    """What a model forks gets signals back, and does not hold the sockets by whose end the host sees the model's."""
 
-    def restore() -> None:
+    def release() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for each in sockets:
+            each.close()
 
-    os.register_at_fork(after_in_child=restore)
+    os.register_at_fork(after_in_child=release)

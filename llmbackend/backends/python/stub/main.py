@@ -14,7 +14,7 @@ import socket
 
 from .error_text import exception_text
 from .host_link import HostLink, set_link
-from .lifeline import end_with, ignore_signals, restore_signals_in_forks
+from .lifeline import end_with, ignore_signals, release_forks
 from .packets import PacketReader, encode
 from .pb_utils import make_importable
 from .runner import Runner
@@ -25,9 +25,9 @@ _DONE, _RAISED = "done", "raised"
 def main(calls_fd: int, events_fd: int, parent_pid: int) -> None:
     end_with(parent_pid)
     ignore_signals()
-    restore_signals_in_forks()
     faulthandler.enable()
     calls, events = (_socket_of(fd) for fd in (calls_fd, events_fd))
+    release_forks((calls, events))
     link = HostLink(events)
     set_link(link)
     make_importable()
