@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +23,10 @@ from .backend_api import ResponseFlag
 from .errors import internal, invalid_argument, request_tag, unsupported
 from .infer_request import InferRequest
 from .messages import InferenceRequest, InferenceResponse
+from .reaper import Reaper
 from .request_validation import RequestValidator, ValidRequest
 from .response_channel import ResponseChannel
+from .statistics import Statistics
 from .tensors import DATATYPE_OF_CONFIG_TYPE, NUMPY_DTYPE, RawTensor, element_count, from_wire
 
 if TYPE_CHECKING:
@@ -148,37 +150,58 @@ def warm_up(samples: Sequence[WarmupSample], instance: LoadedInstance) -> None:
 
 def _run(instance: LoadedInstance, sample: WarmupSample) -> list[str]:
     """The errors in the responses of one Execute."""
-    pending = [_Pending() for _ in range(sample.batch_size)]
-    instance.execute([_request(instance.model, sample.request, each) for each in pending])
+    pending = [_Pending(instance.model) for _ in range(sample.batch_size)]
+    instance.execute([each.request(sample.request) for each in pending])
     for each in pending:
-        each.done.wait()
-    if not instance.model.in_flight.wait_for_zero(HANDLES_GRACE_S):
-        log.warning(
-            "model '%s' keeps handles of warmup sample '%s' after its last response", instance.model.name, sample.name
-        )
+        each.answered.wait()
+    deadline_s = time.monotonic() + HANDLES_GRACE_S
+    if not all(each.released.wait(max(deadline_s - time.monotonic(), 0)) for each in pending):
+        log.warning("model '%s' keeps handles of warmup sample '%s' after its response", each.name, sample.name)
     return [error for each in pending for error in each.errors]
 
 
-@dataclass(slots=True)
 class _Pending:
-    """The callback of one warmup request."""
+    """One warmup request: the callback, and the model as the owner of its channel, which hears of its end. (The model
+    may serve requests meanwhile: an instance that is added is warmed up, too.)"""
 
-    errors: list[str] = field(default_factory=list)
-    done: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self.errors: list[str] = []
+        self.answered = threading.Event()
+        self.released = threading.Event()
 
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         if response is not None and response.error is not None:
             self.errors.append(response.error.message)
         if flags & ResponseFlag.FINAL:
-            self.done.set()
+            self.answered.set()
 
+    def request(self, valid: ValidRequest) -> InferRequest:
+        """As a scheduler would hand it out."""
+        message = InferenceRequest(self.name, self, self.version)
+        self._model.in_flight.enter()
+        channel = ResponseChannel(message, self)
+        self._model.live.add(channel)
+        request = InferRequest(message, channel, valid.inputs, valid.requested_outputs, valid.batch_size)
+        request.queue_start_ns = time.monotonic_ns()
+        return request
 
-def _request(model: LoadedModel, valid: ValidRequest, callback: _Pending) -> InferRequest:
-    """As a scheduler would hand it out."""
-    message = InferenceRequest(model.name, callback, model.version)
-    model.in_flight.enter()
-    channel = ResponseChannel(message, model)
-    model.live.add(channel)
-    request = InferRequest(message, channel, valid.inputs, valid.requested_outputs, valid.batch_size)
-    request.queue_start_ns = time.monotonic_ns()
-    return request
+    @property
+    def name(self) -> str:
+        return self._model.name
+
+    @property
+    def version(self) -> int:
+        return self._model.version
+
+    @property
+    def reaper(self) -> Reaper:
+        return self._model.reaper
+
+    @property
+    def statistics(self) -> Statistics:
+        return self._model.statistics
+
+    def request_done(self, channel: ResponseChannel) -> None:
+        self._model.request_done(channel)
+        self.released.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.model_versions import ModelState
 from llmbackend.core.tensors import Tensor, to_wire
+from llmbackend.core.warmup import HANDLES_GRACE_S
 
 # Notes what it executes; the parameter of a model says what else it does.
 WARM_BACKEND = """
@@ -31,7 +33,7 @@ def TRITONBACKEND_ModelInstanceExecute(instance, requests):
         raise invalid_argument("no weights")
     if behaviour == "wait":
         STAGE.note("waiting")
-        STAGE.wait("go")
+        STAGE.wait("go " + instance.name)
     for request in requests:
         now = time.monotonic_ns()
         instance.report_statistics(request, True, now, now, now, now)
@@ -146,7 +148,7 @@ def test_the_model_is_not_ready_before_its_warmup_has_ended(warm: Repository) ->
         loading.start()
         eventually(lambda: STAGE.events == ["waiting"])
         assert state(server) == ModelState.LOADING.value and not server.model_is_ready("m")
-        STAGE.open("go")
+        STAGE.open("go m_0")
         loading.join(20)
         assert server.model_is_ready("m")
 
@@ -203,3 +205,21 @@ def test_requests_are_served_after_the_warmup(warm: Repository) -> None:
         given = Tensor.of("X", np.ones((1, 2), np.float32))
         assert send(server, "m", given).responses()[0].error is None
         assert to_wire(Tensor.of("X", executed()[-1][2][0]["X"][2])) == to_wire(given)
+
+
+def test_an_instance_that_is_added_while_requests_run_is_warmed_up_beside_them(warm: Repository) -> None:
+    behaviour = 'parameters { key: "behaviour" value { string_value: "wait" } }'
+    warm.model("m", "warm", "instance_group { count: 1 }" + warmup() + behaviour, io=IO)
+    STAGE.open("go m_0_0")
+    STAGE.open("go m_0_1")
+    with serving(warm, "m") as server:
+        del STAGE.gates["go m_0_0"]
+        busy = send(server, "m", Tensor.of("X", np.ones((1, 2), np.float32)))
+        eventually(lambda: len(executed()) == 2)
+        warm.model("m", "warm", "instance_group { count: 2 }" + warmup() + behaviour, io=IO)
+        began_s = time.monotonic()
+        server.load_model("m")
+        assert time.monotonic() - began_s < HANDLES_GRACE_S  # it did not wait for the request
+        STAGE.open("go m_0_0")
+        assert busy.responses()[0].error is None
+        assert [name for name, _, _ in executed()] == ["m_0_0", "m_0_0", "m_0_1"]
