@@ -1,8 +1,8 @@
 """Whether an ensemble and its composing models mean the same tensors, and whether it is decoupled.
 
-For: ensemble_fitness.py, once the composing models serve. Does not know: requests,
-how models are loaded. Invariant: after the check every tensor of the ensemble has one type, and shapes that can be the
-same; whether the ensemble is decoupled follows from its steps, whatever it says.
+For: ensemble_fitness.py, once the composing models serve. Does not know: requests, how models are loaded. Invariant:
+after the check every tensor of the ensemble has one type, and shapes that can be the same; whether the ensemble is
+decoupled follows from its steps, whatever it says.
 Source: ValidateEnsembleConfig in Triton's ensemble_utils.cc.
 """
 

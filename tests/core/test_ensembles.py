@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.scheduling.step_launcher import StepLauncher
 from llmbackend.core.tensors import Tensor
 
 
@@ -532,6 +534,21 @@ def test_many_threads_that_send_and_cancel_leave_nothing_behind(repository: Repo
             thread.start()
         for thread in threads:
             thread.join()
+
+
+def test_the_launcher_keeps_the_order_and_takes_nothing_after_its_end() -> None:
+    launcher = StepLauncher("e")
+    launcher.stop()  # no thread yet
+    launcher = StepLauncher("e")
+    done: list[int] = []
+    for number in range(100):
+        launcher.submit(partial(done.append, number))
+    launcher.submit(lambda: 1 / 0)  # logged, and no harm to the next
+    launcher.submit(partial(done.append, 100))
+    launcher.stop()
+    launcher.submit(partial(done.append, 101))
+    assert done == list(range(101))
+    assert not any(thread.name == "ensemble-e" for thread in threading.enumerate())
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------

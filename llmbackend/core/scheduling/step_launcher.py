@@ -22,26 +22,26 @@ class StepLauncher:
         self._lock = threading.Lock()
         self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_stopped = False
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Never blocks. Any thread."""
-        self._actions.put(action)
-        if self._thread is None:
-            self._start()
+        """Never blocks. Any thread. After `stop` nothing is left to start or to stop, and the action is dropped."""
+        with self._lock:
+            if self._is_stopped:
+                return
+            self._actions.put(action)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"ensemble-{self._name}", daemon=True)
+                self._thread.start()
 
     def stop(self) -> None:
-        """Runs what was submitted so far, and ends the thread. Nothing is submitted afterwards."""
+        """Runs what was submitted so far, and ends the thread."""
         with self._lock:
+            self._is_stopped = True
             thread = self._thread
         if thread is not None:
             self._actions.put(None)
             thread.join()
-
-    def _start(self) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"ensemble-{self._name}", daemon=True)
-                self._thread.start()
 
     def _run(self) -> None:
         while (action := self._actions.get()) is not None:
