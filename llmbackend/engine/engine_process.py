@@ -19,6 +19,7 @@ import threading
 
 import msgspec
 import zmq
+from setproctitle import setproctitle
 
 from . import lean_imports
 from .config import EngineConfig
@@ -43,16 +44,23 @@ def main(arguments: list[str]) -> None:
         if not message:
             return
         order = msgspec.json.decode(message, type=Order)
+        _name("nursery", order.config)
         _import_all_of(order.config.model)
         pid = os.fork()
         if pid == 0:
             control.close()
+            _name("engine", order.config)
             _run_engine(order.config, order.endpoint, *descriptors)
             return
         for descriptor in descriptors:
             os.close(descriptor)
         _send(control, pid)
         _send(control, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def _name(role: str, config: EngineConfig) -> None:
+    """What lists of processes show."""
+    setproctitle(f"llmbackend {role} {msgspec.json.encode(config).decode()}")
 
 
 def _import_all_of(model: str) -> None:
