@@ -159,7 +159,7 @@ class ForkedProcess:
         """Ends it and what it started; its template where that does not fork it. Any thread; blocks at the most for
         as long as a fork may take."""
         with self._lock:
-            if not self._is_gone and not self._pid and self._is_readable(FORK_TIMEOUT_S):
+            if not self._is_gone and self._is_readable(0.0 if self._pid else FORK_TIMEOUT_S):
                 self._read()
             if self._is_gone:
                 return
