@@ -80,6 +80,10 @@ outside = sorted(name for name, module in sys.modules.items()
     if "site-packages" in (getattr(module, "__file__", None) or "") and not name.startswith("numpy"))
 assert not outside, outside
 import llmbackend, os
+try:
+    model.TritonPythonModel().initialize({{}})
+except Exception as error:  # this environment has numpy 2
+    assert "install 'numpy<2' there" in str(error), error
 print(llmbackend.__file__, os.environ["LLMBACKEND_ENGINE_PYTHON"])
 """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

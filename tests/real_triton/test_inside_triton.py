@@ -251,6 +251,16 @@ def test_custom_metrics_are_in_tritons_metrics(both: Both) -> None:
     assert both.ours.metric("vllm:request_success_total", "of_vllm") == 0
 
 
+def test_models_that_nobody_asks_use_no_cpu(both: Both) -> None:
+    """The thread that asks Triton for cancels sleeps when there is nobody to ask about."""
+    eventually(lambda: not both.triton.addresses.metric("vllm:num_requests_running", "slow"), "it still runs")
+    time.sleep(0.5)
+    pids = list(both.triton.children())
+    before_s = sum(map(_cpu_s, pids))
+    time.sleep(2.0)
+    assert sum(map(_cpu_s, pids)) - before_s < 0.3
+
+
 def test_unload_waits_for_the_streams_and_then_ends_the_engine(both: Both) -> None:
     address = both.triton.addresses
     with triton_grpc.InferenceServerClient(address.grpc) as client:
@@ -330,3 +340,8 @@ def _events(address: Addresses, model: str, body: dict[str, Any]) -> list[Any]:
     with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
