@@ -331,7 +331,9 @@ def bad_option(flag: str, message: str) -> typer.BadParameter:
 
 def _backend_config(models: ModelFlags) -> dict[str, dict[str, str]]:
     """`<backend>,<key>=<value>` or `<key>=<value>` (for every backend: key "")."""
-    config: dict[str, dict[str, str]] = {"": {"min-compute-capability": str(models.min_supported_compute_capability)}}
+    config: dict[str, dict[str, str]] = {
+        "": {"min-compute-capability": f"{models.min_supported_compute_capability:.6f}"}
+    }
     for item in models.backend_config or ():
         backend, comma, setting = item.partition(",")
         if not comma:

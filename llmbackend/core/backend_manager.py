@@ -160,7 +160,10 @@ class BackendManager:
         """Name, directory and settings of every loaded backend."""
         with self._lock:
             loaded = list(self._backends.values())
-        return sorted((one.name, str(one.directory), json.dumps({"cmdline": dict(one.config)})) for one in loaded)
+        return sorted(
+            (one.name, str(one.directory), json.dumps({"cmdline": dict(one.config)}, separators=(",", ":")))
+            for one in loaded
+        )
 
     def close(self) -> None:
         """Finalises every backend, the last loaded first."""
@@ -188,7 +191,7 @@ class BackendManager:
         """Settings for every backend, then this backend's, then the defaults that Triton injects."""
         config = {
             "backend-directory": str(self._directory or ""),
-            "min-compute-capability": "6.0",
+            "min-compute-capability": "6.000000",
             "auto-complete-config": str(self._auto_complete_config).lower(),
             **self._settings.get("", {}),
             **self._settings.get(location.settings_name, {}),

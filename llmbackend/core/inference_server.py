@@ -219,7 +219,8 @@ class InferenceServer:
 
     def model_statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
         """Of READY versions. Raises TritonError INVALID_ARG for a named model or version that is not READY."""
-        models = self._lifecycle.ready_models(self._key(name) if name else "")
+        keys = self._loader.names.keys(name) if name else [""]
+        models = self._lifecycle.ready_models(keys[0]) if len(keys) == 1 else []
         if name and not models:
             raise invalid_argument(f"requested model '{name}' is not available")
         if name and version >= 0:

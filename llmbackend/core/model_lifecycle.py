@@ -210,7 +210,7 @@ class ModelLifecycle:
             return entry.operation, updated
 
     def _update(self, spec: ModelSpec, model: LoadedModel) -> LoadedModel:
-        log.info("updating the instances of: %s:%d", spec.key, model.version)
+        log.info("loading: %s:%d", spec.key, model.version)  # as Triton
         try:
             model.update_instances(spec)
         except Exception as error:

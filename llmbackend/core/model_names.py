@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 
-from .errors import invalid_argument, shown_name
+from .errors import invalid_argument, not_found, shown_name
 
 SEPARATOR = "::"
 
@@ -39,9 +39,7 @@ class ModelNames:
         with self._lock:
             name = self._names.pop(key, None)
             if name is not None:
-                self._keys[name].discard(key)
-                if not self._keys[name]:
-                    del self._keys[name]
+                self._keys[name].discard(key)  # an empty set stays: the name was known
 
     def known(self) -> list[str]:
         """The keys of all models that were read and not unloaded."""
@@ -60,10 +58,13 @@ class ModelNames:
             return [name] if name in self._names else sorted(self._keys.get(name, ()))
 
     def key(self, name: str) -> str:
-        """The one model of that name. Raises TritonError INVALID_ARG with Triton's texts when it is not one."""
+        """The one model of that name. Raises TritonError with Triton's texts when it is not one: INVALID_ARG, or NOT_FOUND
+        for one that was unloaded."""
         if not self.is_namespacing:
             return name
         keys = self.keys(name)
+        if not keys and name in self._keys:
+            raise not_found(f"Identifier of model '{name}' is not found in global map")
         if not keys:
             raise invalid_argument(f"Request for unknown model: '{shown_name(name)}' is not found")
         if len(keys) > 1:

@@ -78,9 +78,14 @@ def test_with_namespacing_both_are_loaded_and_only_what_is_unique_can_be_asked(r
         assert server.model_metadata("n").name == server.model_statistics("n")[0].name == "n"
         assert codes(server) == (ErrorCode.INVALID_ARG, AMBIGUOUS)
         assert not server.model_is_ready("m") and server.model_is_ready("n")
-        for ask in (server.model_metadata, server.model_config, server.model_statistics):
+        for ask in (server.model_metadata, server.model_config):
             with pytest.raises(TritonError, match="model namespace must be provided"):
                 ask("m")
+        with pytest.raises(TritonError, match="requested model 'm' is not available"):
+            server.model_statistics("m")
+        assert refused(server, "n", version=9).message == (
+            f"Request for unknown model: '{second}::n' version 9 is not found"
+        )
         assert [row.name for row in server.model_statistics()] == ["m", "m", "n"]
         assert codes(server, "x") == (ErrorCode.INVALID_ARG, "Request for unknown model: 'x' is not found")
 
@@ -107,7 +112,7 @@ def test_a_load_and_an_unload_concern_every_model_of_the_name(repository: Reposi
         assert sorted(STAGE.events)[-3:] == ["initialize one", "initialize three", "initialize two"]
         server.unload_model("m")
         eventually(lambda: {"finalize one", "finalize three"} <= set(STAGE.events))
-        assert codes(server) == (ErrorCode.INVALID_ARG, "Request for unknown model: 'm' is not found")
+        assert codes(server) == (ErrorCode.NOT_FOUND, "Identifier of model 'm' is not found in global map")
 
 
 def test_one_of_two_that_fails_is_named_with_its_namespace(repository: Repository) -> None:

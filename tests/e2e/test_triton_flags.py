@@ -245,7 +245,7 @@ def test_the_log_has_the_lines_and_tables_that_tools_wait_for(
         "successfully unloaded 'echo' version 1",
     ):
         assert line in log, line
-    assert re.search(r"^\| echo +\| \S+/models/echo +\| \{\"cmdline\": \{", log, re.MULTILINE)
+    assert re.search(r"^\| echo +\| \S+/models/echo +\| \{\"cmdline\":\{", log, re.MULTILINE)
 
 
 def test_a_failed_start_ends_as_tritons(repository: Path) -> None:
