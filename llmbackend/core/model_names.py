@@ -58,8 +58,8 @@ class ModelNames:
             return [name] if name in self._names else sorted(self._keys.get(name, ()))
 
     def key(self, name: str) -> str:
-        """The one model of that name. Raises TritonError with Triton's texts when it is not one: INVALID_ARG, or NOT_FOUND
-        for one that was unloaded."""
+        """The one model of that name. Raises TritonError with Triton's texts when it is not one: INVALID_ARG, or
+        NOT_FOUND for one that was unloaded."""
         if not self.is_namespacing:
             return name
         keys = self.keys(name)
