@@ -73,7 +73,6 @@ def serve(
 ) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
     door_settings = doors.settings()  # takes keys out of the environment before there are processes to inherit them
-    models.begin_imports()
     from .serve import run_server
 
     endpoints = {"HTTP": http.endpoint(), "GRPC": grpc.endpoint(), "metrics": metrics.endpoint(http.http_address)}

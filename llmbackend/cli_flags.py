@@ -22,7 +22,6 @@ from llmbackend.frontends.doors.restrictions import parse_restrictions
 from llmbackend.frontends.doors.settings import DoorSettings
 from llmbackend.frontends.doors.tls import TlsFiles
 
-from . import head_start
 from .flag_types import boolean
 from .flag_types import switch as _switch
 from .log_format import LOG_FORMATS
@@ -91,11 +90,6 @@ class ModelFlags:
         if self.strict_model_config is None:
             return ()
         return ("'--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead.",)
-
-    def begin_imports(self) -> None:
-        """Lets the engine's imports begin, if a startup model needs them."""
-        if self.model or self.model_control_mode != "explicit" or self.load_model:
-            head_start.begin(self.model, self.model_repository or ())
 
     def repositories(self) -> list[Path]:
         """The repositories to serve; one is made for `--model`."""

@@ -28,7 +28,6 @@ from llmbackend.frontends.inference import InferenceGate
 from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.serving import FrontendServer
 
-from . import head_start
 from .process_end import exit_now, in_thread, kill_children, stop_on_signal, temporary_directory
 from .server_log import ServerLog
 from .settings import ServerSettings
@@ -69,9 +68,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         return 1
     server = doors.host(settings.options)
     loading = in_thread(server.start)
-    loaded = await _ends_before(loading, stop)
-    head_start.end()
-    if not loaded:
+    if not await _ends_before(loading, stop):
         return await _stop_while_loading(server, loading, settings.exit_timeout_s)
     try:
         await loading

@@ -1,4 +1,4 @@
-"""The nursery's process and the engines it forks: `python -m llmbackend.engine.engine_process CONTROL_FD [ahead]`.
+"""The nursery's process and the engines it forks: `python -m llmbackend.engine.engine_process CONTROL_FD`.
 
 For: Nursery, which starts it, and ProcessTransport, which speaks with the engine. Does not know: the host, beyond its
 sockets. Invariants: an engine never outlives its host: the lifeline is a socket pair whose other end only the host
@@ -24,7 +24,7 @@ from setproctitle import setproctitle
 from . import lean_imports
 from .config import EngineConfig
 from .engine_loop import load, run
-from .nursery import IMPORT_AHEAD, Order
+from .nursery import Order
 
 LINGER_MS = 1000
 ORDER_BYTES = 64 << 10
@@ -32,13 +32,11 @@ ORDER_BYTES = 64 << 10
 
 def main(arguments: list[str]) -> None:
     """Forks an engine for each order, one after the other, and tells its process id and then its exit status."""
-    control_fd, *words = arguments
+    (control_fd,) = arguments
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(control_fd))
     control.set_inheritable(False)
-    if IMPORT_AHEAD in words:
-        _import_all_of("")
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, ORDER_BYTES, 2)
         if not message:
@@ -64,7 +62,7 @@ def _name(role: str, config: EngineConfig) -> None:
 
 
 def _import_all_of(model: str) -> None:
-    """Of "": what every model needs. Whatever cannot be imported is missed by the engine again, which says so."""
+    """Whatever cannot be imported is missed by the engine again, which says so."""
     if model == "mock":
         return
     with contextlib.suppress(Exception):

@@ -20,8 +20,6 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-_TYPICAL = "LlamaForCausalLM"
-"""An architecture that imports what nearly all of them do."""
 _COMPILER = "torch._dynamo"
 _HELPER = f"{_COMPILER}._trace_wrapped_higher_order_op"
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
@@ -31,8 +29,7 @@ _lock = threading.RLock()
 
 
 def import_for(model: str) -> None:
-    """Imports what loading the checkpoint in directory `model` takes, as far as that is known without loading it; of
-    "", what every checkpoint takes."""
+    """Imports what loading the checkpoint in directory `model` takes, as far as that is known without loading it."""
     try:
         with without_compiler():
             _import_architecture(model)
@@ -43,7 +40,7 @@ def import_for(model: str) -> None:
 
 def _import_architecture(model: str) -> None:
     transformers = importlib.import_module("transformers")
-    for name in ("AutoModelForCausalLM", *(_architectures(model) if model else (_TYPICAL,))):
+    for name in ("AutoModelForCausalLM", *_architectures(model)):
         with contextlib.suppress(AttributeError):
             getattr(transformers, name)
 

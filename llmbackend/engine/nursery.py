@@ -3,8 +3,7 @@
 For: the transport. Does not know: messages, models. Why: importing torch and transformers takes seconds, which every
 client would wait for when an engine dies; a fork takes milliseconds and shares the imported memory. Invariants: at most
 one engine at a time lives in a nursery; the nursery's own process is started when it is first needed, or has died, and
-ends when the host does, however it ends; it holds no weights and runs no thread. A host that will need an engine may
-start the process before it knows for which config (`start_ahead`): the first nursery that starts takes it.
+ends when the host does, however it ends; it holds no weights and runs no thread.
 """
 
 from __future__ import annotations
@@ -16,17 +15,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from typing import NamedTuple
 
 import msgspec
 
 from .config import EngineConfig
-from .interpreter import THIS_PYTHON, command, environment, is_this
+from .interpreter import command, environment
 
 CLOSE_TIMEOUT_S = 5.0
-IMPORT_AHEAD = "ahead"
-"""The word that makes a nursery's process import what every model needs before it is told of one."""
 _FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Neither BLAS threads nor an initialised CUDA driver would survive a fork: the import must make neither."""
 
@@ -55,36 +51,13 @@ class Started(NamedTuple):
             self.process.wait()
 
 
-_ahead: list[Started] = []
-_ahead_lock = threading.Lock()
-
-
-def start_ahead() -> None:
-    """Starts a process for a nursery that is to come, so that its imports and the caller's run side by side."""
-    with _ahead_lock:
-        if not _ahead:
-            _ahead.append(_start(THIS_PYTHON, IMPORT_AHEAD))
-
-
-def end_ahead() -> None:
-    """Ends what was started ahead and nobody took."""
-    while (started := _take_ahead()) is not None:
-        started.process.kill()
-        started.end()
-
-
-def _take_ahead() -> Started | None:
-    with _ahead_lock:
-        return _ahead.pop() if _ahead else None
-
-
-def _start(interpreter: str, *words: str) -> Started:
+def _start(interpreter: str) -> Started:
     """Raises OSError."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, contextlib.ExitStack() as on_failure:
         on_failure.callback(control.close)
         process = subprocess.Popen(
-            [*command(interpreter, "llmbackend.engine.engine_process"), str(theirs.fileno()), *words],
+            [*command(interpreter, "llmbackend.engine.engine_process"), str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
@@ -106,9 +79,7 @@ class Nursery:
         goes; returns at once. The caller closes its copies of the descriptors. Raises OSError."""
         if self._started is None or self._started.process.poll() is not None:
             self.close()
-            interpreter = self.config.engine_python
-            ahead = _take_ahead() if is_this(interpreter) else None
-            self._started = ahead or _start(interpreter)
+            self._started = _start(self.config.engine_python)
         order = msgspec.json.encode(Order(endpoint, self.config))
         socket.send_fds(self._started.control, [order], [lifeline_fd, output_fd])
         return EngineProcess(*self._started)

@@ -21,7 +21,7 @@ from mock_engine import Outcomes, expect_oracle, make_request, random_requests
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import EngineInput
 from llmbackend.engine.mock_model import MockRunner
-from llmbackend.engine.nursery import Nursery, end_ahead, start_ahead
+from llmbackend.engine.nursery import Nursery
 from llmbackend.engine.transport import EngineDeadError, ProcessTransport, Transport, make_transport
 from llmbackend.engine.wakeup import Wakeup
 
@@ -234,27 +234,6 @@ def test_a_nursery_that_was_killed_is_replaced(wakeup: Wakeup, nursery: Nursery)
         expect_oracle(collect(transport, 1)["r"], request)
         transport.close()
         assert not is_alive(pid_of(transport))
-
-
-def test_an_engine_comes_from_what_was_started_ahead(wakeup: Wakeup, make_nursery: MakeNursery) -> None:
-    start_ahead()
-    start_ahead()
-    children = psutil.Process().children()
-    for is_first in (True, False):
-        transport = ProcessTransport(make_nursery(), wakeup.fileno())
-        start(transport)
-        parent = psutil.Process(pid_of(transport)).parent()
-        assert (parent in children) == is_first, "started ahead once, and taken once"
-        transport.close()
-
-
-def test_what_was_started_ahead_for_nothing_is_ended() -> None:
-    before = psutil.Process().children()
-    start_ahead()
-    (ahead,) = set(psutil.Process().children()) - set(before)
-    end_ahead()
-    assert not ahead.is_running()
-    end_ahead()
 
 
 def test_a_message_to_a_dead_engine_does_not_block(process: ProcessTransport) -> None:
