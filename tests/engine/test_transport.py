@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from mock_engine import Outcomes, expect_oracle, make_request, random_requests
 
