@@ -59,7 +59,7 @@ class InnerDoor:
     def is_decoupled(self, name: str, version: int = -1) -> bool:
         model = self._host.acquire_model(name, version)
         try:
-            return bool(model.config.model_transaction_policy.decoupled)
+            return model.answers_decoupled
         finally:
             model.leave()
 

@@ -1,4 +1,4 @@
-"""The nursery's process and the engines it forks: `python -m llmbackend.engine.engine_process CONTROL_FD`.
+"""The nursery's process and the engines it forks: `python -m llmbackend.engine.engine_process CONTROL_FD CONFIG_JSON`.
 
 For: Nursery, which starts it, and ProcessTransport, which speaks with the engine. Does not know: the host, beyond its
 sockets. Invariants: an engine never outlives its host: the lifeline is a socket pair whose other end only the host
@@ -19,46 +19,37 @@ import threading
 
 import msgspec
 import zmq
-from setproctitle import setproctitle
 
 from . import lean_imports
 from .config import EngineConfig
 from .engine_loop import load, run
-from .nursery import Order
 
 LINGER_MS = 1000
-ORDER_BYTES = 64 << 10
+ENDPOINT_BYTES = 4096
 
 
 def main(arguments: list[str]) -> None:
-    """Forks an engine for each order, one after the other, and tells its process id and then its exit status."""
-    (control_fd,) = arguments
+    """Forks an engine for each message, one after the other, and tells its process id and then its exit status."""
+    control_fd, config_json = arguments
+    config = msgspec.json.decode(config_json, type=EngineConfig)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(control_fd))
     control.set_inheritable(False)
+    _import_all_of(config.model)
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, ORDER_BYTES, 2)
-        if not message:
+        endpoint, descriptors, _, _ = socket.recv_fds(control, ENDPOINT_BYTES, 2)
+        if not endpoint:
             return
-        order = msgspec.json.decode(message, type=Order)
-        _name("nursery", order.config)
-        _import_all_of(order.config.model)
         pid = os.fork()
         if pid == 0:
             control.close()
-            _name("engine", order.config)
-            _run_engine(order.config, order.endpoint, *descriptors)
+            _run_engine(config, endpoint.decode(), *descriptors)
             return
         for descriptor in descriptors:
             os.close(descriptor)
         _send(control, pid)
         _send(control, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-
-def _name(role: str, config: EngineConfig) -> None:
-    """What lists of processes show."""
-    setproctitle(f"llmbackend {role} {msgspec.json.encode(config).decode()}")
 
 
 def _import_all_of(model: str) -> None:

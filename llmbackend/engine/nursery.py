@@ -27,14 +27,6 @@ _FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"
 """Neither BLAS threads nor an initialised CUDA driver would survive a fork: the import must make neither."""
 
 
-class Order(msgspec.Struct, frozen=True):
-    """What a nursery's process is asked for: an engine of this config that connects to `endpoint`. Its lifeline and
-    its output come as descriptors."""
-
-    endpoint: str
-    config: EngineConfig
-
-
 class Started(NamedTuple):
     """A nursery's process, and our end of its control socket."""
 
@@ -51,17 +43,19 @@ class Started(NamedTuple):
             self.process.wait()
 
 
-def _start(interpreter: str) -> Started:
+def _start(config: EngineConfig) -> Started:
     """Raises OSError."""
+    program = command(config.engine_python, "llmbackend.engine.engine_process")
+    config_json = msgspec.json.encode(config).decode()
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, contextlib.ExitStack() as on_failure:
         on_failure.callback(control.close)
         process = subprocess.Popen(
-            [*command(interpreter, "llmbackend.engine.engine_process"), str(theirs.fileno())],
+            [*program, str(theirs.fileno()), config_json],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_descriptor(sys.stderr) else subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
-            env=environment(interpreter) | _FORKS_WELL,
+            env=environment(config.engine_python) | _FORKS_WELL,
         )
         on_failure.pop_all()
     return Started(process, control)
@@ -79,9 +73,8 @@ class Nursery:
         goes; returns at once. The caller closes its copies of the descriptors. Raises OSError."""
         if self._started is None or self._started.process.poll() is not None:
             self.close()
-            self._started = _start(self.config.engine_python)
-        order = msgspec.json.encode(Order(endpoint, self.config))
-        socket.send_fds(self._started.control, [order], [lifeline_fd, output_fd])
+            self._started = _start(self.config)
+        socket.send_fds(self._started.control, [endpoint.encode()], [lifeline_fd, output_fd])
         return EngineProcess(*self._started)
 
     def close(self) -> None:

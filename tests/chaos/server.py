@@ -76,7 +76,7 @@ class ServerUnderTest:
         return [process.pid for process, parent in self._processes_of(model) if parent == self.pid]
 
     def _processes_of(self, model: str) -> list[tuple[psutil.Process, int]]:
-        """With their parents' ids. Their title holds the engine's arguments."""
+        """With their parents' ids. Their command line holds the engine's arguments."""
         mark = str(self.fault_directory(model)) + '"'
         found = []
         for child in psutil.Process(self.pid).children(recursive=True):
