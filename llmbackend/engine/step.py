@@ -23,6 +23,9 @@ BROKEN_LOGITS: Final = "the model computed logits that are not finite for this r
 NO_TOKEN: Final = -1
 """What is sampled after a draft whose logits hold a NaN or an infinity."""
 
+PENDING_TOKEN: Final = -2
+"""Stands in table.token_ids for a token that a launched step samples and that nobody has read yet."""
+
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -156,3 +159,24 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Frees memory and threads. Nothing is called after it."""
+
+
+class OverlappingRunner(Runner, Protocol):
+    """A runner whose steps go on while the host prepares the next: for devices that work beside the host.
+
+    Steps run in the order in which they were launched, and a step sees all that earlier ones wrote and sampled: where
+    table.token_ids holds PENDING_TOKEN, the runner takes what it sampled itself. `execute` is `launch` and `collect`,
+    and is called only when nothing is in flight.
+    """
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """How many steps may be launched and not collected; at least 1."""
+
+    def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
+        """Starts a step and returns. All of plan and table that it needs is read before it returns. What it raises is
+        as of `execute`: nothing was launched. Plans have no drafts."""
+
+    def collect(self) -> tuple[int, SampledTokens]:
+        """Waits for the oldest launched step: its id and what it sampled. What it raises is the end of this runner:
+        the device is in an unknown state."""

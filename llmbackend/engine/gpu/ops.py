@@ -1,0 +1,136 @@
+"""What the decoder program asks of an accelerator: a handful of operations on device tensors.
+
+For: the program (program.py), which calls them in the order of the layers. Implementations: triton_ops.py (kernels),
+torch_ops.py (plain torch: the reference, the ablation "fused kernels off", and what runs where Triton does not).
+Does not know: models, requests, streams, graphs. Invariants: an operation allocates nothing that outlives it, never
+waits for the device and reads no device value on the host, so that every one can be captured in a CUDA graph; what a
+row gets depends on that row alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+Activation = Literal["silu", "gelu_tanh"]
+
+PADDING_SLOT = -1
+"""The slot of a token that pads a step to a captured size: its key and value are written nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """The ragged batch of one step, as device tensors of int32.
+
+    rows [n]: row of the row table for each sequence. query_start [n + 1]: its tokens in the flat batch. seq_lens [n]:
+    keys that its last token sees, itself included. token_ids, positions, slots [tokens]. sampled_tokens [samples]:
+    where in the batch the tokens are that samples follow; sampled_rows [samples]: their rows. Padding sequences have
+    one token, seq_len 0, row 0 and slot PADDING_SLOT, and come last; what they compute is never looked at.
+
+    max_query_len, max_seq_len: upper bounds known to the host. Under a captured graph they are the graph's own, so
+    results must not depend on them.
+    """
+
+    rows: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    sampled_tokens: torch.Tensor
+    sampled_rows: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """KV memory of one layer: keys, values [num_blocks, num_kv_heads, block_size, head_dim], in the model's dtype or
+    float8_e4m3fn (stored value = value / scale). What is stored is finite: NaN becomes 0, infinities the largest
+    number, so that a broken request's leftovers cannot turn into NaN in another's output."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """x / sqrt(mean(x²) + eps) * weight, weight float32 [width], computed in float32."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """Shapes of one layer's attention input. q_norm, k_norm: over each head (weight [head_dim]) or, with norm_whole,
+    over all heads together (weight [heads * head_dim]); None: none. cos_sin float32 [max_model_len, rotary_dim]:
+    cosines of the first half, then sines, applied to halves of the first rotary_dim of a head; None: no rotation."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: NormSpec | None
+    k_norm: NormSpec | None
+    norm_whole: bool
+    cos_sin: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttendSpec:
+    """scaling: factor on q·k. window: a query sees this many positions, itself included; 0: all. softcap: scores become
+    softcap * tanh(score / softcap); 0: off. sinks float32 [num_heads]: an extra score per head without a value."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    window: int
+    softcap: float
+    sinks: torch.Tensor | None
+
+
+class Ops(Protocol):
+    """T: tokens of the step, padding included. Activations are in the model's dtype, the residual stream in float32."""
+
+    def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor, factor: float, residual: torch.Tensor) -> None:
+        """residual[t] = embedding[token_ids[t]] * factor. embedding [vocab, width]; residual float32 [T, width]."""
+
+    def residual_norm(
+        self,
+        residual: torch.Tensor,
+        block: torch.Tensor | None,
+        block_norm: NormSpec | None,
+        factor: float,
+        norm: NormSpec | None,
+        out: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        """residual += factor * block_norm(block), if there is a block [T, width]; then out[t] = norm(residual[t]), or
+        the residual itself where norm is None, in out's dtype, if there is an out. tokens int32 [samples]: out has a
+        row for each of these tokens only (the residual is then not changed and block is None)."""
+
+    def rotary_and_write(self, qkv: torch.Tensor, layout: StepLayout, spec: RotarySpec, cache: LayerCache) -> None:
+        """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys and values side by side. Norms and rotates
+        queries in place; norms and rotates keys and writes them and the values to each token's slot
+        (block * block_size + offset)."""
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        layout: StepLayout,
+        block_table: torch.Tensor,
+        spec: AttendSpec,
+        cache: LayerCache,
+        out: torch.Tensor,
+    ) -> None:
+        """Causal attention of each sequence's queries (the first num_heads * head_dim columns of qkv) to the keys and
+        values in its blocks. block_table int32 [max_num_seqs, max_blocks_per_seq], looked up by layout.rows. The query
+        at offset i of n sees keys 0 … seq_len - n + i. out [T, num_heads * head_dim]; padding tokens get zeros."""
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+        """out = activation(gate) * up for gate_up [T, 2 * n], gates in the first half; out [T, n]."""
