@@ -8,6 +8,7 @@ new ones each time. The last two want `--timeout=0`.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Generator, Iterator
@@ -25,6 +26,10 @@ settings.register_profile("suite", _SUITE, phases=(Phase.explicit, Phase.generat
 settings.register_profile("shrink", _SUITE)
 settings.register_profile("search", derandomize=False, deadline=None, max_examples=5000, print_blob=True)
 settings.load_profile("suite")
+
+# Kernels run in Triton's interpreter. Triton reads this when it is imported, which torch's compiler does on its own, so
+# that the conftest beside the tests of kernels would come too late.
+os.environ["TRITON_INTERPRET"] = "1"
 
 
 CONSERVATION = Conservation()
