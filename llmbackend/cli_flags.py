@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from llmbackend.core.messages import ServerOptions
-from llmbackend.core.metrics_options import MetricsOptions, with_metrics_config
+from llmbackend.core.metrics.metrics_options import MetricsOptions, with_metrics_config
 from llmbackend.frontends.doors.exposure import is_loopback
 from llmbackend.frontends.doors.rate_limit import Limits
 from llmbackend.frontends.doors.restrictions import parse_restrictions

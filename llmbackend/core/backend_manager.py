@@ -27,7 +27,7 @@ from .backend_api import (
 )
 from .backend_discovery import PYTHON_BASED_FILE, BackendLocation, find_backend
 from .errors import TritonError, internal, not_found
-from .metric_family import MetricFamilies
+from .metrics.metric_family import MetricFamilies
 from .module_files import import_file
 
 log = logging.getLogger(__name__)

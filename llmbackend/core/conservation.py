@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 
 from .backend_api import MetricFamily, MetricKind
-from .metric_family import MetricFamilies
+from .metrics.metric_family import MetricFamilies
 
 log = logging.getLogger(__name__)
 

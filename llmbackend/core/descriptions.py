@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from tritonclient.grpc.model_config_pb2 import DataType, ModelInput, ModelOutput
 
 from .messages import ModelMetadata, TensorMetadata
-from .model import LoadedModel
+from .models.model import LoadedModel
 from .tensors import DATATYPE_OF_CONFIG_TYPE
 
 EXTENSIONS = (

@@ -14,9 +14,9 @@ from llmbackend.waiting.timer import Timer
 from .caching.cache_slot import CacheSlot
 from .conservation import BreachLog
 from .inner_door import ModelHost
-from .metrics_options import MetricsOptions
-from .rate_limiter import RateLimiter
-from .reaper import Reaper
+from .metrics.metrics_options import MetricsOptions
+from .requests.reaper import Reaper
+from .scheduling.rate_limiter import RateLimiter
 
 
 @dataclass(frozen=True, slots=True)

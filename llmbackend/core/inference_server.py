@@ -25,9 +25,14 @@ from .backend_manager import BackendManager
 from .caching.cache_slot import CacheSlot
 from .conservation import BreachLog, breaches_of
 from .descriptions import EXTENSIONS, describe
-from .draining import cut, wait_until_drained
 from .errors import TritonError, internal, invalid_argument, unavailable
 from .host_services import HostServices
+from .lifecycle.draining import cut, wait_until_drained
+from .lifecycle.model_lifecycle import STOPPING
+from .lifecycle.model_loading import ModelLoader
+from .lifecycle.model_versions import UNLOADED, ModelState
+from .lifecycle.repository_polling import RepositoryPoller
+from .memory.shared_memory import SharedMemory
 from .messages import (
     InferenceHandle,
     InferenceRequest,
@@ -37,17 +42,12 @@ from .messages import (
     ServerMetadata,
     ServerOptions,
 )
-from .metric_family import MetricFamilies
-from .metrics import register_metrics
-from .model import LoadedModel
-from .model_lifecycle import STOPPING
-from .model_loading import ModelLoader
-from .model_repository import DUPLICATE
-from .model_versions import UNLOADED, ModelState
-from .rate_limiter import RateLimiter
-from .reaper import Reaper
-from .repository_polling import RepositoryPoller
-from .shared_memory import SharedMemory
+from .metrics.metric_family import MetricFamilies
+from .metrics.metrics import register_metrics
+from .models.model import LoadedModel
+from .repository.model_repository import DUPLICATE
+from .requests.reaper import Reaper
+from .scheduling.rate_limiter import RateLimiter
 from .startup_tables import log_tables
 from .tracing.manager import TraceManager
 

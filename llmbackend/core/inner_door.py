@@ -16,7 +16,7 @@ from .messages import InferenceHandle, InferenceRequest, LoadParameters
 from .tracing.trace import RequestTrace, child_of
 
 if TYPE_CHECKING:
-    from .model import LoadedModel
+    from .models.model import LoadedModel
 
 
 class ModelHost(Protocol):

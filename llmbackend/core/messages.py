@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from .backend_api import ParameterValue, RequestFlag, ResponseFlag
 from .errors import TritonError
-from .metrics_options import MetricsOptions
-from .rate_limit_resources import RateLimitMode, RateLimitResource
+from .metrics.metrics_options import MetricsOptions
+from .scheduling.rate_limit_resources import RateLimitMode, RateLimitResource
 from .tensors import Place, RawTensor, SharedInput, Tensor
 from .tracing.settings import TraceSettings
 from .tracing.trace import RequestTrace

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from .model_versions import ModelState
+from .lifecycle.model_versions import ModelState
 
 log = logging.getLogger(__name__)
 

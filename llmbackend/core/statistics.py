@@ -16,7 +16,7 @@ from enum import Enum
 
 from tritonclient.grpc.service_pb2 import InferResponseStatistics, ModelStatistics, StatisticDuration
 
-from .latencies import Summaries
+from .metrics.latencies import Summaries
 
 PhaseTimes = tuple[int, int, int, int]
 """exec_start, compute_start, compute_end, exec_end: monotonic ns."""

@@ -16,10 +16,10 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from llmbackend.core.config.model_config import config_to_json
 from llmbackend.core.errors import internal, invalid_argument, unavailable, unsupported
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import ModelIndex, TensorMetadata
-from llmbackend.core.model_config import config_to_json
 
 from .http_errors import JSON, TEXT, error_body, error_response, plain
 from .json_reader import as_bool, as_object, as_string, dump, parse

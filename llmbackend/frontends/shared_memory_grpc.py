@@ -10,7 +10,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.shared_memory import MemoryKind
+from llmbackend.core.memory.shared_memory import MemoryKind
 
 from .grpc_rpc import rpc
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from llmbackend.core.errors import invalid_argument
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.shared_memory import CUDA_HANDLE_BYTES, MemoryKind
+from llmbackend.core.memory.shared_memory import CUDA_HANDLE_BYTES, MemoryKind
 
 from .http_errors import JSON, plain
 from .json_reader import as_object, as_string, as_unsigned, dump, member, parse

@@ -1,6 +1,6 @@
 """Where a tensor lies in shared memory, and how many classes of an output are wanted, as the protocols say it.
 
-For: infer_tensors and grpc_codec. Does not know: regions (core.shared_memory looks at them). Source: the shared memory
+For: infer_tensors and grpc_codec. Does not know: regions (core.memory looks at them). Source: the shared memory
 and classification extensions of KServe v2; texts of Triton's http_server and infer_handler.
 """
 

@@ -15,8 +15,8 @@ from core_host import STAGE, Repository, eventually, send, serving
 
 from llmbackend.backends.ragged import batch_inputs, ragged_input, scattered_output
 from llmbackend.core.backend_api import Tensor
+from llmbackend.core.config.model_config import parse_text
 from llmbackend.core.errors import TritonError
-from llmbackend.core.model_config import parse_text
 
 try:  # before any test: what onnxruntime opens when it is imported stays open
     import onnx

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.core.backend_api import RequestFlag, ResponseFlag
+from llmbackend.core.config.model_config import parse_text, set_defaults
+from llmbackend.core.config.model_config_rules import validate_config
 from llmbackend.core.errors import ErrorCode, TritonError, internal
-from llmbackend.core.infer_request import InferRequest
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.model_config import parse_text, set_defaults
-from llmbackend.core.model_config_rules import validate_config
-from llmbackend.core.reaper import Reaper
-from llmbackend.core.response_channel import ResponseChannel
+from llmbackend.core.requests.infer_request import InferRequest
+from llmbackend.core.requests.reaper import Reaper
+from llmbackend.core.requests.response_channel import ResponseChannel
 from llmbackend.core.scheduling.dynamic_batcher import DynamicBatcher
 from llmbackend.core.scheduling.request_queue import RequestQueue
 from llmbackend.core.scheduling.response_order import ResponseOrder

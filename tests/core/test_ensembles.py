@@ -16,7 +16,7 @@ from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceResponse
-from llmbackend.core.scheduling.step_launcher import StepLauncher
+from llmbackend.core.scheduling.ensembles.step_launcher import StepLauncher
 from llmbackend.core.tensors import Tensor
 
 

@@ -10,12 +10,12 @@ from core_host import ECHO_BACKEND, Repository, eventually, send, serving, x
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from llmbackend.core.config.model_config import config_to_json, parse_json, parse_text
+from llmbackend.core.config.model_config_rules import validate_config
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.load_parameters import check_load_parameters, check_model_name, json_depth
 from llmbackend.core.messages import LoadParameters
-from llmbackend.core.model_config import config_to_json, parse_json, parse_text
-from llmbackend.core.model_config_rules import validate_config
+from llmbackend.core.repository.load_parameters import check_load_parameters, check_model_name, json_depth
 
 CONFIG = '{"backend":"echo"}'
 BAD_NAMES = {

@@ -10,9 +10,9 @@ from core_host import KEEPING_BACKEND, STAGE, Client, Repository, eventually, se
 from sequence_host import NO_IDLENESS, sequences, serving_sequences, step
 
 from llmbackend.core.backend_api import Request, ResponseFlag, Tensor
+from llmbackend.core.config.model_config import parse_text
 from llmbackend.core.errors import TritonError
-from llmbackend.core.model_config import parse_text
-from llmbackend.core.scheduling.sequence_state import StateRules
+from llmbackend.core.scheduling.sequences.sequence_state import StateRules
 from llmbackend.core.tensors import to_wire
 
 # Adds the input's sum to the state and answers with it. An id that ends in "!" sets no state.

@@ -14,12 +14,12 @@ import typer
 from core_host import ECHO_BACKEND, Repository, eventually, send, serving
 
 from llmbackend.cli_flags import MetricsConfigFlags, SharedMemoryFlags
-from llmbackend.core import latencies, machine_metrics
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.latencies import SAMPLES_PER_SLICE, SLICES, Summary
-from llmbackend.core.machine_metrics import CpuMetrics
-from llmbackend.core.metrics_options import DEFAULT_QUANTILES, MetricsOptions, Quantile, with_metrics_config
+from llmbackend.core.metrics import latencies, machine_metrics
+from llmbackend.core.metrics.latencies import SAMPLES_PER_SLICE, SLICES, Summary
+from llmbackend.core.metrics.machine_metrics import CpuMetrics
+from llmbackend.core.metrics.metrics_options import DEFAULT_QUANTILES, MetricsOptions, Quantile, with_metrics_config
 from llmbackend.frontends.prometheus_text import render
 from llmbackend.settings import Endpoint
 

@@ -9,8 +9,7 @@ import pytest
 from core_host import ECHO_BACKEND, Repository, serving
 
 from llmbackend.core.backend_api import InstanceGroupKind
-from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.model_config import (
+from llmbackend.core.config.model_config import (
     config_to_json,
     fill_backend,
     parse_json,
@@ -18,8 +17,9 @@ from llmbackend.core.model_config import (
     set_defaults,
     set_instance_groups,
 )
-from llmbackend.core.model_config_rules import validate_config
-from llmbackend.core.tensor_rules import validate_tensors
+from llmbackend.core.config.model_config_rules import validate_config
+from llmbackend.core.config.tensor_rules import validate_tensors
+from llmbackend.core.errors import ErrorCode, TritonError
 
 IDENTITY = """
 name: "identity" backend: "python" max_batch_size: 8

@@ -12,10 +12,10 @@ from ensemble_host import AB_TO_Y, X_TO_Y, X_TO_YZ, chain, ensemble, part, step,
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.ensemble_rules import validate_scheduling
+from llmbackend.core.config.ensemble_rules import validate_scheduling
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.model_dependencies import circles, in_levels
+from llmbackend.core.repository.model_dependencies import circles, in_levels
 
 
 def states(server: InferenceServer) -> dict[str, str]:

@@ -20,10 +20,11 @@ from core_host import (
     serving,
 )
 
-from llmbackend.core import inference_server, model_lifecycle
+from llmbackend.core import inference_server
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.lifecycle import model_lifecycle
 
 VERSIONED_BACKEND = """
 from core_host import STAGE

@@ -13,7 +13,7 @@ from test_model_lifecycle import VERSIONED_BACKEND, answer, states, write
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import EXPLICIT_ONLY, InferenceServer
-from llmbackend.core.model_repository import ModelRepository
+from llmbackend.core.repository.model_repository import ModelRepository
 
 POLL_S = 0.03
 TAG = 'parameters { key: "tag" value { string_value: "8" } }'

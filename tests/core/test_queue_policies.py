@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.infer_request import InferRequest
 from llmbackend.core.messages import InferenceRequest
-from llmbackend.core.reaper import Reaper
-from llmbackend.core.response_channel import ResponseChannel
+from llmbackend.core.requests.infer_request import InferRequest
+from llmbackend.core.requests.reaper import Reaper
+from llmbackend.core.requests.response_channel import ResponseChannel
 from llmbackend.core.scheduling.priority_queue import PriorityQueue
 from llmbackend.core.statistics import Statistics
 from llmbackend.core.tensors import Tensor

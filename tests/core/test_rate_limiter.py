@@ -17,8 +17,8 @@ from tritonclient.grpc.model_config_pb2 import ModelRateLimiter
 from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.messages import RateLimitResource
-from llmbackend.core.rate_limit_resources import EVERY_DEVICE, GLOBAL, Resources
-from llmbackend.core.rate_limiter import RateLimiter
+from llmbackend.core.scheduling.rate_limit_resources import EVERY_DEVICE, GLOBAL, Resources
+from llmbackend.core.scheduling.rate_limiter import RateLimiter
 from llmbackend.core.tensors import Tensor
 
 # Notes "<model> <id>", and executes until the test opens that gate.

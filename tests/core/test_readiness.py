@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from core_host import STAGE, Repository, eventually, serving
 
-from llmbackend.core import readiness
+from llmbackend.core.models import readiness
 
 STATEFUL_BACKEND = """
 from core_host import STAGE

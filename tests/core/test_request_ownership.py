@@ -66,7 +66,7 @@ def test_a_released_request_gives_nothing_more(keeping: InferenceServer) -> None
 
 
 def keeping_statistics(request: Request) -> None:
-    from llmbackend.core.model_instance import LoadedInstance
+    from llmbackend.core.models.model_instance import LoadedInstance
 
     LoadedInstance.report_statistics(None, request, True, 1, 2, 3, 4)  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.messages import InferenceRequest
-from llmbackend.core.request_validation import BATCH_NOTE, RequestValidator
+from llmbackend.core.requests.request_validation import BATCH_NOTE, RequestValidator
 from llmbackend.core.tensors import RawTensor, Tensor, from_wire, to_wire
 
 NO_ID = "[request id: <id_unknown>] "

@@ -19,13 +19,13 @@ from core_host import STAGE, Client, Repository, eventually, send, serving, x
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbackend.core.batching_rules import validate_response_cache
 from llmbackend.core.caching.local_cache import ENTRY_OVERHEAD_BYTES, LocalCache
 from llmbackend.core.caching.response_cache import CacheKeys, create_cache, pack, unpack
+from llmbackend.core.config.batching_rules import validate_response_cache
+from llmbackend.core.config.model_config import parse_text
 from llmbackend.core.errors import ErrorCode, TritonError, internal
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceResponse
-from llmbackend.core.model_config import parse_text
 from llmbackend.core.tensors import NUMPY_DTYPE, Tensor
 from llmbackend.frontends.prometheus_text import render
 

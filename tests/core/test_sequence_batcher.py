@@ -16,10 +16,10 @@ from core_host import KEEPING_BACKEND, STAGE, Client, Repository, eventually, se
 from sequence_host import CONTROLS, NO_IDLENESS, SHOWING_BACKEND, flags, in_thread, sequences, serving_sequences, step
 
 from llmbackend.core.backend_api import RequestFlag, ResponseFlag
+from llmbackend.core.config.model_config import config_to_json, parse_text, set_defaults
+from llmbackend.core.config.sequence_rules import validate_sequence_batching
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.model_config import config_to_json, parse_text, set_defaults
-from llmbackend.core.sequence_rules import validate_sequence_batching
 from llmbackend.core.tensors import Tensor
 from llmbackend.frontends.prometheus_text import render
 

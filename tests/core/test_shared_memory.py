@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, Client, Repository, eventually, send, serving
 
-from llmbackend.core import shared_memory
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.memory import shared_memory
+from llmbackend.core.memory.shared_memory import DISABLED, MemoryKind, SharedMemory
 from llmbackend.core.messages import InferenceRequest, Place, SharedInput
-from llmbackend.core.shared_memory import DISABLED, MemoryKind, SharedMemory
 from llmbackend.core.tensors import Tensor
 
 SYSTEM, CUDA = MemoryKind.SYSTEM, MemoryKind.CUDA

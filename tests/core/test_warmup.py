@@ -13,9 +13,9 @@ from core_host import STAGE, Repository, eventually, send, serving
 
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.model_versions import ModelState
+from llmbackend.core.lifecycle.model_versions import ModelState
+from llmbackend.core.models.warmup import HANDLES_GRACE_S
 from llmbackend.core.tensors import Tensor, to_wire
-from llmbackend.core.warmup import HANDLES_GRACE_S
 
 # Notes what it executes; the parameter of a model says what else it does.
 WARM_BACKEND = """

@@ -20,8 +20,8 @@ import msgspec
 
 from llmbackend.core.backend_api import ParameterValue
 from llmbackend.core.errors import invalid_argument
-from llmbackend.core.infer_request import InferRequest
 from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.requests.infer_request import InferRequest
 from llmbackend.core.tensors import Tensor, from_wire, to_wire, wire_view
 
 log = logging.getLogger(__name__)

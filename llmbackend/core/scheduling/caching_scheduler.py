@@ -18,9 +18,9 @@ from functools import partial
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.caching.response_cache import CacheKeys, ResponseCache, pack, unpack
 from llmbackend.core.errors import ErrorCode, TritonError, internal, request_tag
-from llmbackend.core.infer_request import InferRequest
 from llmbackend.core.messages import InferenceResponse, ResponseCallback
-from llmbackend.core.response_channel import ChannelOwner
+from llmbackend.core.requests.infer_request import InferRequest
+from llmbackend.core.requests.response_channel import ChannelOwner
 from llmbackend.core.statistics import FailureReason
 
 from .scheduler import Scheduler, SchedulerShell

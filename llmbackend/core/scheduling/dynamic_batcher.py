@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.batch_strategy import BatchStrategy, FormingBatch
-from llmbackend.core.infer_request import InferRequest
+from llmbackend.core.requests.infer_request import InferRequest
 from llmbackend.core.statistics import Statistics
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import LONGEST_SLEEP_S, Timer
 
+from .batch_strategy import BatchStrategy, FormingBatch
 from .equal_inputs import EqualInputs
 from .request_queue import RequestQueue
 

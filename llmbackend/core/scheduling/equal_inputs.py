@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.infer_request import InferRequest
+from llmbackend.core.requests.infer_request import InferRequest
 
 BatchKey = tuple[tuple[str, tuple[int, ...] | None], ...]
 

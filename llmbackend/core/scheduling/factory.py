@@ -12,20 +12,20 @@ from pathlib import Path
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.batch_strategy import BatchStrategy
 from llmbackend.core.host_services import HostServices
-from llmbackend.core.response_channel import ChannelOwner
+from llmbackend.core.requests.response_channel import ChannelOwner
 from llmbackend.core.statistics import Statistics
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Timer
 
+from .batch_strategy import BatchStrategy
 from .caching_scheduler import CachingScheduler
 from .dynamic_batcher import DynamicBatcher
-from .ensemble import EnsembleScheduler
+from .ensembles.ensemble import EnsembleScheduler
 from .request_queue import RequestQueue
 from .response_order import ResponseOrder
 from .scheduler import Scheduler
-from .sequence_batcher import SequenceBatcher
+from .sequences.sequence_batcher import SequenceBatcher
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from llmbackend.core.errors import request_tag, unavailable
-from llmbackend.core.infer_request import InferRequest
+from llmbackend.core.requests.infer_request import InferRequest
 from llmbackend.waiting.deadlines import Deadlines
 from llmbackend.waiting.queue_policy import QueuePolicies, QueuePolicy
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from llmbackend.core.errors import TritonError, cancelled, request_tag, unavailable
-from llmbackend.core.infer_request import InferRequest
+from llmbackend.core.requests.infer_request import InferRequest
 from llmbackend.core.statistics import FailureReason, Statistics
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Timer

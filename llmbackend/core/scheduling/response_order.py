@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from functools import partial
 
 from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.infer_request import InferRequest
 from llmbackend.core.messages import InferenceResponse, ResponseCallback
+from llmbackend.core.requests.infer_request import InferRequest
 
 from .scheduler import BatchSource, Scheduler, SchedulerShell
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from threading import Thread
 from typing import Protocol, runtime_checkable
 
-from llmbackend.core.infer_request import InferRequest
+from llmbackend.core.requests.infer_request import InferRequest
 
 
 class Batches(Protocol):

@@ -1,0 +1,178 @@
+"""Model configurations: reading config.pbtxt and JSON overrides, defaults, and Triton's JSON form of the result.
+
+For: the repository (parse, defaults), model loading (instance groups), frontends (`config_to_json`). Does not know:
+files other than the one it is given, backends. Invariant: a configuration that came through here has a name, a
+backend, a version policy and filled-in defaults. The rules that refuse one are in model_config_rules.
+Source: GetNormalizedModelConfig in Triton's core; golden transcripts 04, 08, 57.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from google.protobuf import json_format, text_format
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from numpy import float32
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
+
+from llmbackend.core.backend_api import InstanceGroupKind
+from llmbackend.core.errors import internal, invalid_argument
+
+from .sequence_rules import set_sequence_defaults
+
+CONFIG_FILE_NAME = "config.pbtxt"
+BACKEND_OF_PLATFORM = {
+    "tensorflow_graphdef": "tensorflow",
+    "tensorflow_savedmodel": "tensorflow",
+    "tensorrt_plan": "tensorrt",
+    "onnxruntime_onnx": "onnxruntime",
+    "pytorch_libtorch": "pytorch",
+}
+"""Platform names from before `backend` existed; they still name a backend."""
+
+PYTHON_MODEL_FILE = "model.py"
+_ERROR_CHARACTERS = 500
+
+
+def parse_text(text: str, source: str) -> ModelConfig:
+    """The ModelConfig of a text-format protobuf. INTERNAL error naming `source`, line, column and field."""
+    config = ModelConfig()
+    try:
+        text_format.Parse(text, config)
+    except (text_format.ParseError, ValueError, RecursionError) as error:
+        raise internal(f"failed to read text proto from {source}: {_first_line(error)}") from None
+    return config
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The configuration in a config.pbtxt. Raises TritonError INTERNAL when it can not be read or parsed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise internal(f"failed to read {path}: {error}") from None
+    return parse_text(text, str(path))
+
+
+def parse_json(text: str | bytes) -> ModelConfig:
+    """The ModelConfig of a load override. Raises TritonError INVALID_ARG naming what is wrong."""
+    config = ModelConfig()
+    try:
+        # orjson, which refuses what the protobuf library cannot hold: lone surrogates, NaN.
+        json_format.ParseDict(orjson.loads(text), config)
+    except (ValueError, AttributeError, TypeError, RecursionError, json_format.ParseError) as error:
+        raise invalid_argument(f"Invalid config override: {_first_line(error)}") from None
+    return config
+
+
+def _first_line(error: BaseException) -> str:
+    """A parser quotes what it was given, which may be megabytes."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:_ERROR_CHARACTERS]
+
+
+def fill_backend(config: ModelConfig, model_directory: Path) -> None:
+    """Fills `backend` (from the platform's old name, or from a model.py) and `default_model_filename`."""
+    if not config.backend:
+        config.backend = BACKEND_OF_PLATFORM.get(config.platform, "")
+    has_python_file = any(model_directory.glob(f"*/{PYTHON_MODEL_FILE}"))
+    if not config.backend and not config.platform and has_python_file:
+        config.backend = "python"
+    if config.backend == "python" and not config.default_model_filename:
+        config.default_model_filename = PYTHON_MODEL_FILE
+
+
+def set_defaults(config: ModelConfig) -> None:
+    """The defaults that Triton shows in /config; instance groups are `set_instance_groups`."""
+    if not config.version_policy.WhichOneof("policy_choice"):
+        config.version_policy.latest.num_versions = 1
+    if not config.HasField("ensemble_scheduling"):
+        config.optimization.input_pinned_memory.enable = True
+        config.optimization.output_pinned_memory.enable = True
+    if config.HasField("dynamic_batching"):
+        batching = config.dynamic_batching
+        if not batching.preferred_batch_size and config.max_batch_size > 0:
+            batching.preferred_batch_size.append(config.max_batch_size)
+    set_sequence_defaults(config)
+
+
+def set_instance_groups(config: ModelConfig, preferred: Sequence[tuple[InstanceGroupKind, int]]) -> None:
+    """Names, kinds and counts of instance groups; `preferred` is what the backend asks for when the model names none.
+
+    A model without groups gets one named as the model; a group without a name becomes `<model>_<index>`.
+    An ensemble has none.
+    """
+    if config.HasField("ensemble_scheduling"):
+        return
+    if not config.instance_group:
+        for kind, count in preferred:
+            config.instance_group.add(kind=ModelInstanceGroup.Kind.Value(kind.value), count=count)
+        if not config.instance_group:
+            config.instance_group.add(name=config.name)
+    for index, group in enumerate(config.instance_group):
+        group.name = group.name or f"{config.name}_{index}"
+        group.count = max(group.count, 1)
+        if group.kind == ModelInstanceGroup.KIND_AUTO:
+            group.kind = ModelInstanceGroup.KIND_GPU if group.gpus else ModelInstanceGroup.KIND_CPU
+
+
+def merge_auto_complete(config: ModelConfig, proposed: ModelConfig) -> None:
+    """Takes from a backend's auto-completed configuration what Triton takes: max_batch_size, input, output, the
+    scheduling choice if none is set, and model_transaction_policy."""
+    config.max_batch_size = proposed.max_batch_size
+    del config.input[:]
+    config.input.extend(proposed.input)
+    del config.output[:]
+    config.output.extend(proposed.output)
+    if config.WhichOneof("scheduling_choice") is None:
+        choice = proposed.WhichOneof("scheduling_choice")
+        if choice is not None:
+            getattr(config, choice).CopyFrom(getattr(proposed, choice))
+    if proposed.HasField("model_transaction_policy"):
+        config.model_transaction_policy.CopyFrom(proposed.model_transaction_policy)
+    set_defaults(config)
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """Triton's JSON of a configuration: fields in order of declaration, scalars always present, 64-bit integers as
+    numbers, enums by name, sub-messages only when set."""
+    return _message_to_json(config)
+
+
+def _message_to_json(message: Message) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    descriptor: Any
+    for descriptor in message.DESCRIPTOR.fields:
+        if descriptor.has_presence and not message.HasField(descriptor.name):
+            continue
+        value = getattr(message, descriptor.name)
+        if _is_map(descriptor):
+            value_field = descriptor.message_type.fields_by_name["value"]
+            result[descriptor.name] = {str(key): _value_to_json(value_field, value[key]) for key in sorted(value)}
+        elif descriptor.is_repeated:
+            result[descriptor.name] = [_value_to_json(descriptor, item) for item in value]
+        else:
+            result[descriptor.name] = _value_to_json(descriptor, value)
+    return result
+
+
+def _is_map(descriptor: Any) -> bool:
+    return bool(descriptor.message_type is not None and descriptor.message_type.GetOptions().map_entry)
+
+
+def _value_to_json(descriptor: Any, value: Any) -> Any:
+    if descriptor.message_type is not None:
+        return _message_to_json(value)
+    if descriptor.enum_type is not None:
+        return descriptor.enum_type.values_by_number[value].name
+    if isinstance(value, float):
+        return _float_to_json(value, descriptor.type == FieldDescriptor.TYPE_FLOAT)
+    return value
+
+
+def _float_to_json(value: float, is_single: bool) -> float:
+    """The shortest number of its precision, without a fraction where it has none, as Triton prints it."""
+    shortest = float(str(float32(value))) if is_single else value
+    return int(shortest) if shortest.is_integer() else shortest

@@ -1,0 +1,1 @@
+"""From what should be loaded to what serves: loads, unloads, versions and their states."""

@@ -1,0 +1,94 @@
+"""Model control mode `poll`: what changes in the repositories is loaded, reloaded and unloaded by itself.
+
+For: the server. Does not know: how a model is loaded. Invariants: one poll at a time, the next one `interval_s` after
+the last one ended; a change that can not be loaded leaves what serves alone and is tried again at the next poll, as in
+Triton; a repository that can not be read changes nothing. Source: PollAndUpdate in Triton's core; golden transcript 56.
+(Triton unloads the models of a repository that it can not read.)
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmbackend.core.errors import TritonError
+from llmbackend.core.repository.model_files import ModelSource
+
+from .model_loading import ModelLoader
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """load: names of models that are new or differ from what serves. unload: keys of models that are gone, or that are
+    in several repositories now."""
+
+    load: Sequence[str]
+    unload: Sequence[str]
+
+
+def find_changes(loader: ModelLoader) -> Changes:
+    """Raises OSError when a repository can not be read."""
+    listing = loader.repository.listing()
+    single = {key: sources[0] for key, sources in listing.items() if len(sources) == 1}
+    for key, sources in listing.items():
+        if len(sources) > 1:
+            log.error("failed to poll model '%s': not unique across all model repositories", key)
+    gone = [key for key in loader.names.known() if key not in single]
+    return Changes(_changed(loader, single), gone)
+
+
+def _changed(loader: ModelLoader, sources: Mapping[str, ModelSource]) -> list[str]:
+    names: dict[str, None] = {}
+    for source in sources.values():
+        try:
+            if not loader.is_current(source):
+                names[source.name] = None
+        except TritonError:
+            log.debug("model '%s' can not be read; it is looked at again at the next poll", source.key)
+    return list(names)
+
+
+class RepositoryPoller:
+    """Polls on a thread of its own between `start` and `stop`: a load may take minutes, the host's timer may not."""
+
+    def __init__(self, loader: ModelLoader, interval_s: float) -> None:
+        self._loader = loader
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="repository-poll", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begins no further poll; one under way ends when its loads do."""
+        self._stopped.set()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def poll(self) -> None:
+        """Brings what serves in line with the repositories; errors go to the log."""
+        try:
+            changes = find_changes(self._loader)
+        except OSError as error:
+            log.error("failed to poll model repository '%s': %s", error.filename, error.strerror)
+            return
+        for key in changes.unload:
+            self._loader.unload_key(key)
+        for failure in self._loader.load_together(dict.fromkeys(changes.load)).values():
+            if not self._stopped.is_set():
+                log.error("%s", failure)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            try:
+                self.poll()
+            except Exception:
+                log.exception("polling the model repositories failed")

@@ -1,0 +1,169 @@
+"""How long requests of one model version took: a histogram of the time to the first response, and summaries.
+
+For: LoadedModel (it owns them), Statistics (it reports each success) and the collectors of the registry. Does not know:
+Prometheus' text. Invariants: what is switched off is not there and costs nothing; memory is bounded however many
+requests come. Source: first response histogram and summaries of Triton's metric_model_reporter.cc. By design different:
+prometheus-cpp estimates quantiles over the last minute with a stream algorithm; here they are exact over that minute up
+to SAMPLES_PER_SLICE requests in each fifth of it, and from a uniform sample of so many beyond.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import math
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.messages import InferenceResponse, ResponseCallback
+
+from .metrics_options import MetricsOptions
+
+log = logging.getLogger(__name__)
+
+FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+DEFAULT_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
+WINDOW_S = 60.0
+SLICES = 5
+SAMPLES_PER_SLICE = 2000
+
+
+class Latencies:
+    """What the server's options and the model's configuration ask for; None is switched off."""
+
+    def __init__(self, config: ModelConfig, options: MetricsOptions) -> None:
+        buckets = _buckets(config)
+        is_streaming = config.model_transaction_policy.decoupled
+        self.first_response = Histogram(buckets) if options.histogram_latencies and is_streaming else None
+        self.summaries = Summaries() if options.summary_latencies else None
+
+
+def _buckets(config: ModelConfig) -> Sequence[float]:
+    """Of the histogram, from `model_metrics`; WARNS of families that can not be changed."""
+    buckets: Sequence[float] = DEFAULT_BUCKETS_MS
+    for control in config.model_metrics.metric_control:
+        family = control.metric_identifier.family
+        if family == FIRST_RESPONSE:
+            buckets = sorted({bound for bound in control.histogram_options.buckets if math.isfinite(bound)})
+        else:
+            log.warning(
+                "Metric family '%s' in 'metric_identifier' is not a customizable metric in Triton core.", family
+            )
+    return buckets
+
+
+class Histogram:
+    """Counts of values by upper bound. Any thread."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = (*bounds, math.inf)
+        self._lock = threading.Lock()
+        self._counts = [0] * len(self.bounds)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        with self._lock:
+            self._counts[bisect.bisect_left(self.bounds, value)] += 1
+            self._sum += value
+
+    def snapshot(self) -> tuple[list[int], float]:
+        """Counts of each bucket alone, and the sum of all values."""
+        with self._lock:
+            return list(self._counts), self._sum
+
+
+class FirstResponse:
+    """A response callback that tells a histogram, in whole milliseconds, when the first response comes."""
+
+    __slots__ = ("_callback", "_histogram", "_start_ns")
+
+    def __init__(self, callback: ResponseCallback, histogram: Histogram) -> None:
+        self._callback = callback
+        self._histogram: Histogram | None = histogram
+        self._start_ns = time.monotonic_ns()
+
+    def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        if self._histogram is not None and response is not None:
+            self._histogram.observe((time.monotonic_ns() - self._start_ns) // 1_000_000)
+            self._histogram = None
+        self._callback(response, flags)
+
+
+class Summaries:
+    """Of a model's successful requests, in microseconds."""
+
+    def __init__(self) -> None:
+        self.request = Summary()
+        self.queue = Summary()
+        self.compute_input = Summary()
+        self.compute_infer = Summary()
+        self.compute_output = Summary()
+        self.cache_hit = Summary()
+        self.cache_miss = Summary()
+
+    def observe_success(self, duration_ns: int, queue_ns: int, times_ns: tuple[int, int, int, int]) -> None:
+        """`times_ns` are the begins and the end of the three phases of Execute."""
+        self.request.observe(duration_ns // 1000)
+        self.queue.observe(queue_ns // 1000)
+        phases = (self.compute_input, self.compute_infer, self.compute_output)
+        for phase, (begin_ns, end_ns) in zip(phases, itertools.pairwise(times_ns), strict=True):
+            phase.observe((end_ns - begin_ns) // 1000)
+
+
+class Summary:
+    """Count and sum since the start, and the values of the last minute. Any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._count = 0
+        self._sum = 0.0
+        self._slices: deque[_Slice] = deque(maxlen=SLICES)
+        self._random = random.Random(0)
+
+    def observe(self, value: float) -> None:
+        with self._lock:
+            self._count += 1
+            self._sum += value
+            self._current().add(value, self._random)
+
+    def snapshot(self, quantiles: Sequence[float]) -> tuple[int, float, list[float]]:
+        """The count, the sum, and the quantiles (NaN when nothing came)."""
+        with self._lock:
+            oldest_s = self._clock() - WINDOW_S
+            values = [value for each in self._slices if each.begin_s > oldest_s for value in each.values]
+            count, total = self._count, self._sum
+        if not values:
+            return count, total, [math.nan] * len(quantiles)
+        # The smallest value that so many are not above: one that was measured.
+        return count, total, np.quantile(values, list(quantiles), method="inverted_cdf").tolist()
+
+    def _current(self) -> _Slice:
+        now_s = self._clock()
+        if not self._slices or now_s >= self._slices[-1].begin_s + WINDOW_S / SLICES:
+            self._slices.append(_Slice(now_s))
+        return self._slices[-1]
+
+
+class _Slice:
+    """A uniform sample of the values of some seconds (reservoir sampling)."""
+
+    def __init__(self, begin_s: float) -> None:
+        self.begin_s = begin_s
+        self.values: list[float] = []
+        self._seen = 0
+
+    def add(self, value: float, source: random.Random) -> None:
+        self._seen += 1
+        if len(self.values) < SAMPLES_PER_SLICE:
+            self.values.append(value)
+        elif (index := source.randrange(self._seen)) < SAMPLES_PER_SLICE:
+            self.values[index] = value

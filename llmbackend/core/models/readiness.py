@@ -1,0 +1,90 @@
+"""Why a model version is not ready, asked of its backend within bounded time.
+
+For: the answers to ready and index questions. Does not know: what makes a backend ready. Invariants: an answer takes at
+most ANSWER_TIMEOUT_S, also when the backend hangs, and a backend that hangs is asked by one thread, not by one per
+question; a change is logged once, not once per question. Source: TRITONBACKEND_ModelInstanceReady; Triton itself calls
+it on the thread of the question, and hangs with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from llmbackend.core.errors import TritonError
+
+log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 1.0
+
+
+class _Question:
+    """One call of the backend, on a thread of its own; all who ask meanwhile share its answer."""
+
+    def __init__(self, ask: Callable[[], None], name: str) -> None:
+        self._answered = threading.Event()
+        self._reason = ""
+        self._deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+        threading.Thread(target=self._run, args=(ask,), name=f"ready-{name}", daemon=True).start()
+
+    def _run(self, ask: Callable[[], None]) -> None:
+        try:
+            ask()
+        except TritonError as error:
+            self._reason = error.message or error.status
+        self._answered.set()
+
+    @property
+    def is_answered(self) -> bool:
+        return self._answered.is_set()
+
+    def answer(self) -> str:
+        """The backend's reason, "" = ready."""
+        if self._answered.wait(max(self._deadline_s - time.monotonic(), 0.0)):
+            return self._reason
+        return f"its backend has not said within {ANSWER_TIMEOUT_S:g} s whether it is ready"
+
+
+class Readiness:
+    """Of one model version."""
+
+    def __init__(self, name: str, version: int) -> None:
+        self._name = name
+        self._version = version
+        self._lock = threading.Lock()
+        self._question: _Question | None = None
+        self._logged = ""
+        self._closed = False
+
+    def reason(self, ask: Callable[[], None]) -> str:
+        """Why the version is not ready; "" when it is. `ask` raises TritonError when it is not; it is called on another
+        thread, and not kept."""
+        with self._lock:
+            if self._closed:
+                return "it is being unloaded"
+            if self._question is None or self._question.is_answered:
+                self._question = _Question(ask, self._name)
+            question = self._question
+        reason = question.answer()
+        self._log_change(reason)
+        return reason
+
+    def close(self) -> None:
+        """Asks no more, and lets a question under way end, so that nobody asks an instance that is finalised."""
+        with self._lock:
+            self._closed = True
+            question = self._question
+        if question is not None:
+            question.answer()
+
+    def _log_change(self, reason: str) -> None:
+        with self._lock:
+            if reason == self._logged:
+                return
+            self._logged = reason
+        if reason:
+            log.warning("model '%s' version %d is not ready: %s", self._name, self._version, reason)
+        else:
+            log.info("model '%s' version %d is ready again", self._name, self._version)

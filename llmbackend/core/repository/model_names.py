@@ -1,0 +1,75 @@
+"""Which models a name stands for: one, or with --model-namespacing one in each repository.
+
+For: the server, where clients know models by their plain names. Does not know: repositories, states. Invariants:
+without namespacing a model's key is its name, and every name stands for itself; with it, a name stands for the models
+that were read from a repository and not unloaded since. Source: ModelIdentifier and FindModelIdentifier in Triton's
+core. Triton's protocols can not name a namespace, so a name that several models share can be listed, loaded and
+unloaded, but not asked; a key is understood wherever a name is, which ensembles use.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from llmbackend.core.errors import invalid_argument, not_found, shown_name
+
+SEPARATOR = "::"
+
+
+def identifier(namespace: str, name: str) -> str:
+    """The key of a model: what tells it from all others, in the log too."""
+    return f"{namespace}{SEPARATOR}{name}" if namespace else name
+
+
+class ModelNames:
+    """Any thread."""
+
+    def __init__(self, is_namespacing: bool) -> None:
+        self.is_namespacing = is_namespacing
+        self._lock = threading.Lock()
+        self._names: dict[str, str] = {}
+        self._keys: dict[str, set[str]] = {}
+
+    def add(self, name: str, key: str) -> None:
+        with self._lock:
+            self._names[key] = name
+            self._keys.setdefault(name, set()).add(key)
+
+    def discard(self, key: str) -> None:
+        with self._lock:
+            name = self._names.pop(key, None)
+            if name is not None:
+                self._keys[name].discard(key)  # an empty set stays: the name was known
+
+    def known(self) -> list[str]:
+        """The keys of all models that were read and not unloaded."""
+        with self._lock:
+            return sorted(self._names)
+
+    def plain(self, key: str) -> str:
+        """The name behind a key, known or not."""
+        return key.rpartition(SEPARATOR)[2] if self.is_namespacing else key
+
+    def keys(self, name: str) -> list[str]:
+        """The models that `name`, which may be a key, stands for."""
+        if not self.is_namespacing:
+            return [name]
+        with self._lock:
+            return [name] if name in self._names else sorted(self._keys.get(name, ()))
+
+    def key(self, name: str) -> str:
+        """The one model of that name. Raises TritonError with Triton's texts when it is not one: INVALID_ARG, or
+        NOT_FOUND for one that was unloaded."""
+        if not self.is_namespacing:
+            return name
+        keys = self.keys(name)
+        if not keys and name in self._keys:
+            raise not_found(f"Identifier of model '{name}' is not found in global map")
+        if not keys:
+            raise invalid_argument(f"Request for unknown model: '{shown_name(name)}' is not found")
+        if len(keys) > 1:
+            raise invalid_argument(
+                f"There are {len(keys)} identifiers of model '{shown_name(name)}' in global map, model namespace must "
+                f"be provided to resolve ambiguity."
+            )
+        return keys[0]

@@ -1,0 +1,253 @@
+"""Checks a request against its model's configuration, with the order and the texts of Triton's core.
+
+For: turning what a frontend hands over into the tensors a backend may rely on. Does not know: queues, responses.
+Invariant: what comes out has only known inputs, with the configured datatypes and shapes, and data of exactly that
+size.
+Source: PrepareForInference in Triton's core; golden transcripts 11 to 13, 30, 31.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput
+
+from llmbackend.core.errors import TritonError, invalid_argument, request_tag
+from llmbackend.core.messages import InferenceRequest
+from llmbackend.core.tensors import (
+    DATATYPE_OF_CONFIG_TYPE,
+    NUMPY_DTYPE,
+    RawTensor,
+    Tensor,
+    element_count,
+    from_wire,
+    split_strings,
+)
+
+from .reshape import input_reshapes, reshaped_inputs
+
+AnyTensor = Tensor | RawTensor
+RAW_INPUT_NAME = "raw_input"
+BATCH_NOTE = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
+    "input shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
+    "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """`inputs` by name, `requested_outputs` sorted and never empty unless the model has none; batch_size 0 = no
+    batching.
+    """
+
+    inputs: Mapping[str, Tensor]
+    requested_outputs: tuple[str, ...]
+    batch_size: int
+
+
+class RequestValidator:
+    """The rules of one model version, read once from its configuration."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._model = config.name
+        self._max_batch_size = config.max_batch_size
+        self._inputs: dict[str, ModelInput] = {item.name: item for item in config.input}
+        self._required = {item.name for item in config.input if not item.optional}
+        self._outputs = tuple(sorted(item.name for item in config.output))
+        self._reshapes = input_reshapes(config)
+
+    def validate(self, request: InferenceRequest) -> ValidRequest:
+        """Raises TritonError INVALID_ARG with Triton's text for the first rule that is broken."""
+        tag = request_tag(request.id)
+        tensors, names = self._tensors_by_name(request, tag)
+        outputs = self._requested_outputs(request.requested_outputs)
+        self._check_input_count(tensors, tag)
+        batch_size = self._batch_size(tensors, tag)
+        for name, tensor in tensors.items():
+            self._check_type_and_shape(self._inputs[name], tensor, tag)
+        inputs: Mapping[str, Tensor] = {
+            name: self._sized(tensors[name], batch_size, names.get(name, name), tag) for name in tensors
+        }
+        if self._reshapes:
+            inputs = reshaped_inputs(self._reshapes, inputs)
+        return ValidRequest(inputs, outputs, batch_size)
+
+    def _tensors_by_name(self, request: InferenceRequest, tag: str) -> tuple[dict[str, AnyTensor], dict[str, str]]:
+        """The tensors in order of name, and the names that errors use where they differ."""
+        if request.raw_input is not None:
+            deduced = self._deduce_raw(request, request.raw_input, tag)
+            return {deduced.name: deduced}, {deduced.name: RAW_INPUT_NAME}
+        tensors: dict[str, AnyTensor] = {}
+        for tensor in sorted(request.inputs, key=lambda item: item.name):
+            if tensor.name in tensors:
+                raise invalid_argument(f"{tag}input '{tensor.name}' already exists in request")
+            tensors[tensor.name] = tensor
+        return tensors, {}
+
+    def _deduce_raw(self, request: InferenceRequest, raw: bytes, tag: str) -> RawTensor:
+        found = len(request.inputs) + 1
+        if found != 1 or len(self._inputs) != 1:
+            raise invalid_argument(
+                f"{tag}Raw request must only have 1 input (found {found}) to be deduced but got {len(self._inputs)} "
+                f"inputs in '{self._model}' model configuration"
+            )
+        (config,) = self._inputs.values()
+        datatype = _datatype(config)
+        shape = list(config.dims)
+        if shape.count(-1) > 1:
+            raise invalid_argument(
+                f"{tag}The shape of the raw input '{config.name}' can not be deduced because there are more than one "
+                f"variable-sized dimension"
+            )
+        known = element_count(tuple(dim for dim in shape if dim != -1))
+        if datatype == "BYTES":
+            if known != 1:
+                raise invalid_argument(
+                    f"{tag}For BYTE datatype raw input '{config.name}', the model must have input shape [1]"
+                )
+            raw = struct.pack("<I", len(raw)) + raw
+        element_bytes = max(known * NUMPY_DTYPE[datatype].itemsize, 1)
+        deduced = 1 if datatype == "BYTES" else len(raw) // element_bytes
+        dims = [deduced if dim == -1 else dim for dim in shape]
+        return RawTensor(config.name, datatype, tuple([1, *dims] if self._max_batch_size else dims), raw)
+
+    def _requested_outputs(self, requested: Sequence[str]) -> tuple[str, ...]:
+        if not requested:
+            return self._outputs
+        for name in requested:
+            if name not in self._outputs:
+                raise invalid_argument(f"unexpected inference output '{name}' for model '{self._model}'")
+        return tuple(sorted(set(requested)))
+
+    def _check_input_count(self, tensors: Mapping[str, AnyTensor], tag: str) -> None:
+        missing = [name for name in self._inputs if name in self._required and name not in tensors]
+        unknown = next((name for name in tensors if name not in self._inputs), None)
+        total, required, got = len(self._inputs), len(self._required), len(tensors)
+        if required <= got <= total and unknown is not None:
+            raise invalid_argument(f"unexpected inference input '{unknown}' for model '{self._model}'")
+        if required <= got <= total and not missing:
+            return
+        expected = f"{total}" if total == required else f"number of inputs between {required} and {total}"
+        # With nothing missing Triton prints "]" alone, and clients' tests compare the text.
+        missing_text = f"[{_quoted(missing)}]" if missing else "]"
+        raise invalid_argument(
+            f"{tag}expected {expected}{' inputs' if total == required else ''} but got {got} inputs for model "
+            f"'{self._model}'. Got input(s) [{_quoted(tensors)}], but missing required input(s) {missing_text}. "
+            f"Please provide all required input(s)."
+        )
+
+    def _batch_size(self, tensors: Mapping[str, AnyTensor], tag: str) -> int:
+        """The common first dimension, 0 for a model that does not batch."""
+        batch_size: int | None = None
+        if not self._max_batch_size:
+            return 0
+        for name, tensor in tensors.items():
+            if not tensor.shape:
+                raise invalid_argument(
+                    f"{tag}input '{name}' has no shape but model requires batch dimension for '{self._model}'"
+                )
+            if batch_size is not None and tensor.shape[0] != batch_size:
+                raise invalid_argument(
+                    f"{tag}input '{name}' batch size does not match other inputs for '{self._model}'"
+                )
+            batch_size = tensor.shape[0]
+        if batch_size is not None and batch_size > self._max_batch_size:
+            raise invalid_argument(
+                f"{tag}inference request batch-size must be <= {self._max_batch_size} for '{self._model}'"
+            )
+        return batch_size or 0
+
+    def _check_type_and_shape(self, config: ModelInput, tensor: AnyTensor, tag: str) -> None:
+        expected = _datatype(config)
+        if tensor.datatype != expected:
+            datatype = tensor.datatype if tensor.datatype in NUMPY_DTYPE else "<invalid>"
+            raise invalid_argument(
+                f"{tag}inference input '{config.name}' data-type is '{datatype}', but model '{self._model}' "
+                f"expects '{expected}'"
+            )
+        shape = tensor.shape[1:] if self._max_batch_size else tensor.shape
+        if len(shape) == len(config.dims) and min(shape, default=0) < 0:
+            raise invalid_argument(
+                f"{tag}All input dimensions should be specified for input '{config.name}' for model "
+                f"'{self._model}', got {_dims(tensor.shape)}"
+            )
+        if len(shape) != len(config.dims) or any(
+            want not in (-1, got) for want, got in zip(config.dims, shape, strict=True)
+        ):
+            full = [-1, *config.dims] if self._max_batch_size else config.dims
+            raise invalid_argument(
+                f"{tag}unexpected shape for input '{config.name}' for model '{self._model}'. Expected {_dims(full)}, "
+                f"got {_dims(tensor.shape)}. {BATCH_NOTE if self._max_batch_size else ''}"
+            )
+
+    def _sized(self, tensor: AnyTensor, batch_size: int, shown_name: str, tag: str) -> Tensor:
+        if tensor.datatype == "BYTES":
+            self._check_strings(tensor, shown_name, tag)
+        else:
+            got = len(tensor.raw) if isinstance(tensor, RawTensor) else tensor.data.nbytes
+            expected = NUMPY_DTYPE[tensor.datatype].itemsize
+            if self._max_batch_size:
+                # An unsigned 32-bit batch size of at least one, as in Triton: golden 13 ([0,4]) and 31 ([-1,4]).
+                expected *= max(batch_size & 0xFFFFFFFF, 1) * element_count(tensor.shape[1:])
+            else:
+                expected *= element_count(tensor.shape)
+            if got != expected:
+                raise invalid_argument(
+                    f"{tag}input byte size mismatch for input '{shown_name}' for model '{self._model}'. "
+                    f"Expected {expected}, got {got}"
+                )
+        if isinstance(tensor, Tensor):
+            return tensor
+        return from_wire(tensor.name, tensor.datatype, tensor.shape, tensor.raw)
+
+    def _check_strings(self, tensor: AnyTensor, shown_name: str, tag: str) -> None:
+        shape = tensor.shape
+        if self._max_batch_size:
+            shape = (max(shape[0] & 0xFFFFFFFF, 1), *shape[1:])
+        expected = element_count(shape)
+        if isinstance(tensor, Tensor):
+            got, error = tensor.data.size, None
+        else:
+            got, error = self._count_strings(tensor, shown_name, tag)
+        if got == expected and error is None:
+            return
+        if got != expected:
+            error = invalid_argument(
+                f"{tag}expected {expected} string elements for inference input '{shown_name}' for model "
+                f"'{self._model}', got {got}"
+            )
+        assert error is not None
+        raise error
+
+    def _count_strings(self, tensor: RawTensor, shown_name: str, tag: str) -> tuple[int, TritonError | None]:
+        """The elements that `raw` begins, and the error of a last one cut short. Raises for a length cut short."""
+        elements, offset = split_strings(tensor.raw, len(tensor.raw))
+        rest = len(tensor.raw) - offset
+        if rest == 0:
+            return len(elements), None
+        if rest < 4:
+            raise invalid_argument(
+                f"{tag}incomplete string length indicator for inference input '{shown_name}' for model "
+                f"'{self._model}', expecting 4 bytes but only {rest} bytes available. Please make sure the string "
+                f"length indicator is in one buffer."
+            )
+        (length,) = struct.unpack_from("<I", tensor.raw, offset)
+        return len(elements) + 1, invalid_argument(
+            f"incomplete string data for inference input '{shown_name}', expecting string of length {length} but "
+            f"only {rest - 4} bytes available"
+        )
+
+
+def _datatype(config: ModelInput) -> str:
+    return DATATYPE_OF_CONFIG_TYPE[DataType.Name(config.data_type)]
+
+
+def _dims(shape: Sequence[int]) -> str:
+    return f"[{','.join(str(dim) for dim in shape)}]"
+
+
+def _quoted(names: Sequence[str] | Mapping[str, AnyTensor]) -> str:
+    return ",".join(f"'{name}'" for name in names)

@@ -1,0 +1,1 @@
+"""The scheduler of ensembles: a request's tensors flow from model to model."""
