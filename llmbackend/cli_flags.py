@@ -46,7 +46,9 @@ class ModelFlags:
     ] = ""
     model_name: Annotated[str, typer.Option(help="The name that --model is served as; default: its last part.")] = ""
     dtype: Annotated[str, typer.Option(help="For --model: auto, float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str, typer.Option(help="For --model: cpu, cuda or cuda:N.")] = "cpu"
+    device: Annotated[str, typer.Option(help="For --model: cpu, cuda, cuda:N, or auto: a GPU where there is one.")] = (
+        "auto"
+    )
     max_model_len: Annotated[int, typer.Option(help="For --model: context limit in tokens; 0 = the model's.")] = 0
     model_control_mode: Annotated[str, typer.Option(help="none, poll or explicit.")] = "none"
     repository_poll_secs: Annotated[float, typer.Option(min=0, help="Mode poll: seconds between looks; 0 = none.")] = (

@@ -214,7 +214,7 @@ def single_model_repository(model: str, name: str, dtype: str, device: str, max_
     version = repository / served_name / "1"
     version.mkdir(parents=True)
     arguments: dict[str, object] = {"model": str(path.resolve()) if path.exists() else model, "dtype": dtype}
-    arguments |= {"device": device} if device != "cpu" else {}
+    arguments |= {"device": device} if device != "auto" else {}
     arguments |= {"max_model_len": max_model_len} if max_model_len else {}
     (version / "model.json").write_text(json.dumps(arguments))
     (version.parent / "config.pbtxt").write_text('backend: "llm"\n')

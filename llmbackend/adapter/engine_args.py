@@ -3,8 +3,8 @@
 For: one frozen EngineConfig per model instance. Does not know: requests, running engines. Invariant: no argument is
 dropped in silence; each is used, or accepted with a warning because it has no meaning here, or refused by name.
 Order, later wins: defaults · the version directory's checkpoint · a MindIE config.json (`engine_config_path`) · the
-version directory's `model.json` (vLLM's engine arguments, as vllm_backend reads them) · config.pbtxt `parameters` ·
-instance kind.
+version directory's `model.json` (vLLM's engine arguments, as vllm_backend reads them) · config.pbtxt `parameters`.
+What is the instance's own, its device, is device_placement.py's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from llmbackend.core.backend_api import InstanceGroupKind, Model, ModelInstance, invalid_argument, shown
+from llmbackend.core.backend_api import Model, invalid_argument, shown
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
 
 from . import tensorrtllm_parameters
+from .device_placement import AUTO
 from .tensor_schemas import PARAMETER as TENSOR_SCHEMA
 from .tensor_schemas import is_tensorrtllm
 from .vllm_engine_args import NO_EFFECT, ONLY_VALUE
@@ -39,7 +40,6 @@ _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
 _VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"auto": "safetensors"},
-    "device": {"auto": "cpu"},
 }
 _TRITON_PARAMETERS: dict[str, str] = {
     "REPORT_CUSTOM_METRICS": "the engine's metrics are always reported",
@@ -66,7 +66,7 @@ _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
-    """engine: the arguments of every instance, before its kind decides the device.
+    """engine: the arguments of every instance, before its kind decides the device (DevicePlacement).
 
     The others are config.pbtxt parameters; 0 = no limit. max_queue_size: requests the model's queue holds before it
     refuses with UNAVAILABLE. max_prompt_tokens: longer prompts are refused. max_output_tokens: max_tokens is cut to it.
@@ -99,7 +99,7 @@ def read_model_arguments(model: Model) -> ModelArguments:
     parameters = {name: value.string_value for name, value in model.config.parameters.items()}
     if is_tensorrtllm(model.config):
         parameters = tensorrtllm_parameters.translate(parameters)
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"device": AUTO}
     if ENGINE_PYTHON in os.environ:
         arguments["engine_python"] = os.environ[ENGINE_PYTHON]
     version_directory = model.version_directory
@@ -138,13 +138,6 @@ def check_checkpoint(model: str) -> None:
             f"engine argument 'model' is '{model}', an engine that TensorRT-LLM has built and that it alone can run: "
             "name the Hugging Face checkpoint that it was built from"
         )
-
-
-def instance_config(config: EngineConfig, instance: ModelInstance) -> EngineConfig:
-    """The arguments of one instance: KIND_GPU puts it on its own device."""
-    if instance.kind is not InstanceGroupKind.GPU:
-        return config
-    return msgspec.structs.replace(config, device=f"cuda:{instance.device_id}")
 
 
 def _read_model_json(version_directory: Path) -> dict[str, Any]:

@@ -35,7 +35,8 @@ from llmbackend.engine.transport import EngineDeadError
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Alarm, Timer
 
-from .engine_args import check_checkpoint, instance_config, read_model_arguments
+from .device_placement import DevicePlacement
+from .engine_args import check_checkpoint, read_model_arguments
 from .infer_task import InferTask
 from .metrics import LlmMetrics
 from .request_conversion import ModelLimits, RequestConverter
@@ -49,8 +50,9 @@ logger = logging.getLogger(__name__)
 class Engine:
     """One instance's LlmManager, and what it holds."""
 
-    def __init__(self, index: int, make_manager: Callable[[Engine], LlmManager]) -> None:
+    def __init__(self, index: int, config: EngineConfig, make_manager: Callable[[Engine], LlmManager]) -> None:
         self.index = index
+        self.config = config
         self.manager = make_manager(self)
         self.holder = Holder(self.manager.wake)
         self.info: ModelInfo = self.manager.start()
@@ -76,6 +78,7 @@ class ModelState:
         self._metrics = LlmMetrics(model.backend, model.name, model.version)
         self._tasks = TaskMap(self._policies, self._arguments.max_queue_size)
         self._timer = Timer()
+        self._placement = DevicePlacement()
         self._lock = threading.Lock()
         self._engines: list[Engine] = []
         self._engine_numbers = itertools.count()
@@ -89,10 +92,11 @@ class ModelState:
 
         Raises TritonError INTERNAL with the engine's reason.
         """
-        config = instance_config(self._arguments.engine, instance)
+        config = self._placement.place(self._arguments.engine, instance)
         try:
-            engine = Engine(next(self._engine_numbers), partial(self._make_manager, config))
+            engine = Engine(next(self._engine_numbers), config, partial(self._make_manager, config))
         except RuntimeError as error:
+            self._placement.leave(config)
             raise internal(f"the engine of '{instance.name}' did not start: {error}") from error
         self._metrics.engine_started(engine.index, engine.info.num_blocks, engine.info.block_size)
         with self._lock:
@@ -109,6 +113,7 @@ class ModelState:
                 self._engines.remove(engine)
             others = tuple(self._engines)
         engine.manager.shutdown()
+        self._placement.leave(engine.config)
         if others:
             self._tasks.hand_over(engine.holder, others[0].holder)
             self._metrics.engine_removed(engine.index, self._tasks.num_queued)

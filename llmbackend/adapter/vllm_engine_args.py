@@ -132,7 +132,6 @@ ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "scheduler_cls": (None,),
     "skip_tokenizer_init": (False,),
     "task": ("auto", "generate"),
-    "tensor_parallel_size": (1,),
     "tokenizer_mode": ("auto",),
     "tokenizer_revision": (None,),
 }

@@ -26,7 +26,7 @@ from .caching.cache_slot import CacheSlot
 from .conservation import BreachLog, breaches_of
 from .descriptions import EXTENSIONS, describe
 from .errors import TritonError, internal, invalid_argument, unavailable
-from .host_services import HostServices
+from .host_services import HostGpus, HostServices
 from .lifecycle.draining import cut, wait_until_drained
 from .lifecycle.model_lifecycle import STOPPING
 from .lifecycle.model_loading import ModelLoader
@@ -83,6 +83,7 @@ class InferenceServer:
             self,
             CacheSlot(options.cache_config, self._registry),
             RateLimiter(options.rate_limit, options.rate_limit_resources),
+            HostGpus.find(options.backend_config),
         )
         self._shared_memory = SharedMemory(options.allow_client_shm)
         self._backends = BackendManager(

@@ -54,7 +54,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no
     weights). max_model_len None = the model's own limit. num_kv_blocks None = sized from kv_cache_memory_bytes.
-    max_num_batched_tokens: the token budget of a step. speculative_config None = no speculation. engine_python: the
+    tensor_parallel_size: devices that one engine spans, from `device` on. max_num_batched_tokens: the token budget of a
+    step. speculative_config None = no speculation. engine_python: the
     Python that runs the engine's process, "" = the host's own. num_threads 0 = all cores. quantization "int8": weights
     per output channel, activations per token, in whole numbers of 8 bits. enforce_eager: the model's modules
     compute, and not one native program; kernels "torch": not even native operations under the modules. step_timeout_s:
@@ -67,6 +68,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokenizer: str = ""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
+    tensor_parallel_size: int = 1
     max_model_len: int | None = None
     block_size: int = 32
     num_kv_blocks: int | None = None
@@ -92,6 +94,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fault_directory: str = ""
 
     def __post_init__(self) -> None:
+        self._at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
         self._at_least("block_size", self.block_size, 1)
         self._at_least("max_num_seqs", self.max_num_seqs, 1)
         self._at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)

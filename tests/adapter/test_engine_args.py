@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.adapter.engine_args import ModelArguments, instance_config, read_model_arguments
-from llmbackend.core.backend_api import ErrorCode, InstanceGroupKind, TritonError
+from llmbackend.adapter.engine_args import ModelArguments, read_model_arguments
+from llmbackend.core.backend_api import ErrorCode, TritonError
 
 
 def read(directory: Path, **parameters: str) -> ModelArguments:
@@ -106,7 +106,8 @@ def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
         ({"load_timeout_s": "inf"}, "'load_timeout_s' is inf, expected a number above 0"),
         ({"mock_step_ms": "nan"}, "'mock_step_ms' is nan, expected a number of at least 0"),
         ({"dtype": "int8"}, "'dtype' is 'int8', expected 'auto' or 'float32' or 'bfloat16' or 'float16'"),
-        ({"tensor_parallel_size": 2}, "'tensor_parallel_size' is 2, only 1 is supported"),
+        ({"pipeline_parallel_size": 2}, "'pipeline_parallel_size' is 2, only 1 is supported"),
+        ({"tensor_parallel_size": 0}, "'tensor_parallel_size' is 0, expected at least 1"),
         ({"quantization": "awq"}, "'quantization' is 'awq', expected 'int8' or null"),
         ({"speculative_config": {"method": "eagle"}}, "'speculative_config' is {'method': 'eagle'}"),
         ({"speculative_config": {"method": "eagle"}}, "Invalid enum value 'eagle' - at `$.method`"),
@@ -168,11 +169,3 @@ def test_a_mindie_config_is_understood_and_model_json_wins_over_it(model: Path) 
     assert (engine.model, engine.max_model_len, engine.block_size) == (str(model / "weights"), 2560, 128)
     assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (4, 8192)
     assert "cannot be read" in refusal(model, engine_config_path="nowhere.json")
-
-
-def test_the_instances_kind_decides_the_device(model: Path) -> None:
-    model_json(model, model="mock", device="cpu")
-    engine = read(model).engine
-    gpu: Any = SimpleNamespace(kind=InstanceGroupKind.GPU, device_id=1)
-    cpu: Any = SimpleNamespace(kind=InstanceGroupKind.MODEL, device_id=0)
-    assert (instance_config(engine, gpu).device, instance_config(engine, cpu).device) == ("cuda:1", "cpu")

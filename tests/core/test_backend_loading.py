@@ -175,7 +175,7 @@ def test_attributes_give_groups_to_models_without_any(repository: Repository) ->
     repository.model("own", "b", "instance_group { kind: KIND_CPU }")
     with serving(repository, "m", "own") as server:
         (group,) = server.model_config("m").instance_group
-        assert (group.name, group.count, group.Kind.Name(group.kind)) == ("m_0", 2, "KIND_MODEL")
+        assert (group.name, group.count, group.Kind.Name(group.kind)) == ("m", 2, "KIND_MODEL")
         assert server.model_config("own").instance_group[0].count == 1
 
 

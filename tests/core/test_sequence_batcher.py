@@ -461,7 +461,10 @@ def test_a_stopping_server_waits_for_sequences_until_they_are_idle(showing: Repo
         assert server.stop(20)
 
 
-def test_each_instance_of_a_sequence_model_has_a_thread_of_its_own(showing: Repository) -> None:
+def test_each_instance_of_a_sequence_model_has_a_thread_of_its_own(
+    showing: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMBACKEND_GPUS", "0")
     showing.backend("show", SHOWING_BACKEND.replace("ExecutionPolicy.BLOCKING", "ExecutionPolicy.DEVICE_BLOCKING"))
     showing.model("m", "show", sequences(NO_IDLENESS, 0, "instance_group { kind: KIND_GPU count: 2 gpus: [0] }"))
     with serving_sequences(showing) as server:

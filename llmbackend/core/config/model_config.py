@@ -98,24 +98,30 @@ def set_defaults(config: ModelConfig) -> None:
     set_sequence_defaults(config)
 
 
-def set_instance_groups(config: ModelConfig, preferred: Sequence[tuple[InstanceGroupKind, int]]) -> None:
-    """Names, kinds and counts of instance groups; `preferred` is what the backend asks for when the model names none.
+def set_instance_groups(
+    config: ModelConfig, preferred: Sequence[tuple[InstanceGroupKind, int]], gpus: Sequence[int] = ()
+) -> None:
+    """Names, kinds, counts and GPUs of instance groups; `preferred` is what the backend asks for when the model names
+    none, `gpus` are the host's.
 
-    A model without groups gets one named as the model; a group without a name becomes `<model>_<index>`.
-    An ensemble has none.
+    A model without groups gets one named as the model; a group without a name becomes `<model>_<index>`. KIND_AUTO is
+    KIND_GPU where there are GPUs, and all that the group lists; KIND_GPU without a list is all of them. An ensemble has
+    no groups. Source: NormalizeInstanceGroup in Triton's core.
     """
     if config.HasField("ensemble_scheduling"):
         return
+    counts = {ModelInstanceGroup.Kind.Value(kind.value): count for kind, count in reversed(preferred)}
     if not config.instance_group:
-        for kind, count in preferred:
-            config.instance_group.add(kind=ModelInstanceGroup.Kind.Value(kind.value), count=count)
-        if not config.instance_group:
-            config.instance_group.add(name=config.name)
+        usable = [kind for kind in reversed(counts) if gpus or kind != ModelInstanceGroup.KIND_GPU]
+        config.instance_group.add(name=config.name, kind=usable[0] if usable else ModelInstanceGroup.KIND_AUTO)
     for index, group in enumerate(config.instance_group):
         group.name = group.name or f"{config.name}_{index}"
-        group.count = max(group.count, 1)
         if group.kind == ModelInstanceGroup.KIND_AUTO:
-            group.kind = ModelInstanceGroup.KIND_GPU if group.gpus else ModelInstanceGroup.KIND_CPU
+            on_gpus = bool(gpus) and set(group.gpus) <= set(gpus)
+            group.kind = ModelInstanceGroup.KIND_GPU if on_gpus else ModelInstanceGroup.KIND_CPU
+        group.count = group.count or max(counts.get(group.kind, 1), 1)
+        if group.kind == ModelInstanceGroup.KIND_GPU and not group.gpus:
+            group.gpus.extend(gpus)
 
 
 def merge_auto_complete(config: ModelConfig, proposed: ModelConfig) -> None:

@@ -8,6 +8,7 @@ about, never ignored in silence. Source: ValidateModelConfig in Triton's core.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -116,11 +117,26 @@ def _validate_queue_policies(config: ModelConfig) -> None:
 def _validate_group(model: str, group: ModelInstanceGroup) -> None:
     if group.count < 0:
         raise invalid_argument(f"instance group '{group.name}' of model '{model}' has invalid count {group.count}")
-    if group.gpus and group.kind in (ModelInstanceGroup.KIND_CPU, ModelInstanceGroup.KIND_MODEL):
+
+
+def validate_instance_groups(config: ModelConfig, gpus: Sequence[int], min_compute_capability: float) -> None:
+    """For groups that have names, kinds and GPUs (set_instance_groups); `gpus` are the host's. Raises TritonError
+    INVALID_ARG with the texts of ValidateInstanceGroup in Triton's core."""
+    for group in config.instance_group:
+        subject = f"instance group {group.name} of model {config.name}"
         kind = ModelInstanceGroup.Kind.Name(group.kind)
-        raise invalid_argument(
-            f"instance group '{group.name}' of model '{model}' has kind {kind} but specifies one or more GPUs"
-        )
+        if group.kind != ModelInstanceGroup.KIND_GPU:
+            if group.gpus:
+                raise invalid_argument(f"{subject} has kind {kind} but specifies one or more GPUs")
+            continue
+        if not group.gpus:
+            raise invalid_argument(f"{subject} has kind {kind} but no GPUs are available")
+        for gpu in group.gpus:
+            if gpu not in gpus:
+                raise invalid_argument(
+                    f"{subject} specifies invalid or unsupported gpu id {gpu}. GPUs with at least the minimum required "
+                    f"CUDA compute compatibility of {min_compute_capability:f} are: {', '.join(map(str, gpus))}"
+                )
 
 
 def warn_of_ignored_fields(config: ModelConfig) -> None:

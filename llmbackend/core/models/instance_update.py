@@ -65,12 +65,14 @@ def compare(present: Sequence[LoadedInstance], wanted: Sequence[LoadedInstance])
     free: defaultdict[object, dict[str, LoadedInstance]] = defaultdict(dict)
     for instance in present:
         free[instance.place][instance.name] = instance
-    kept = [free[one.place].pop(one.name) for one in wanted if one.name in free[one.place]]
-    names = {instance.name for instance in kept}
-    added = []
+    kept, others, added = [], [], []
     for one in wanted:
-        if one.name in names:
-            continue
+        same = free[one.place].pop(one.name, None)
+        if same is not None:
+            kept.append(same)
+        else:
+            others.append(one)
+    for one in others:
         if free[one.place]:
             kept.append(free[one.place].pop(next(iter(free[one.place]))))
         else:

@@ -21,7 +21,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from llmbackend.core.backend_api import ExecutionPolicy, InstanceGroupKind
 from llmbackend.core.backend_manager import LoadedBackend
 from llmbackend.core.config.model_config import merge_auto_complete, set_instance_groups
-from llmbackend.core.config.model_config_rules import validate_config, warn_of_ignored_fields
+from llmbackend.core.config.model_config_rules import validate_config, validate_instance_groups, warn_of_ignored_fields
 from llmbackend.core.config.tensor_rules import validate_tensors
 from llmbackend.core.errors import ErrorCode, TritonError, unsupported
 from llmbackend.core.host_services import HostServices
@@ -117,7 +117,7 @@ class LoadedModel(InnerDoor):
         start_s = time.monotonic()
         attributes = self.backend.attributes()
         try:
-            set_instance_groups(self._config, attributes.preferred_groups)
+            self._complete_instance_groups(self._config)
             self._initialize_model()
             validate_config(self._config)
             validate_tensors(self._config)
@@ -156,7 +156,7 @@ class LoadedModel(InnerDoor):
         config.instance_group.extend(spec.config.instance_group)
         config.version_policy.CopyFrom(spec.config.version_policy)
         attributes = self.backend.attributes()
-        set_instance_groups(config, attributes.preferred_groups)
+        self._complete_instance_groups(config)
         change = compare(self.instances, self._new_instances(config))
         parallel = attributes.parallel_instance_loading
         undoing(change.added, lambda: self._initialize_instances(change.added, parallel))
@@ -257,15 +257,19 @@ class LoadedModel(InnerDoor):
         finally:
             self._initializing = False
 
+    def _complete_instance_groups(self, config: ModelConfig) -> None:
+        """Raises TritonError INVALID_ARG when the host has not what a group asks for."""
+        attributes, gpus = self.backend.attributes(), self._services.gpus
+        set_instance_groups(config, attributes.preferred_groups, gpus.ids)
+        validate_instance_groups(config, gpus.ids, gpus.min_compute_capability)
+
     def _new_instances(self, config: ModelConfig) -> list[LoadedInstance]:
+        """`count` on each GPU of a group, or `count`. Those of different GPUs share their names, as in Triton."""
         instances = []
         for group in config.instance_group:
             kind = InstanceGroupKind(ModelInstanceGroup.Kind.Name(group.kind))
-            devices = list(group.gpus) if kind is InstanceGroupKind.GPU and group.gpus else [0]
-            for index in range(group.count * len(devices)):
-                name = f"{group.name}_{index}"
-                device_id = devices[index // group.count]
-                instances.append(LoadedInstance(self, name, kind, device_id, group))
+            for index, device_id in itertools.product(range(group.count), group.gpus or [0]):
+                instances.append(LoadedInstance(self, f"{group.name}_{index}", kind, device_id, group))
         return instances
 
     def _initialize_instances(self, instances: Sequence[LoadedInstance], parallel: bool) -> None:
@@ -323,7 +327,7 @@ class LoadedModel(InnerDoor):
         for instance in instances:
             if not instance.is_passive:
                 shared = blocking and instance.kind is InstanceGroupKind.GPU
-                groups.setdefault(instance.device_id if shared else instance.name, []).append(instance)
+                groups.setdefault(instance.device_id if shared else instance, []).append(instance)
         return list(groups.values())
 
 

@@ -1,0 +1,94 @@
+"""Which device the engine of an instance gets, by the kind of its instance group.
+
+For: ModelState, when an instance starts its engine and when it ends. Does not know: configuration files, torch, what an
+engine does. Invariants: a KIND_GPU instance runs on its own GPU and nowhere else, a KIND_CPU one on the processor; what
+contradicts the model's engine arguments is refused by name; engines that may run anywhere (KIND_MODEL) go where fewest
+of their model's are.
+Source: Triton's instance groups; vllm_backend's rule that an engine over several GPUs is KIND_MODEL.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from importlib import metadata
+
+import msgspec
+
+from llmbackend.core.backend_api import InstanceGroupKind, ModelInstance, invalid_argument
+from llmbackend.engine.config import EngineConfig
+from llmbackend.gpus import supported_gpus
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+"""The engine argument 'device' of a model that does not care: a GPU where there is one."""
+
+
+class DevicePlacement:
+    """Of one model's engines. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._engines_at: Counter[str] = Counter()
+
+    def place(self, config: EngineConfig, instance: ModelInstance) -> EngineConfig:
+        """The arguments of this instance's engine, with the device it gets; give them to `leave` when it has ended.
+
+        Raises TritonError INVALID_ARG.
+        """
+        with self._lock:
+            device = self._device(config, instance)
+            self._engines_at[device] += 1
+        return msgspec.structs.replace(config, device=device)
+
+    def leave(self, config: EngineConfig) -> None:
+        with self._lock:
+            self._engines_at[config.device] -= 1
+
+    def _device(self, config: EngineConfig, instance: ModelInstance) -> str:
+        if instance.kind is InstanceGroupKind.GPU:
+            return _own_gpu(config, instance.device_id)
+        if instance.kind is InstanceGroupKind.CPU:
+            if config.device not in (AUTO, "cpu"):
+                raise invalid_argument(
+                    f"engine argument 'device' is '{config.device}', but the instance group of '{instance.name}' is "
+                    "KIND_CPU"
+                )
+            return "cpu"
+        gpus = supported_gpus()
+        if config.device == "cuda" or (config.device == AUTO and gpus and _may_use_gpus(config)):
+            return self._least_used(config.tensor_parallel_size, gpus)
+        return "cpu" if config.device == AUTO else config.device
+
+    def _least_used(self, width: int, gpus: tuple[int, ...]) -> str:
+        """The first of `width` neighbouring GPUs."""
+        starts = [f"cuda:{gpus[i]}" for i in range(0, len(gpus) - width + 1, width)]
+        if not starts and len(gpus) < width and width > 1:
+            raise invalid_argument(
+                f"engine argument 'tensor_parallel_size' is {width}, expected at most {len(gpus)}, the GPUs of this "
+                "host"
+            )
+        return min(starts, key=lambda start: self._engines_at[start], default="cuda:0")
+
+
+def _own_gpu(config: EngineConfig, gpu: int) -> str:
+    if config.tensor_parallel_size > 1:
+        raise invalid_argument(
+            f"engine argument 'tensor_parallel_size' is {config.tensor_parallel_size}: KIND_GPU is for models on a "
+            "single GPU, please specify KIND_MODEL in the model's config.pbtxt for a model over several"
+        )
+    return f"cuda:{gpu}"
+
+
+def _may_use_gpus(config: EngineConfig) -> bool:
+    """Whether the engine's torch is built for GPUs, as far as its version says; a mock has none."""
+    if config.model == "mock":
+        return False
+    if config.engine_python:
+        return True
+    try:
+        return not metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return True
