@@ -1,6 +1,7 @@
 """What a decoder-only model computes, read off its transformers modules: numbers and weights, no code.
 
-For: decoder_program.py, which computes the same with native kernels. Does not know: kernels, steps or memory.
+For: decoder_program.py and gpu/program.py, which compute the same with native kernels and on an accelerator. Does not
+know: kernels, steps or memory.
 Invariants: modules are read, never changed; whatever is not understood, by name or by a probe, raises
 UnrecognisedError, and then the model runs as the modules it is. What a description leaves out nobody would notice here:
 the program's logits are compared with the modules' before it is used.
@@ -11,13 +12,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
 
 from .attention.interface import AttentionOptions
-from .kernels.weights import PackedWeight
+from .gpu.dense_weights import DenseWeight
 from .native_linear import NativeLinear
 
 
@@ -33,11 +34,27 @@ class Norm:
     eps: float
 
 
+class Weight(Protocol):
+    """A matrix [n, k], wherever it lies: PackedWeight for the CPU's kernels, DenseWeight for an accelerator."""
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def k(self) -> int: ...
+
+    def part(self, start: int, n: int) -> Self:
+        """Rows start .. start + n - 1; both are multiples of a panel of 32 rows."""
+
+    def joined(self, other: Self) -> Self | None:
+        """This matrix with the other's rows below, when they lie so in memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Projection:
     """x·Wᵀ + bias, bias float32 [n]."""
 
-    weight: PackedWeight
+    weight: Weight
     bias: torch.Tensor | None
 
 
@@ -103,7 +120,7 @@ def describe(model: Any, options: Mapping[nn.Module, AttentionOptions], max_mode
     base = model.base_model
     _expect_children(model, {"model", "lm_head"})
     _expect_children(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
-    tables = _RotaryTables(base.rotary_emb, max_model_len)
+    tables = _RotaryTables(base.rotary_emb, max_model_len, base.embed_tokens.weight.device)
     layers = tuple(_layer(layer, options, config, tables) for layer in base.layers)
     head = model.get_output_embeddings()
     return Decoder(
@@ -208,25 +225,31 @@ def _activation(module: Any) -> str:
 
 
 def _projection(linear: Any) -> Projection:
-    if not isinstance(linear, NativeLinear):
+    if isinstance(linear, NativeLinear):
+        return Projection(linear.packed, linear.float_bias)
+    if type(linear) is not nn.Linear:
         raise UnrecognisedError(f"{type(linear).__name__} is no plain linear layer")
-    return Projection(linear.packed, linear.float_bias)
+    bias = None if linear.bias is None else linear.bias.detach().float()
+    return Projection(DenseWeight(linear.weight.detach()), bias)
 
 
 def _joined(linears: list[Any]) -> Projection:
-    """Neighbours in memory as one projection."""
-    first, *others = (_projection(linear) for linear in linears)
-    weight: PackedWeight | None = first.weight
+    """Query, key and value as one projection."""
+    projection = joined(*(_projection(linear) for linear in linears))
+    if projection is None:
+        raise UnrecognisedError("query, key and value do not lie side by side, or only some of them have a bias")
+    return projection
+
+
+def joined(first: Projection, *others: Projection) -> Projection | None:
+    """Neighbours in memory as one projection; None where they are no neighbours, or only some have a bias."""
+    weight: Weight | None = first.weight
     for other in others:
         weight = weight and weight.joined(other.weight)
-    if weight is None:
-        raise UnrecognisedError("query, key and value are no multiples of a panel")
-    biases = [projection.bias for projection in (first, *others)]
-    if all(bias is None for bias in biases):
-        return Projection(weight, None)
-    if any(bias is None for bias in biases):
-        raise UnrecognisedError("some of query, key and value have a bias, and some have none")
-    return Projection(weight, torch.cat([bias for bias in biases if bias is not None]))
+    biases = [projection.bias for projection in (first, *others) if projection.bias is not None]
+    if weight is None or len(biases) not in (0, 1 + len(others)):
+        return None
+    return Projection(weight, torch.cat(biases) if biases else None)
 
 
 def _norm(module: Any) -> Norm:
@@ -235,7 +258,7 @@ def _norm(module: Any) -> Norm:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or eps is None or getattr(module, "bias", None) is not None:
         raise UnrecognisedError(f"{type(module).__name__} is no RMS norm")
-    x = torch.linspace(-2, 3, weight.shape[-1])[None]
+    x = torch.linspace(-2, 3, weight.shape[-1], device=weight.device)[None]
     normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(eps))
     given = module(x).float()
     for candidate in (weight.detach().float(), 1.0 + weight.detach().float()):
@@ -247,7 +270,7 @@ def _norm(module: Any) -> Norm:
 def _embedding_factor(module: Any, config: Any) -> float:
     if type(module) is nn.Embedding:
         return float(getattr(config, "embedding_multiplier", None) or 1.0)
-    row = module(torch.tensor([[1]]))[0, 0].float()
+    row = module(torch.tensor([[1]], device=module.weight.device))[0, 0].float()
     raw = module.weight[1].detach().float()
     return float((row @ raw) / (raw @ raw))
 
@@ -255,9 +278,9 @@ def _embedding_factor(module: Any, config: Any) -> float:
 class _RotaryTables:
     """Cosines and sines of all positions, worked out once for each kind of layer."""
 
-    def __init__(self, rotary: Any, max_model_len: int) -> None:
+    def __init__(self, rotary: Any, max_model_len: int, device: torch.device) -> None:
         self._rotary = rotary
-        self._positions = torch.arange(max_model_len)[None]
+        self._positions = torch.arange(max_model_len, device=device)[None]
         self._by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
         self._tables: dict[str | None, torch.Tensor] = {}
 
@@ -268,7 +291,7 @@ class _RotaryTables:
         return self._tables[kind]
 
     def _table(self, *kind: str | None) -> torch.Tensor:
-        cos, sin = self._rotary(torch.empty(1, 1), self._positions, *kind)
+        cos, sin = self._rotary(torch.empty(1, 1, device=self._positions.device), self._positions, *kind)
         half = cos.shape[-1] // 2
         if not torch.equal(cos[..., :half], cos[..., half:]):
             raise UnrecognisedError(f"{type(self._rotary).__name__} rotates in another order than halves")

@@ -20,7 +20,7 @@ from .decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projectio
 from .flat_step import FlatStep
 from .kernels.abi import AttentionOp, EmbedOp, Epilogue, Kind, LinearOp, NormOp, RotaryOp, Rows, Step, Type
 from .kernels.library import NativeEngine, op_pointers
-from .kernels.weights import TYPE_OF
+from .kernels.weights import TYPE_OF, PackedWeight
 from .native_kv_cache import NativeLayerCache
 
 Float32Array = npt.NDArray[np.float32]
@@ -192,14 +192,14 @@ class DecoderProgram:
 
     def _add_gate(self, mlp: Mlp, x: _Buffer) -> None:
         op = self._linear(mlp.gate, x, self._gated)
-        up = mlp.up
-        op.weight2, op.scale2, op.sums2 = up.weight.address, up.weight.scale or None, up.weight.sums or None
-        op.bias2 = self._pointer(up.bias)
+        up = _packed(mlp.up)
+        op.weight2, op.scale2, op.sums2 = up.address, up.scale or None, up.sums or None
+        op.bias2 = self._pointer(mlp.up.bias)
         op.epilogue = _ACTIVATIONS[mlp.activation]
         self._ops.append(op)
 
     def _linear(self, projection: Projection, x: _Buffer, y: _Buffer) -> LinearOp:
-        weight = projection.weight
+        weight = _packed(projection)
         return LinearOp(
             kind=Kind.LINEAR,
             weight=weight.address,
@@ -276,3 +276,8 @@ class DecoderProgram:
         assert tensor.is_contiguous()
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def _packed(projection: Projection) -> PackedWeight:
+    assert isinstance(projection.weight, PackedWeight), "native kernels read packed weights"
+    return projection.weight

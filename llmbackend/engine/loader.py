@@ -24,6 +24,7 @@ from .attention.kv_cache import LayerShape
 from .compatibility import CheckedModel, architecture_name, check_config, check_model
 from .config import EngineConfig
 from .decoder_description import Decoder, UnrecognisedError, describe
+from .gpu.dense_weights import join_neighbours
 from .kernels.library import NativeEngine
 from .kernels.library import load as load_library
 from .kernels.weights import TYPE_OF
@@ -59,21 +60,28 @@ class LoadedModel:
     why_modules: str
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Raises ValueError (naming the argument or the architecture) or OSError (missing or unreadable files)."""
+def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
+    """dense: weights stay plain matrices, for a program of the accelerator path; None: when the device is no CPU.
+
+    Raises ValueError (naming the argument or the architecture) or OSError (missing or unreadable files).
+    """
     interface.register()
     device = _device(config.device)
+    dense = device.type != "cpu" if dense is None else dense
     hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     check_config(hf_config)
     max_model_len = _max_model_len(config, hf_config.get_text_config(decoder=True))
-    model = _instantiate(config, hf_config).to(device).eval()
+    model = _instantiate(config, hf_config, device).to(device).eval()
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
-    engine = _native_engine(config, device, dtype)
-    linear_kind = _swap_linears(config, model, dtype, engine)
+    engine = None if dense else _native_engine(config, device, dtype)
+    linear_kind = _join_linears(config, model) if dense else _swap_linears(config, model, dtype, engine)
     checked = check_model(model)
-    decoder, why_modules = _describe(config, model, checked, max_model_len, engine)
+    if dense or (engine is not None and not config.enforce_eager):
+        decoder, why_modules = _describe(model, checked, max_model_len)
+    else:
+        decoder, why_modules = None, "enforce_eager is set" if engine else "there are no native kernels for it"
     return LoadedModel(
         model=model,
         layer_shapes=checked.shapes,
@@ -97,29 +105,34 @@ def _native_engine(config: EngineConfig, device: torch.device, dtype: torch.dtyp
     if device.type == "cpu" and dtype in TYPE_OF and config.kernels != "torch":
         library = load_library()
     if library is None:
-        if config.quantization is not None:
-            raise ValueError(
-                f"engine argument 'quantization' is '{config.quantization}', which needs the native CPU kernels"
-            )
+        _refuse_quantization(config)
         return None
     return NativeEngine(library, config.num_threads or len(os.sched_getaffinity(0)))
 
 
+def _refuse_quantization(config: EngineConfig) -> None:
+    if config.quantization is not None:
+        raise ValueError(
+            f"engine argument 'quantization' is '{config.quantization}', which needs the native CPU kernels"
+        )
+
+
 def _swap_linears(config: EngineConfig, model: Any, dtype: torch.dtype, engine: NativeEngine | None) -> str:
     """Puts packed linear layers into the model; a word about how they compute."""
-    if engine is not None:
-        kind = config.quantization or str(dtype).removeprefix("torch.")
-        swap_linears(model, engine, config.quantization)
-        return f"{engine.library.variant} {kind}"
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    return pack_linears(model, dtype) if on_cpu else "torch"
+    if engine is None:
+        return pack_linears(model, dtype)
+    kind = config.quantization or str(dtype).removeprefix("torch.")
+    swap_linears(model, engine, config.quantization)
+    return f"{engine.library.variant} {kind}"
 
 
-def _describe(
-    config: EngineConfig, model: Any, checked: CheckedModel, max_model_len: int, engine: NativeEngine | None
-) -> tuple[Decoder | None, str]:
-    if engine is None or config.enforce_eager:
-        return None, "enforce_eager is set" if engine is not None else "there are no native kernels for it"
+def _join_linears(config: EngineConfig, model: Any) -> str:
+    _refuse_quantization(config)
+    join_neighbours(model)
+    return "torch"
+
+
+def _describe(model: Any, checked: CheckedModel, max_model_len: int) -> tuple[Decoder | None, str]:
     try:
         return describe(model, checked.options, max_model_len), ""
     except UnrecognisedError as error:
@@ -143,10 +156,10 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _instantiate(config: EngineConfig, hf_config: Any) -> Any:
+def _instantiate(config: EngineConfig, hf_config: Any, device: torch.device) -> Any:
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.load_format == "dummy":
-        return _random_model(config, hf_config, dtype)
+        return _random_model(config, hf_config, dtype, device)
     if Path(config.model).is_dir() and not any(Path(config.model).glob("*.safetensors")):
         raise ValueError(f"engine argument 'model' is '{config.model}', which holds no safetensors file")
     transformers.utils.logging.disable_progress_bar()
@@ -164,10 +177,11 @@ def _instantiate(config: EngineConfig, hf_config: Any) -> Any:
         raise ValueError(message) from error
 
 
-def _random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str) -> Any:
+def _random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
+    """Drawn where it will run: a GPU draws billions of numbers in a second, a CPU takes minutes."""
     if isinstance(dtype, str):
         dtype = getattr(hf_config, "dtype", None) or torch.float32
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(
             hf_config,

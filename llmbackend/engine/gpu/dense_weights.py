@@ -1,0 +1,64 @@
+"""Weights as they are in device memory: each matrix once, neighbours side by side.
+
+For: the loader on an accelerator, and programs that multiply by what it left there. Does not know: which model a layer
+belongs to. Invariant: after `join_neighbours` a model's modules compute what they did before, from the same memory that
+a program reads as one matrix: nothing is there twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_NEIGHBOURS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one input, by the names that transformers gives them, in the order in which programs want their outputs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseWeight:
+    """A matrix [n, k] in the model's dtype, contiguous."""
+
+    tensor: torch.Tensor
+
+    @property
+    def n(self) -> int:
+        return self.tensor.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.tensor.shape[1]
+
+    def part(self, start: int, n: int) -> DenseWeight:
+        return DenseWeight(self.tensor[start : start + n])
+
+    def joined(self, other: DenseWeight) -> DenseWeight | None:
+        """One matrix with the other's rows below, when both lie so in one piece of memory."""
+        above, below = self.tensor, other.tensor
+        same_memory = above.untyped_storage().data_ptr() == below.untyped_storage().data_ptr()
+        if not same_memory or above.dtype != below.dtype or self.k != other.k:
+            return None
+        if below.storage_offset() != above.storage_offset() + above.numel():
+            return None
+        return DenseWeight(above.as_strided((self.n + other.n, self.k), (self.k, 1)))
+
+
+@torch.no_grad()
+def join_neighbours(model: nn.Module) -> None:
+    """Moves the weights of layers that read the same input into one piece of memory, a group at a time, and makes the
+    layers' own parameters views of it; what they had is given back to the allocator."""
+    for parent in model.modules():
+        for names in _NEIGHBOURS:
+            layers = [getattr(parent, name, None) for name in names]
+            # Exact types only: a subclass may keep something else in its weight.
+            linears = [layer for layer in layers if type(layer) is nn.Linear]
+            if len(linears) == len(names) and len({(x.in_features, x.weight.dtype) for x in linears}) == 1:
+                _join(linears)
+
+
+def _join(linears: list[nn.Linear]) -> None:
+    memory = torch.cat([linear.weight for linear in linears])
+    parts = torch.split(memory, [linear.out_features for linear in linears])
+    for linear, part in zip(linears, parts, strict=True):
+        linear.weight = nn.Parameter(part, requires_grad=False)

@@ -1,0 +1,252 @@
+"""A decoder-only model on an accelerator: a flat list of operations that one call runs through.
+
+For: the runner of the accelerator path, when the model was recognised (decoder_description.py). Does not know:
+families, transformers, requests, graphs. Invariants: every buffer is made once, for the largest step, so that a
+step can be captured and repeated at the same addresses; nothing here waits for the device; the residual stream is
+float32, all else is in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+
+from ..decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection, UnrecognisedError, joined
+from .dense_weights import DenseWeight
+from .ops import Activation, AttendSpec, LayerCache, NormSpec, Ops, RotarySpec, StepLayout
+
+
+class Matmul(Protocol):
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """out [T, n] = x [T, k] · weight [n, k]ᵀ + bias [n]; all in one dtype, contiguous."""
+
+
+def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """The vendor's library. It chooses a kernel by the number of rows, and with it the order of its sums: a row's last
+    bits may depend on how many others there are."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Linear:
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def n(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """One layer as its operations want it; what each part is for says decoder_description.Layer."""
+
+    attention_norm: NormSpec | None
+    qkv: _Linear
+    rotary: RotarySpec
+    attend: AttendSpec
+    cache: LayerCache
+    attention_out: _Linear
+    attention_out_norm: NormSpec | None
+    mlp_norm: NormSpec | None
+    gate_up: _Linear
+    activation: Activation
+    down: _Linear
+    mlp_out_norm: NormSpec | None
+    residual_factor: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """What a block added to the residual stream, until the next operation that reads the stream adds it in passing."""
+
+    block: torch.Tensor | None = None
+    norm: NormSpec | None = None
+    factor: float = 1.0
+
+
+class _Buffer:
+    """Memory for the largest step; a smaller one uses the front of it, as a contiguous matrix."""
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.zeros(rows * width, dtype=dtype, device=device)
+
+    def matrix(self, rows: int, width: int) -> torch.Tensor:
+        return self._memory[: rows * width].view(rows, width)
+
+
+class GpuProgram:
+    def __init__(
+        self,
+        decoder: Decoder,
+        caches: Mapping[nn.Module, LayerCache],
+        ops: Ops,
+        max_tokens: int,
+        max_samples: int,
+        matmul: Matmul = library_matmul,
+    ) -> None:
+        """caches: by attention module. max_tokens, max_samples: the largest step. Weights and caches are on one device,
+        weights as DenseWeight. Raises torch.OutOfMemoryError, and UnrecognisedError when a layer is no such layer."""
+        self._ops, self._matmul = ops, matmul
+        self._dtype, self._device = decoder.embedding.dtype, decoder.embedding.device
+        self._embedding, self._embedding_factor = decoder.embedding, decoder.embedding_factor
+        self._width = decoder.embedding.shape[1]
+        self._layers = [self._layer(layer, caches[layer.module]) for layer in decoder.layers]
+        self._norm, self._head = _norm_spec(decoder.norm), self._linear(decoder.head)
+        self._logit_factor, self._logit_softcap = decoder.logit_factor, decoder.logit_softcap
+        self._max_tokens, self._max_samples = max_tokens, max_samples
+        self._make_buffers(max_tokens, max_samples)
+
+    @property
+    def max_tokens(self) -> int:
+        return self._max_tokens
+
+    @property
+    def max_samples(self) -> int:
+        return self._max_samples
+
+    @torch.inference_mode()
+    def forward(self, layout: StepLayout, block_table: torch.Tensor) -> torch.Tensor:
+        """Computes the step and writes its KV. block_table int32 [rows, blocks].
+
+        Logits [samples, vocab], float32 where the model scales or caps them and else in its dtype, valid until the next
+        call; [0, vocab] when no row samples, and then the head is not computed.
+        """
+        num_tokens = len(layout.token_ids)
+        if num_tokens > self._max_tokens or len(layout.sampled_tokens) > self._max_samples:
+            raise RuntimeError(f"a step of {num_tokens} tokens and {len(layout.sampled_tokens)} samples has no room")
+        residual = self._residual.matrix(num_tokens, self._width)
+        self._ops.embed(layout.token_ids, self._embedding, self._embedding_factor, residual)
+        pending = _Pending()
+        for layer in self._layers:
+            x = self._input(residual, pending, layer.attention_norm)
+            block = self._attention(layer, x, layout, block_table)
+            pending = _Pending(block, layer.attention_out_norm, layer.residual_factor)
+            x = self._input(residual, pending, layer.mlp_norm)
+            pending = _Pending(self._mlp(layer, x), layer.mlp_out_norm, layer.residual_factor)
+        return self._logits(residual, pending, layout.sampled_tokens)
+
+    def _input(self, residual: torch.Tensor, pending: _Pending, norm: NormSpec | None) -> torch.Tensor:
+        """Adds what the block before computed; what the next one reads."""
+        x = self._normed.matrix(*residual.shape)
+        self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, norm, x)
+        return x
+
+    def _attention(self, layer: _Layer, x: torch.Tensor, layout: StepLayout, block_table: torch.Tensor) -> torch.Tensor:
+        qkv = self._product(layer.qkv, x, self._qkv)
+        self._ops.rotary_and_write(qkv, layout, layer.rotary, layer.cache)
+        attended = self._attended.matrix(len(x), layer.rotary.num_heads * layer.rotary.head_dim)
+        self._ops.attend(qkv, layout, block_table, layer.attend, layer.cache, attended)
+        return self._product(layer.attention_out, attended, self._block)
+
+    def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self._product(layer.gate_up, x, self._gate_up)
+        gated = self._gated.matrix(len(x), layer.gate_up.n // 2)
+        self._ops.gate(gate_up, layer.activation, gated)
+        return self._product(layer.down, gated, self._block)
+
+    def _logits(self, residual: torch.Tensor, pending: _Pending, tokens: torch.Tensor) -> torch.Tensor:
+        if not len(tokens):
+            return self._logit_memory.matrix(0, self._head.n)
+        self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, None, None)
+        x = self._sampled.matrix(len(tokens), self._width)
+        self._ops.residual_norm(residual, None, None, 1.0, self._norm, x, tokens)
+        logits = self._product(self._head, x, self._logit_memory)
+        if self._logit_factor == 1.0 and not self._logit_softcap:
+            return logits
+        scaled = logits.float() * self._logit_factor
+        cap = self._logit_softcap
+        return torch.tanh(scaled / cap) * cap if cap else scaled
+
+    def _product(self, linear: _Linear, x: torch.Tensor, buffer: _Buffer) -> torch.Tensor:
+        out = buffer.matrix(len(x), linear.n)
+        self._matmul(x, linear.weight, linear.bias, out)
+        return out
+
+    def _make_buffers(self, tokens: int, samples: int) -> None:
+        def buffer(rows: int, width: int, dtype: torch.dtype = self._dtype) -> _Buffer:
+            return _Buffer(rows, width, dtype, self._device)
+
+        layers, width = self._layers, self._width
+        gate_up = max(layer.gate_up.n for layer in layers)
+        self._residual = buffer(tokens, width, torch.float32)
+        self._normed = buffer(tokens, width)
+        self._block = buffer(tokens, width)
+        self._qkv = buffer(tokens, max(layer.qkv.n for layer in layers))
+        self._attended = buffer(tokens, max(layer.attention_out.weight.shape[1] for layer in layers))
+        self._gate_up = buffer(tokens, gate_up)
+        self._gated = buffer(tokens, gate_up // 2)
+        self._sampled = buffer(samples, width)
+        self._logit_memory = buffer(samples, self._head.n)
+
+    def _layer(self, layer: Layer, cache: LayerCache) -> _Layer:
+        attention = layer.attention
+        num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
+        if cache.values.shape != cache.keys.shape or attention.out.weight.k % head_dim:
+            raise UnrecognisedError("keys and values of its heads differ in length")
+        num_heads = attention.out.weight.k // head_dim
+        return _Layer(
+            attention_norm=_norm_spec(layer.attention_norm),
+            qkv=self._linear(attention.qkv),
+            rotary=_rotary_spec(attention, num_heads, num_kv_heads, head_dim),
+            attend=_attend_spec(attention, num_heads, num_kv_heads, head_dim),
+            cache=cache,
+            attention_out=self._linear(attention.out),
+            attention_out_norm=_norm_spec(layer.attention_out_norm),
+            mlp_norm=_norm_spec(layer.mlp_norm),
+            gate_up=self._linear(_gate_up(layer.mlp)),
+            activation=cast(Activation, layer.mlp.activation),
+            down=self._linear(layer.mlp.down),
+            mlp_out_norm=_norm_spec(layer.mlp_out_norm),
+            residual_factor=layer.residual_factor,
+        )
+
+    def _linear(self, projection: Projection) -> _Linear:
+        weight = projection.weight
+        if not isinstance(weight, DenseWeight) or weight.tensor.dtype != self._dtype:
+            raise UnrecognisedError("some of its weights are not plain matrices of the model's type")
+        bias = None if projection.bias is None else projection.bias.to(self._dtype)
+        return _Linear(weight.tensor, bias)
+
+
+def _gate_up(mlp: Mlp) -> Projection:
+    projection = joined(mlp.gate, mlp.up)
+    if projection is None:
+        raise UnrecognisedError("gate and up do not lie side by side, or only one of them has a bias")
+    return projection
+
+
+def _norm_spec(norm: Norm | None) -> NormSpec | None:
+    return None if norm is None else NormSpec(norm.weight, norm.eps)
+
+
+def _rotary_spec(attention: Attention, num_heads: int, num_kv_heads: int, head_dim: int) -> RotarySpec:
+    return RotarySpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        q_norm=_norm_spec(attention.q_norm),
+        k_norm=_norm_spec(attention.k_norm),
+        norm_whole=attention.norm_whole,
+        cos_sin=attention.cos_sin,
+    )
+
+
+def _attend_spec(attention: Attention, num_heads: int, num_kv_heads: int, head_dim: int) -> AttendSpec:
+    options = attention.options
+    return AttendSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        scaling=options.scaling,
+        window=options.sliding_window or 0,
+        softcap=options.softcap or 0.0,
+        sinks=None if options.sinks is None else options.sinks.detach().float().contiguous(),
+    )

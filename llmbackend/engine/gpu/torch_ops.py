@@ -1,0 +1,183 @@
+"""The program's operations in plain torch, on any device: the reference, and the ablation "fused kernels off".
+
+For: programs where Triton does not run, and tests that need a truth for kernels. Does not know: models, requests,
+graphs. Invariants: those of `Ops`; shapes follow from the layout's bounds alone, so every operation can be captured;
+attention looks at each token alone, so what a token gets depends on no other, and on no bound: keys beyond the last one
+it sees change nothing, bit by bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from .ops import Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepLayout
+
+_KEYS_AT_ONCE = 256
+# 64 MB of float32.
+_MAX_GATHERED = 1 << 24
+
+
+class TorchOps:
+    def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor, factor: float, residual: torch.Tensor) -> None:
+        residual.copy_(embedding.index_select(0, token_ids))
+        if factor != 1.0:
+            residual.mul_(factor)
+
+    def residual_norm(
+        self,
+        residual: torch.Tensor,
+        block: torch.Tensor | None,
+        block_norm: NormSpec | None,
+        factor: float,
+        norm: NormSpec | None,
+        out: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        if block is not None:
+            residual.add_(_normed(block.float(), block_norm), alpha=factor)
+        if out is not None:
+            rows = residual if tokens is None else residual.index_select(0, tokens)
+            out.copy_(_normed(rows, norm))
+
+    def rotary_and_write(self, qkv: torch.Tensor, layout: StepLayout, spec: RotarySpec, cache: LayerCache) -> None:
+        queries, keys, values = _heads(qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        queries.copy_(_rotated(_head_normed(queries, spec.q_norm, spec.norm_whole), layout.positions, spec.cos_sin))
+        keys_out = _rotated(_head_normed(keys, spec.k_norm, spec.norm_whole), layout.positions, spec.cos_sin)
+        _write(cache.keys, layout.slots, keys_out / cache.key_scale)
+        _write(cache.values, layout.slots, values.float() / cache.value_scale)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        layout: StepLayout,
+        block_table: torch.Tensor,
+        spec: AttendSpec,
+        cache: LayerCache,
+        out: torch.Tensor,
+    ) -> None:
+        queries, _, _ = _heads(qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        rows, visible = _sight(layout, qkv.shape[0])
+        block_size = cache.keys.shape[2]
+        blocks_at_once = max(1, _KEYS_AT_ONCE // block_size)
+        tokens_at_once = max(1, _MAX_GATHERED // (blocks_at_once * block_size * spec.num_kv_heads * spec.head_dim))
+        width = min(block_table.shape[1], -(-layout.max_seq_len // block_size))
+        for start in range(0, qkv.shape[0], tokens_at_once):
+            part = slice(start, start + tokens_at_once)
+            state = _Softmax(queries[part], spec)
+            for first in range(0, width, blocks_at_once):
+                blocks = block_table[rows[part], first : first + blocks_at_once]
+                state.add(blocks, first * block_size, visible[part], cache)
+            out[part] = state.result().flatten(1)
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+        out.copy_(active * up)
+
+
+class _Softmax:
+    """Attention of single queries to their keys, some blocks at a time: the running maximum, sum and weighted values,
+    all in float32. queries [tokens, num_heads, head_dim]."""
+
+    def __init__(self, queries: torch.Tensor, spec: AttendSpec) -> None:
+        tokens, heads, head_dim = queries.shape
+        grouped = (tokens, spec.num_kv_heads, heads // spec.num_kv_heads)
+        self._spec = spec
+        self._queries = (queries.float() * spec.scaling).reshape(*grouped, head_dim)
+        self._values = torch.zeros_like(self._queries)
+        if spec.sinks is None:
+            self._peak = self._queries.new_full((*grouped, 1), float("-inf"))
+            self._sum = torch.zeros_like(self._peak)
+        else:
+            self._peak = spec.sinks.reshape(1, *grouped[1:], 1).expand(*grouped, 1)
+            self._sum = torch.ones_like(self._peak)
+
+    def add(self, blocks: torch.Tensor, first_key: int, visible: torch.Tensor, cache: LayerCache) -> None:
+        """blocks [tokens, n]: the KV blocks of keys first_key …; visible [tokens]: keys that each token may see."""
+        keys, values = _gather(cache.keys, blocks), _gather(cache.values, blocks)
+        scores = self._queries @ (keys * cache.key_scale).transpose(-1, -2)
+        if cap := self._spec.softcap:
+            scores = torch.tanh(scores / cap) * cap
+        places = torch.arange(first_key, first_key + scores.shape[-1], device=scores.device)
+        limits = visible[:, None, None, None]
+        hidden = places >= limits
+        if window := self._spec.window:
+            hidden = hidden | (places < limits - window)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        peak = torch.maximum(self._peak, scores.amax(-1, keepdim=True))
+        # Where nothing was visible so far, minus infinity less itself would be NaN.
+        base = torch.where(peak == float("-inf"), 0.0, peak)
+        weights, kept = torch.exp(scores - base), torch.exp(self._peak - base)
+        self._sum = self._sum * kept + weights.sum(-1, keepdim=True)
+        self._values = self._values * kept + weights @ (values * cache.value_scale)
+        self._peak = peak
+
+    def result(self) -> torch.Tensor:
+        """[tokens, num_heads, head_dim]; zeros for a token that saw nothing."""
+        attended = torch.where(self._sum > 0, self._values / self._sum, 0.0)
+        return attended.flatten(1, 2)
+
+
+def _normed(x: torch.Tensor, norm: NormSpec | None) -> torch.Tensor:
+    if norm is None:
+        return x
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+
+def _heads(
+    qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of queries, keys and values, each [tokens, heads, head_dim]."""
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    queries, keys, values = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    return queries, keys, values
+
+
+def _head_normed(x: torch.Tensor, norm: NormSpec | None, whole: bool) -> torch.Tensor:
+    """x [tokens, heads, head_dim] in float32, normed over each head or over all together."""
+    wide = x.float()
+    return _normed(wide.flatten(1), norm).view(wide.shape) if whole else _normed(wide, norm)
+
+
+def _rotated(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | None) -> torch.Tensor:
+    if cos_sin is None:
+        return x
+    half = cos_sin.shape[1] // 2
+    cos, sin = cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
+    """x float32 [tokens, heads, head_dim] to its slots, finite and in the cache's type.
+
+    A token that pads writes what the first token writes, to the same place: shapes stay fixed and nothing is disturbed.
+    Should the first one pad too, that is what lies in slot 0 already.
+    """
+    block_size, limit = cache.shape[2], torch.finfo(cache.dtype).max
+    stored = _bytes(torch.nan_to_num(x, nan=0.0).clamp(-limit, limit).to(cache.dtype))
+    memory = _bytes(cache)
+    source = torch.where(slots[:1] >= 0, stored[:1], memory[:1, :, 0])
+    stored = torch.where((slots >= 0)[:, None, None], stored, source)
+    slots = torch.where(slots >= 0, slots, slots[:1].clamp(min=0))
+    memory[slots // block_size, :, slots % block_size] = stored
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Numbers of 8 bits as plain bytes: torch moves those anywhere, and floats of 8 bits only in places."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def _sight(layout: StepLayout, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token: its row of the block table, and how many keys it sees."""
+    places = torch.arange(num_tokens, dtype=torch.int32, device=layout.rows.device)
+    ends = layout.query_start[1:]
+    sequence = torch.searchsorted(ends, places, right=True)
+    return layout.rows[sequence], layout.seq_lens[sequence] - ends[sequence] + places + 1
+
+
+def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """float32 [tokens, num_kv_heads, n * block_size, head_dim]"""
+    gathered = _bytes(cache)[blocks].view(cache.dtype).float()
+    return gathered.transpose(1, 2).flatten(2, 3)

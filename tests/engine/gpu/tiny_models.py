@@ -1,0 +1,49 @@
+"""What tests of the accelerator path share: tiny random models of the families that run as programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 9}
+FAMILIES: dict[str, Any] = {
+    "llama": tf.LlamaConfig(**SIZES),
+    "llama tied": tf.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2": tf.Qwen2Config(**SIZES),
+    "qwen3": tf.Qwen3Config(**SIZES, head_dim=32),
+    "gemma2": tf.Gemma2Config(**SIZES, head_dim=32, sliding_window=9, attn_logit_softcapping=2.0),
+    "gemma3": tf.Gemma3TextConfig(**SIZES, **MIXED, head_dim=32),
+    "phi3": tf.Phi3Config(**SIZES),
+    "olmo2": tf.Olmo2Config(**SIZES),
+    "granite": tf.GraniteConfig(**SIZES, logits_scaling=3.0, attention_multiplier=0.2, residual_multiplier=0.7),
+    "smollm3": tf.SmolLM3Config(**SIZES),
+}
+
+
+def save(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A random model with weights spread wide enough that greedy output does not repeat one token, biases included."""
+    torch.manual_seed(5)
+    model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(4)
+            elif name.endswith("bias"):
+                parameter.normal_()
+    model.save_pretrained(path)
+    return model
