@@ -1,0 +1,44 @@
+"""The operations of the decoder program as Triton kernels, one launch each.
+
+For: the program, on a GPU; and tests, under Triton's interpreter. Does not know: models, requests, graphs. Invariants:
+those of `Ops`; a step without tokens launches nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .kernels import activation as activation_kernels
+from .kernels import embedding as embedding_kernels
+from .kernels import norm as norm_kernels
+from .kernels import rotary as rotary_kernels
+from .ops import Activation, LayerCache, NormSpec, RotarySpec, StepLayout
+
+
+class TritonOps:
+    """Implements `Ops`. The last dimension of every tensor is contiguous."""
+
+    def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor, factor: float, residual: torch.Tensor) -> None:
+        if len(token_ids):
+            embedding_kernels.embed(token_ids, embedding, factor, residual)
+
+    def residual_norm(
+        self,
+        residual: torch.Tensor,
+        block: torch.Tensor | None,
+        block_norm: NormSpec | None,
+        factor: float,
+        norm: NormSpec | None,
+        out: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        if len(residual if tokens is None else tokens):
+            norm_kernels.residual_norm(residual, block, block_norm, factor, norm, out, tokens)
+
+    def rotary_and_write(self, qkv: torch.Tensor, layout: StepLayout, spec: RotarySpec, cache: LayerCache) -> None:
+        if len(qkv):
+            rotary_kernels.rotary_and_write(qkv, layout, spec, cache)
+
+    def gate(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+        if len(out):
+            activation_kernels.gate(gate_up, activation == "gelu_tanh", out)
