@@ -123,7 +123,7 @@ def torch_program(model: str, threads: int) -> Callable[[int], None]:
     """The same products through PackedLinear, epilogues left out."""
     import torch
 
-    from llmbackend.engine.packed_linear import PackedLinear, has_native
+    from llmbackend.engine.cpu.packed_linear import PackedLinear, has_native
 
     torch.set_num_threads(threads)
     num_layers, shapes, head = MODELS[model]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from llmbackend.engine.interpreter import command, environment, is_this
+from llmbackend.engine.process.interpreter import command, environment, is_this
 
 logger = logging.getLogger(__name__)
 

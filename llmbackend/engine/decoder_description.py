@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from .attention.interface import AttentionOptions
+from .cpu.native_linear import NativeLinear
 from .gpu.dense_weights import DenseWeight
-from .native_linear import NativeLinear
 
 
 class UnrecognisedError(Exception):

@@ -13,11 +13,11 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from . import lean_imports
 from .config import EngineConfig
 from .fault_injection import Faults, FaultyRunner
 from .infer_request import EngineStats, FinishReason, InferRequest, ModelInfo, StepOutput, StepResult, TokenLogprobs
 from .kv_cache import KVCacheManager
+from .process import lean_imports
 from .scheduler import Scheduler
 from .sequence import Rows, Sequence, refusal
 from .speculation import Speculator, runs_that_hold
@@ -34,7 +34,7 @@ def make_runner(config: EngineConfig) -> Runner:
 
 def _make_sound_runner(config: EngineConfig) -> Runner:
     if config.model == "mock":
-        from .mock_model import MockRunner
+        from .mock.mock_model import MockRunner
 
         return MockRunner(config)
     if config.device != "cpu" or config.transport != "process":

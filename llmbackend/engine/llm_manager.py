@@ -19,9 +19,9 @@ from typing import ParamSpec, TypeVar
 
 from .config import EngineConfig
 from .infer_request import EngineInput, EngineStats, InferRequest, ModelInfo, StepOutput, StepResult
-from .supervisor import Supervisor
+from .process.supervisor import Supervisor
+from .process.wakeup import Wakeup
 from .transport import EngineDeadError
-from .wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 

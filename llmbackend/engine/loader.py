@@ -23,13 +23,13 @@ from .attention import interface
 from .attention.kv_cache import LayerShape
 from .compatibility import CheckedModel, architecture_name, check_config, check_model
 from .config import EngineConfig
+from .cpu.native_linear import swap_linears
+from .cpu.packed_linear import pack_linears
 from .decoder_description import Decoder, UnrecognisedError, describe
 from .gpu.dense_weights import join_neighbours
 from .kernels.library import NativeEngine
 from .kernels.library import load as load_library
 from .kernels.weights import TYPE_OF
-from .native_linear import swap_linears
-from .packed_linear import pack_linears
 
 logger = logging.getLogger(__name__)
 

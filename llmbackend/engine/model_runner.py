@@ -15,13 +15,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from . import cpu_memory
 from .config import EngineConfig
+from .cpu import cpu_memory
+from .cpu.program_forward import ProgramForward
 from .decoder_description import UnrecognisedError
 from .infer_request import InferRequest, ModelInfo
 from .loader import LoadedModel, load_model
 from .module_forward import ModuleForward
-from .program_forward import ProgramForward
 from .sampler import Sampler
 from .step import RowTable, SampledTokens, StepPlan
 

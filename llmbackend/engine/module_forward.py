@@ -16,9 +16,9 @@ from .attention.kv_cache import LayerKVCache
 from .attention.native import NativePagedAttention
 from .attention.ragged_batch import RaggedBatch
 from .attention.reference import PagedAttention
+from .cpu.native_kv_cache import native_caches
 from .flat_step import FlatStep, flatten
 from .loader import LoadedModel
-from .native_kv_cache import native_caches
 from .step import Int32Array, RowTable, StepPlan
 
 

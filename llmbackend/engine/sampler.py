@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .drawing import Limits, draw, draw_limited, likeliest, most_likely
 from .infer_request import InferRequest, TokenLogprobs
 from .kernels.library import NativeEngine
 from .kernels.sampling import NativeSampling, RowParameters
-from .logit_edits import RowEdits, apply_edits, row_edits
-from .random_numbers import uniform
+from .sampling.drawing import Limits, draw, draw_limited, likeliest, most_likely
+from .sampling.logit_edits import RowEdits, apply_edits, row_edits
+from .sampling.random_numbers import uniform
 from .step import BROKEN_LOGITS, NO_TOKEN, Int32Array, RowTable, SampledTokens
 
 Int64Array = npt.NDArray[np.int64]

@@ -29,9 +29,9 @@ import msgspec
 import zmq
 
 from .config import EngineConfig
-from .engine_loop import load, run
 from .infer_request import EngineInput, EngineStarted, ModelInfo, StepResult
-from .nursery import EngineProcess, Nursery
+from .process.engine_loop import load, run
+from .process.nursery import EngineProcess, Nursery
 
 logger = logging.getLogger(__name__)
 

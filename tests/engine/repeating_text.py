@@ -10,8 +10,8 @@ import zlib
 
 import pytest
 
-from llmbackend.engine import mock_model
-from llmbackend.engine.mock_sampler import FloatArray
+from llmbackend.engine.mock import mock_model
+from llmbackend.engine.mock.mock_sampler import FloatArray
 from llmbackend.engine.step import Int32Array
 
 NUM_WORDS = 12

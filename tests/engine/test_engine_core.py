@@ -12,7 +12,7 @@ from mock_engine import FaultyRunner, Outcomes, expect_oracle, make_core, make_r
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import make_runner
 from llmbackend.engine.infer_request import InferRequest
-from llmbackend.engine.mock_model import MockRunner, mock_generate
+from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 
 OPTIONS = list(product([1, 7, 512], [1, 4, 32], [None, 96], [1, 3, 32]))
 

@@ -45,7 +45,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_left_behind(case: str) -> None:
-    lines = ["import sys", "from llmbackend.engine import lean_imports"]
+    lines = ["import sys", "from llmbackend.engine.process import lean_imports"]
     lines += [line.removeprefix("        ") for line in CASES[case].splitlines()]
     result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr

@@ -13,9 +13,9 @@ from torch import nn
 
 from llmbackend.engine.compatibility import check_model
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.cpu.packed_linear import PackedLinear, has_native, pack_linears
 from llmbackend.engine.loader import load_model
 from llmbackend.engine.model_runner import ModelRunner
-from llmbackend.engine.packed_linear import PackedLinear, has_native, pack_linears
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,

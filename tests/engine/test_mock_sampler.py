@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.infer_request import SamplingParams
-from llmbackend.engine.mock_sampler import sample
+from llmbackend.engine.mock.mock_sampler import sample
 
 LOGITS = np.array([0.0, 3.0, 1.0, 2.0, -1.0])
 PROMPT = np.array([4, 4], np.int32)

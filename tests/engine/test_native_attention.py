@@ -19,11 +19,11 @@ from llmbackend.engine.attention.kv_cache import LayerKVCache, LayerShape
 from llmbackend.engine.attention.native import NativePagedAttention
 from llmbackend.engine.attention.ragged_batch import RaggedBatch
 from llmbackend.engine.attention.reference import PagedAttention
+from llmbackend.engine.cpu.native_kv_cache import NativeLayerCache
 from llmbackend.engine.flat_step import FlatStep
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.abi import AttentionOp, Kind, RotaryOp, Step, Type
 from llmbackend.engine.kernels.library import NativeEngine, op_pointers
-from llmbackend.engine.native_kv_cache import NativeLayerCache
 
 VARIANTS = [name for name in library.available() if name != "avx512_vnni"] or list(library.available())
 """The one left out compiles attention as avx512 does."""

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from llmbackend.engine.cpu.native_linear import NativeLinear, swap_linears
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeEngine
 from llmbackend.engine.kernels.self_test import fault_of
-from llmbackend.engine.native_linear import NativeLinear, swap_linears
 
 native = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
 

@@ -12,7 +12,7 @@ import torch
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeEngine
-from llmbackend.engine.mock_sampler import sample as plain_sample
+from llmbackend.engine.mock.mock_sampler import sample as plain_sample
 from llmbackend.engine.sampler import Sampler
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens
 

@@ -21,7 +21,7 @@ from mock_engine import FaultyRunner, Outcomes, expect_oracle, make_core, make_r
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
-from llmbackend.engine.mock_model import MockRunner, mock_generate
+from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 from llmbackend.engine.prefix_cache import PrefixCache
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from llmbackend.engine.drawing import Limits, draw, draw_limited, likeliest, most_likely
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.mock_sampler import _draw as plain_draw
-from llmbackend.engine.mock_sampler import sample as plain_sample
-from llmbackend.engine.random_numbers import uniform
+from llmbackend.engine.mock.mock_sampler import _draw as plain_draw
+from llmbackend.engine.mock.mock_sampler import sample as plain_sample
 from llmbackend.engine.sampler import Sampler
+from llmbackend.engine.sampling.drawing import Limits, draw, draw_limited, likeliest, most_likely
+from llmbackend.engine.sampling.random_numbers import uniform
 from llmbackend.engine.step import RowTable, SampledTokens
 
 VOCAB, EOS = 3000, (7, 8)

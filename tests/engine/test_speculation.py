@@ -19,7 +19,7 @@ from repeating_text import repeat_text
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams
-from llmbackend.engine.mock_model import MockRunner
+from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.model_runner import ModelRunner
 from llmbackend.engine.sampler import Sampler
 from llmbackend.engine.speculation import MAX_PAUSE_STEPS, Speculator, runs_that_hold

@@ -19,10 +19,10 @@ from mock_engine import Outcomes, expect_oracle, make_request, random_requests
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import EngineInput
-from llmbackend.engine.mock_model import MockRunner
-from llmbackend.engine.nursery import Nursery
+from llmbackend.engine.mock.mock_model import MockRunner
+from llmbackend.engine.process.nursery import Nursery
+from llmbackend.engine.process.wakeup import Wakeup
 from llmbackend.engine.transport import EngineDeadError, ProcessTransport, Transport, make_transport
-from llmbackend.engine.wakeup import Wakeup
 
 MakeNursery = Callable[..., Nursery]
 
@@ -289,9 +289,9 @@ def test_signals_that_stop_the_host_do_not_stop_the_engine(process: ProcessTrans
 HOST = """
 import sys, time
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.nursery import Nursery
+from llmbackend.engine.process.nursery import Nursery
 from llmbackend.engine.transport import ProcessTransport
-from llmbackend.engine.wakeup import Wakeup
+from llmbackend.engine.process.wakeup import Wakeup
 wakeup = Wakeup()
 transport = ProcessTransport(Nursery(EngineConfig(model="mock")), wakeup.fileno())
 transport.launch()

@@ -24,12 +24,12 @@ from llmbackend.adapter.infer_task import InferTask
 from llmbackend.adapter.model_state import ModelState
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import ServerOptions
-from llmbackend.engine import engine_loop, supervisor
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import EngineInput, ModelInfo, StepResult
 from llmbackend.engine.llm_manager import LlmManager
-from llmbackend.engine.mock_model import MockRunner
+from llmbackend.engine.mock.mock_model import MockRunner
+from llmbackend.engine.process import engine_loop, supervisor
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from llmbackend.engine.transport import EngineDeadError
 from llmbackend.waiting.timer import Timer

@@ -21,7 +21,7 @@ from repeating_text import repeat_text
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
-from llmbackend.engine.mock_model import MockRunner, mock_generate
+from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 
 MAX_MODEL_LEN = 40

@@ -30,7 +30,7 @@ from mock_engine import make_request
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.kv_cache import KVCacheManager
-from llmbackend.engine.mock_model import MockRunner
+from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.scheduler import Schedule, Scheduler
 from llmbackend.engine.sequence import Rows, Sequence
 from llmbackend.engine.step import RowTable

@@ -15,11 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from llmbackend.engine.cpu.native_kv_cache import NativeLayerCache
+
 from ..flat_step import FlatStep
 from ..kernels.abi import AttentionOp, Kind, RotaryOp, Step
 from ..kernels.library import NativeEngine, op_pointers
 from ..kernels.weights import TYPE_OF
-from ..native_kv_cache import NativeLayerCache
 from .interface import AttentionOptions
 
 

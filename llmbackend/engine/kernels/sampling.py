@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..logit_edits import RowEdits
+from llmbackend.engine.sampling.logit_edits import RowEdits
+
 from ..step import Int32Array, RowTable
 from .library import NativeEngine
 from .weights import TYPE_OF

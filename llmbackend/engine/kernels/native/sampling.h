@@ -1,8 +1,8 @@
 // From logits to tokens and logprobs, without a sort over the vocabulary.
 //
-// For: the sampler (../../sampler.py), whose definitions these are: see its drawing.py and logit_edits.py. Does not know:
-// stop rules, text. Invariant: a sample is computed by one worker, from its logits, its row's parameters and the row's
-// tokens before its position alone; what others ask for does not change it.
+// For: the sampler (../../sampler.py), whose definitions these are: see drawing.py and logit_edits.py in ../../sampling.
+// Does not know: stop rules, text. Invariant: a sample is computed by one worker, from its logits, its row's parameters
+// and the row's tokens before its position alone; what others ask for does not change it.
 //
 // A row costs one pass over its logits (summary.h). Limits look again only at blocks whose largest logit says that they
 // can matter; of those, only logits above a bound become candidates (ranking.h).

@@ -16,11 +16,23 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from .decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection
-from .flat_step import FlatStep
-from .kernels.abi import AttentionOp, EmbedOp, Epilogue, Kind, LinearOp, NormOp, RotaryOp, Rows, Step, Type
-from .kernels.library import NativeEngine, op_pointers
-from .kernels.weights import TYPE_OF, PackedWeight
+from llmbackend.engine.decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection
+from llmbackend.engine.flat_step import FlatStep
+from llmbackend.engine.kernels.abi import (
+    AttentionOp,
+    EmbedOp,
+    Epilogue,
+    Kind,
+    LinearOp,
+    NormOp,
+    RotaryOp,
+    Rows,
+    Step,
+    Type,
+)
+from llmbackend.engine.kernels.library import NativeEngine, op_pointers
+from llmbackend.engine.kernels.weights import TYPE_OF, PackedWeight
+
 from .native_kv_cache import NativeLayerCache
 
 Float32Array = npt.NDArray[np.float32]

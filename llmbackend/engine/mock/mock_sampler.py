@@ -12,9 +12,9 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from .infer_request import SamplingParams, TokenLogprobs
-from .random_numbers import uniform
-from .step import Int32Array
+from llmbackend.engine.infer_request import SamplingParams, TokenLogprobs
+from llmbackend.engine.sampling.random_numbers import uniform
+from llmbackend.engine.step import Int32Array
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .compatibility import CheckedModel
-from .config import EngineConfig
-from .decoder_description import UnrecognisedError
+from llmbackend.engine.compatibility import CheckedModel
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.decoder_description import UnrecognisedError
+from llmbackend.engine.flat_step import FlatStep, flatten
+from llmbackend.engine.loader import LoadedModel
+from llmbackend.engine.step import Int32Array, RowTable, StepPlan
+
 from .decoder_program import DecoderProgram
-from .flat_step import FlatStep, flatten
-from .loader import LoadedModel
 from .native_kv_cache import native_caches
-from .step import Int32Array, RowTable, StepPlan
 
 _LONGEST_PROBE = 8
 

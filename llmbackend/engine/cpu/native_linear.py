@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
-from .kernels.library import NativeEngine, op_pointers
-from .kernels.weights import TYPE_OF, PackedWeight, WeightStore, release_pages
+from llmbackend.engine.kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
+from llmbackend.engine.kernels.library import NativeEngine, op_pointers
+from llmbackend.engine.kernels.weights import TYPE_OF, PackedWeight, WeightStore, release_pages
 
 
 class NativeLinear(nn.Module):

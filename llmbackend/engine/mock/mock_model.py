@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .config import EngineConfig
-from .infer_request import FinishReason, InferRequest, ModelInfo, TokenLogprobs
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.infer_request import FinishReason, InferRequest, ModelInfo, TokenLogprobs
+from llmbackend.engine.sampling.random_numbers import splitmix64
+from llmbackend.engine.step import Int32Array, RowTable, SampledTokens, StepPlan
+
 from .mock_sampler import FloatArray, sample
-from .random_numbers import splitmix64
-from .step import Int32Array, RowTable, SampledTokens, StepPlan
 
 DEFAULT_MAX_MODEL_LEN = 4096
 MIN_VOCAB_SIZE = 130

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from .config import EngineConfig
+from llmbackend.engine.config import EngineConfig
+
 from .interpreter import command, environment
 
 CLOSE_TIMEOUT_S = 5.0
@@ -45,7 +46,7 @@ class Started(NamedTuple):
 
 def _start(config: EngineConfig) -> Started:
     """Raises OSError."""
-    program = command(config.engine_python, "llmbackend.engine.engine_process")
+    program = command(config.engine_python, "llmbackend.engine.process.engine_process")
     config_json = msgspec.json.encode(config).decode()
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, contextlib.ExitStack() as on_failure:

@@ -13,10 +13,10 @@ import logging
 import msgspec
 import zmq
 
-from .config import EngineConfig
-from .engine_core import EngineCore, make_runner
-from .fault_injection import Faults, FaultyLink, Link
-from .infer_request import EngineInput, EngineStarted
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.engine_core import EngineCore, make_runner
+from llmbackend.engine.fault_injection import Faults, FaultyLink, Link
+from llmbackend.engine.infer_request import EngineInput, EngineStarted
 
 logger = logging.getLogger(__name__)
 

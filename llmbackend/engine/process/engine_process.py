@@ -1,4 +1,6 @@
-"""The nursery's process and the engines it forks: `python -m llmbackend.engine.engine_process CONTROL_FD CONFIG_JSON`.
+"""The nursery's process and the engines it forks.
+
+`python -m llmbackend.engine.process.engine_process CONTROL_FD CONFIG_JSON`.
 
 For: Nursery, which starts it, and ProcessTransport, which speaks with the engine. Does not know: the host, beyond its
 sockets. Invariants: an engine never outlives its host: the lifeline is a socket pair whose other end only the host
@@ -20,8 +22,9 @@ import threading
 import msgspec
 import zmq
 
+from llmbackend.engine.config import EngineConfig
+
 from . import lean_imports
-from .config import EngineConfig
 from .engine_loop import load, run
 
 LINGER_MS = 1000
@@ -58,7 +61,7 @@ def _import_all_of(model: str) -> None:
         return
     with contextlib.suppress(Exception):
         lean_imports.import_for(model)
-        from . import model_runner  # noqa: F401
+        from llmbackend.engine import model_runner  # noqa: F401
 
     gc.collect()
     gc.freeze()  # the collector of an engine must not touch, and so copy, what is shared

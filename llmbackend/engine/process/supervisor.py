@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 import time
 
-from .config import EngineConfig
-from .infer_request import EngineInput, ModelInfo, StepResult
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.infer_request import EngineInput, ModelInfo, StepResult
+from llmbackend.engine.transport import EngineDeadError, Transport, make_transport
+
 from .nursery import Nursery
-from .transport import EngineDeadError, Transport, make_transport
 from .wakeup import Wakeup
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from .attention.kv_cache import LayerShape
-from .kernels.abi import Type
-from .kernels.library import Library, NativeEngine
-from .kernels.weights import TYPE_OF
+from llmbackend.engine.attention.kv_cache import LayerShape
+from llmbackend.engine.kernels.abi import Type
+from llmbackend.engine.kernels.library import Library, NativeEngine
+from llmbackend.engine.kernels.weights import TYPE_OF
 
 BLOCK_MULTIPLE = 32
 
