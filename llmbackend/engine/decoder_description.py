@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import nn
@@ -35,13 +35,18 @@ class Norm:
 
 
 class Weight(Protocol):
-    """A matrix [n, k], wherever it lies: PackedWeight for the CPU's kernels, DenseWeight for an accelerator."""
+    """A matrix [n, k], wherever it lies: PackedWeight for the CPU's kernels, a DeviceWeight for an accelerator."""
 
     @property
     def n(self) -> int: ...
 
     @property
     def k(self) -> int: ...
+
+
+@runtime_checkable
+class DivisibleWeight(Weight, Protocol):
+    """PackedWeight, DenseWeight."""
 
     def part(self, start: int, n: int) -> Self:
         """Rows start .. start + n - 1; both are multiples of a panel of 32 rows."""
@@ -200,11 +205,11 @@ def _mlp(module: Any) -> Mlp:
     activation = _activation(module)
     if hasattr(module, "gate_up_proj"):
         gate_up = _projection(module.gate_up_proj)
-        half = gate_up.weight.n // 2
-        if half % 32 or gate_up.bias is not None:
+        weight, half = gate_up.weight, gate_up.weight.n // 2
+        if half % 32 or gate_up.bias is not None or not isinstance(weight, DivisibleWeight):
             raise UnrecognisedError(f"{type(module).__name__} joins gate and up in a way that panels cannot part")
-        gate = Projection(gate_up.weight.part(0, half), None)
-        return Mlp(gate, Projection(gate_up.weight.part(half, half), None), _projection(module.down_proj), activation)
+        gate, up = Projection(weight.part(0, half), None), Projection(weight.part(half, half), None)
+        return Mlp(gate, up, _projection(module.down_proj), activation)
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
         raise UnrecognisedError(f"{type(module).__name__} is no gated MLP")
     gate, up, down = (_projection(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj"))
@@ -245,7 +250,9 @@ def joined(first: Projection, *others: Projection) -> Projection | None:
     """Neighbours in memory as one projection; None where they are no neighbours, or only some have a bias."""
     weight: Weight | None = first.weight
     for other in others:
-        weight = weight and weight.joined(other.weight)
+        if not isinstance(weight, DivisibleWeight) or not isinstance(other.weight, type(weight)):
+            return None
+        weight = weight.joined(other.weight)
     biases = [projection.bias for projection in (first, *others) if projection.bias is not None]
     if weight is None or len(biases) not in (0, 1 + len(others)):
         return None

@@ -8,12 +8,34 @@ a program reads as one matrix: nothing is there twice.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 _NEIGHBOURS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one input, by the names that transformers gives them, in the order in which programs want their outputs."""
+
+
+class Matmul(Protocol):
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """out [T, n] = x [T, k] · weight [n, k]ᵀ + bias [n]; all in one dtype, contiguous."""
+
+
+@runtime_checkable
+class DeviceWeight(Protocol):
+    """A matrix [n, k] that programs multiply by: dense, in numbers of 8 bits, or in parts on several devices."""
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def k(self) -> int:
+        """Columns of what `multiply` takes."""
+
+    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """out [T, n] = x [T, k] · thisᵀ + bias [n], all in the model's dtype; by `matmul` where that is a product of
+        plain matrices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +51,9 @@ class DenseWeight:
     @property
     def k(self) -> int:
         return self.tensor.shape[1]
+
+    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        matmul(x, self.tensor, bias, out)
 
     def part(self, start: int, n: int) -> DenseWeight:
         return DenseWeight(self.tensor[start : start + n])

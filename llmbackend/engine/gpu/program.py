@@ -10,19 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from ..decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection, UnrecognisedError, joined
-from .dense_weights import DenseWeight
+from .dense_weights import DenseWeight, DeviceWeight, Matmul
 from .ops import Activation, AttendSpec, LayerCache, NormSpec, Ops, RotarySpec, StepLayout
-
-
-class Matmul(Protocol):
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """out [T, n] = x [T, k] · weight [n, k]ᵀ + bias [n]; all in one dtype, contiguous."""
 
 
 def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -36,12 +31,12 @@ def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Linear:
-    weight: torch.Tensor
+    weight: DeviceWeight
     bias: torch.Tensor | None
 
     @property
     def n(self) -> int:
-        return self.weight.shape[0]
+        return self.weight.n
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +88,7 @@ class GpuProgram:
         matmul: Matmul = library_matmul,
     ) -> None:
         """caches: by attention module. max_tokens, max_samples: the largest step. Weights and caches are on one device,
-        weights as DenseWeight. Raises torch.OutOfMemoryError, and UnrecognisedError when a layer is no such layer."""
+        weights as DeviceWeight. Raises torch.OutOfMemoryError, and UnrecognisedError when a layer is no such layer."""
         self._ops, self._matmul = ops, matmul
         self._dtype, self._device = decoder.embedding.dtype, decoder.embedding.device
         self._embedding, self._embedding_factor = decoder.embedding, decoder.embedding_factor
@@ -167,7 +162,7 @@ class GpuProgram:
 
     def _product(self, linear: _Linear, x: torch.Tensor, buffer: _Buffer) -> torch.Tensor:
         out = buffer.matrix(len(x), linear.n)
-        self._matmul(x, linear.weight, linear.bias, out)
+        linear.weight.multiply(self._matmul, x, linear.bias, out)
         return out
 
     def _make_buffers(self, tokens: int, samples: int) -> None:
@@ -180,7 +175,7 @@ class GpuProgram:
         self._normed = buffer(tokens, width)
         self._block = buffer(tokens, width)
         self._qkv = buffer(tokens, max(layer.qkv.n for layer in layers))
-        self._attended = buffer(tokens, max(layer.attention_out.weight.shape[1] for layer in layers))
+        self._attended = buffer(tokens, max(layer.attention_out.weight.k for layer in layers))
         self._gate_up = buffer(tokens, gate_up)
         self._gated = buffer(tokens, gate_up // 2)
         self._sampled = buffer(samples, width)
@@ -210,10 +205,12 @@ class GpuProgram:
 
     def _linear(self, projection: Projection) -> _Linear:
         weight = projection.weight
-        if not isinstance(weight, DenseWeight) or weight.tensor.dtype != self._dtype:
-            raise UnrecognisedError("some of its weights are not plain matrices of the model's type")
+        if isinstance(weight, DenseWeight) and weight.tensor.dtype != self._dtype:
+            raise UnrecognisedError("some of its weights are not of the model's type")
+        if not isinstance(weight, DeviceWeight):
+            raise UnrecognisedError("some of its weights are not in a form that a device multiplies by")
         bias = None if projection.bias is None else projection.bias.to(self._dtype)
-        return _Linear(weight.tensor, bias)
+        return _Linear(weight, bias)
 
 
 def _gate_up(mlp: Mlp) -> Projection:

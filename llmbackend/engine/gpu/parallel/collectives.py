@@ -1,0 +1,93 @@
+"""What the ranks of one engine compute together: sums and rows of all.
+
+For: sharded weights, which call it between two products of the program. Does not know: models, steps, processes.
+Invariants: every rank makes the same calls in the same order, with the same shapes; all get the same bits, so that they
+sample the same tokens without telling each other; nothing listens but on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+_NETWORK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""How the ranks find each other; between the GPUs of a host, data go another way."""
+
+
+class Collectives(Protocol):
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        """x = the sum of all ranks' x, in place. x is contiguous."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' x, by rank: [size, *x.shape]. x is contiguous."""
+
+
+class ProcessGroup:
+    """The ranks as a group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        """The group that `join` made."""
+        self.rank = rank
+        self.size = size
+
+    def all_reduce(self, x: torch.Tensor) -> None:
+        dist.all_reduce(x)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        dist.all_gather(list(gathered.unbind()), x)
+        return gathered
+
+
+def listen() -> tuple[socket.socket, int]:
+    """Where the ranks will meet, and its port."""
+    meeting = socket.create_server((LOOPBACK, 0))
+    return meeting, int(meeting.getsockname()[1])
+
+
+def join(
+    rank: int, size: int, device: torch.device, port: int, timeout_s: float, meeting: socket.socket | None = None
+) -> ProcessGroup:
+    """Meets the other ranks; `meeting` is rank 0's, which holds what they need to find each other. One group for a
+    process, which lives until `leave`. Raises RuntimeError when they do not come in time."""
+    for name in _NETWORK_INTERFACES:
+        os.environ.setdefault(name, "lo")
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        LOOPBACK,
+        port,
+        size,
+        is_master=meeting is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=meeting.detach() if meeting is not None else None,
+    )
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
+    return ProcessGroup(rank, size)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,206 @@
+"""A rank's part of a decoder: whole heads and columns of what splits, all of what does not.
+
+For: a rank, between loading a model and building its program. Does not know: processes, steps, how a product is
+computed. Invariants: the parts of all ranks together are the model; a rank's program computes the same hidden states as
+every other's, since after the two products of a layer whose inputs are split the ranks' results are summed; what cannot
+be split evenly is refused by name.
+Source: Megatron-LM's split of attention and MLP (arXiv 1909.08053, §3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ...attention.kv_cache import LayerShape
+from ...decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection
+from ..dense_weights import DenseWeight, DeviceWeight, Matmul
+from .collectives import Collectives
+
+
+class UnshardableError(ValueError):
+    """Why a model cannot be split among that many ranks; a text for the user."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SummedWeight:
+    """Some input columns of a matrix: its product is the sum of all ranks' products."""
+
+    local: DeviceWeight
+    ranks: Collectives
+
+    @property
+    def n(self) -> int:
+        return self.local.n
+
+    @property
+    def k(self) -> int:
+        """This rank's columns."""
+        return self.local.k
+
+    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        self.local.multiply(matmul, x, None, out)
+        self.ranks.all_reduce(out)
+        if bias is not None:
+            out += bias
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatheredWeight:
+    """Some output rows of a matrix, the last rank's filled up with zeros: its product is all ranks' side by side."""
+
+    local: DeviceWeight
+    ranks: Collectives
+    n: int
+
+    @property
+    def k(self) -> int:
+        return self.local.k
+
+    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        part = out.new_empty((len(x), self.local.n))
+        self.local.multiply(matmul, x, None, part)
+        parts = self.ranks.all_gather(part)
+        out.copy_(parts.transpose(0, 1).flatten(1)[:, : self.n])
+        if bias is not None:
+            out += bias
+
+
+class Sharding:
+    """The part of rank `ranks.rank`, on `device`. Weights are copied there, so that the whole model may go."""
+
+    def __init__(self, ranks: Collectives, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+
+    def layer_shapes(self, shapes: Mapping[nn.Module, LayerShape]) -> dict[nn.Module, LayerShape]:
+        """The KV shapes of this rank. Raises UnshardableError."""
+        return {
+            module: replace(shape, num_kv_heads=len(self._kv_heads(shape.num_kv_heads)))
+            for module, shape in shapes.items()
+        }
+
+    def decoder(self, decoder: Decoder, shapes: Mapping[nn.Module, LayerShape]) -> Decoder:
+        """shapes: of the whole model. Raises UnshardableError."""
+        embedding = decoder.embedding.to(self._device)
+        return replace(
+            decoder,
+            embedding=embedding,
+            layers=tuple(self._layer(layer, shapes[layer.module]) for layer in decoder.layers),
+            norm=replace(decoder.norm, weight=decoder.norm.weight.to(self._device)),
+            head=self._head(decoder, embedding),
+        )
+
+    def _layer(self, layer: Layer, shape: LayerShape) -> Layer:
+        return replace(
+            layer,
+            attention_norm=self._norm(layer.attention_norm),
+            attention=self._attention(layer.attention, shape),
+            attention_out_norm=self._norm(layer.attention_out_norm),
+            mlp_norm=self._norm(layer.mlp_norm),
+            mlp=self._mlp(layer.mlp),
+            mlp_out_norm=self._norm(layer.mlp_out_norm),
+        )
+
+    def _attention(self, attention: Attention, shape: LayerShape) -> Attention:
+        if attention.norm_whole:
+            raise UnshardableError(self._refusal("it norms queries and keys over all heads together"))
+        head_dim = shape.key_dim
+        heads = self._part(attention.out.weight.k // head_dim, "attention heads")
+        kv_heads = self._kv_heads(shape.num_kv_heads)
+        num_heads = attention.out.weight.k // head_dim
+        rows = torch.cat(
+            [
+                _heads(heads, head_dim),
+                _heads(kv_heads, head_dim) + num_heads * head_dim,
+                _heads(kv_heads, head_dim) + (num_heads + shape.num_kv_heads) * head_dim,
+            ]
+        )
+        sinks = attention.options.sinks
+        return replace(
+            attention,
+            qkv=self._rows(attention.qkv, rows),
+            out=self._columns(attention.out, range(heads.start * head_dim, heads.stop * head_dim)),
+            q_norm=self._norm(attention.q_norm),
+            k_norm=self._norm(attention.k_norm),
+            cos_sin=None if attention.cos_sin is None else attention.cos_sin.to(self._device),
+            options=replace(
+                attention.options,
+                sinks=None if sinks is None else sinks.detach()[heads.start : heads.stop].to(self._device),
+            ),
+        )
+
+    def _mlp(self, mlp: Mlp) -> Mlp:
+        """gate and up side by side, as programs want them."""
+        part = self._part(mlp.gate.weight.n, "columns of its MLP")
+        gate, up = _dense(mlp.gate)[part.start : part.stop], _dense(mlp.up)[part.start : part.stop]
+        both = DenseWeight(torch.cat((gate, up)).to(self._device))
+        return replace(
+            mlp,
+            gate=Projection(both.part(0, len(part)), self._bias(mlp.gate, part)),
+            up=Projection(both.part(len(part), len(part)), self._bias(mlp.up, part)),
+            down=self._columns(mlp.down, part),
+        )
+
+    def _head(self, decoder: Decoder, embedding: torch.Tensor) -> Projection:
+        """Tied to the embedding, it is a part of that on the device, too."""
+        vocab_size, weight = decoder.head.weight.n, _dense(decoder.head)
+        width = -(-vocab_size // self._ranks.size)
+        part = range(self._ranks.rank * width, (self._ranks.rank + 1) * width)
+        is_tied = weight.data_ptr() == decoder.embedding.data_ptr() and weight.shape == decoder.embedding.shape
+        local = (embedding if is_tied else weight)[part.start : part.stop].to(self._device)
+        if len(local) < width:
+            local = nn.functional.pad(local, (0, 0, 0, width - len(local)))
+        bias = decoder.head.bias
+        return Projection(
+            GatheredWeight(DenseWeight(local.contiguous()), self._ranks, vocab_size),
+            None if bias is None else bias.to(self._device),
+        )
+
+    def _rows(self, projection: Projection, rows: torch.Tensor) -> Projection:
+        bias = projection.bias
+        return Projection(
+            DenseWeight(_dense(projection)[rows].to(self._device)),
+            None if bias is None else bias[rows].to(self._device),
+        )
+
+    def _columns(self, projection: Projection, columns: range) -> Projection:
+        local = _dense(projection)[:, columns.start : columns.stop].clone().to(self._device)
+        bias = projection.bias
+        return Projection(
+            SummedWeight(DenseWeight(local), self._ranks), None if bias is None else bias.to(self._device)
+        )
+
+    def _bias(self, projection: Projection, part: range) -> torch.Tensor | None:
+        return None if projection.bias is None else projection.bias[part.start : part.stop].to(self._device)
+
+    def _norm(self, norm: Norm | None) -> Norm | None:
+        return None if norm is None else replace(norm, weight=norm.weight.to(self._device))
+
+    def _part(self, count: int, what: str) -> range:
+        if count % self._ranks.size:
+            raise UnshardableError(self._refusal(f"it has {count} {what}"))
+        width = count // self._ranks.size
+        return range(self._ranks.rank * width, (self._ranks.rank + 1) * width)
+
+    def _kv_heads(self, count: int) -> range:
+        """Where there are fewer heads than ranks, neighbours hold the same one."""
+        if count >= self._ranks.size or self._ranks.size % count:
+            return self._part(count, "KV heads")
+        head = self._ranks.rank * count // self._ranks.size
+        return range(head, head + 1)
+
+    def _refusal(self, why: str) -> str:
+        return f"engine argument 'tensor_parallel_size' is {self._ranks.size}, which the model does not allow: {why}"
+
+
+def _heads(heads: range, head_dim: int) -> torch.Tensor:
+    return torch.arange(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _dense(projection: Projection) -> torch.Tensor:
+    assert isinstance(projection.weight, DenseWeight), "a model that was loaded for programs has dense weights"
+    return projection.weight.tensor
