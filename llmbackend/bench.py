@@ -30,6 +30,7 @@ from llmbackend.engine.offline import Engine
 WARM_UP_REQUESTS, WARM_UP_PROMPT_TOKENS, WARM_UP_OUTPUT_TOKENS = 8, 48, 8
 ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "no prefix cache": {"enable_prefix_caching": False},
+    "no overlap": {"async_scheduling": False},
     "no speculation": {"speculative_config": None},
     "speculation": {"speculative_config": {"method": "ngram"}},
     "modules, no program": {"enforce_eager": True},
@@ -104,6 +105,7 @@ class _Times:
         self.wall_s = 0.0
         self.cpu_s = 0.0
         self.step_s = 0.0
+        self.host_s = 0.0
         self.forward_s = 0.0
         self.sample_s = 0.0
         self.before = before
@@ -119,6 +121,7 @@ class _Times:
 
     def add_step(self, stats: EngineStats) -> None:
         self.step_s += stats.last_step_s
+        self.host_s += stats.last_host_s
         self.forward_s += stats.last_forward_s
         self.sample_s += stats.last_sample_s
         self.after = stats
@@ -182,7 +185,10 @@ def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: Bench
 
 
 def _changes_nothing(given: Mapping[str, Any], change: Mapping[str, Any]) -> bool:
-    """Whether the configuration has this change already; one that has speculation needs no other kind of it."""
+    """Whether the configuration has this change already; one that has speculation needs no other kind of it, and on a
+    CPU no steps overlap."""
+    if "async_scheduling" in change and given["device"] == "cpu" and not given["mock_steps_in_flight"]:
+        return True
     if change.get("speculative_config") and given["speculative_config"]:
         return True
     return all(given[field] == value for field, value in change.items())
@@ -273,7 +279,7 @@ def _result(
         step_ms=times.step_s / steps * 1e3,
         forward_ms=times.forward_s / steps * 1e3,
         sample_ms=times.sample_s / steps * 1e3,
-        host_us_per_step=(times.step_s - times.forward_s - times.sample_s) / steps * 1e6,
+        host_us_per_step=times.host_s / steps * 1e6,
     )
 
 

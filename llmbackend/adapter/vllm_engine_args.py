@@ -39,7 +39,6 @@ NO_EFFECT = frozenset(
         "worker_cls",
         "worker_use_ray",
         # How steps are computed and scheduled
-        "async_scheduling",
         "attention_backend",
         "calculate_kv_scales",
         "compilation_config",

@@ -55,13 +55,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no
     weights). max_model_len None = the model's own limit. num_kv_blocks None = sized from kv_cache_memory_bytes.
     tensor_parallel_size: devices that one engine spans, from `device` on. max_num_batched_tokens: the token budget of a
-    step. speculative_config None = no speculation. engine_python: the
+    step. speculative_config None = no speculation. async_scheduling: the next step is launched before the tokens of the
+    last one are read, where the device works beside the host and no speculation makes it unknown what a step will give;
+    None = wherever it can be, False = nowhere. engine_python: the
     Python that runs the engine's process, "" = the host's own. num_threads 0 = all cores. quantization "int8": weights
     per output channel, activations per token, in whole numbers of 8 bits. enforce_eager: the model's modules
     compute, and not one native program; kernels "torch": not even native operations under the modules. step_timeout_s:
     an engine whose step takes longer hangs, and is replaced; load_timeout_s: the same for loading.
     max_engine_failures: how many may die in a row without finishing a step before the model is given up.
-    fault_directory: see fault_injection.py.
+    mock_step_ms: what a step of the mock takes at least. mock_steps_in_flight: how many steps may be launched on its
+    device, a thread (mock_device.py); 0 = it computes where it is called. fault_directory: see fault_injection.py.
     """
 
     model: str
@@ -78,6 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: bool = True
     seed: int = 0
     speculative_config: SpeculativeConfig | None = None
+    async_scheduling: bool | None = None
     trust_remote_code: bool = False
     transport: Literal["process", "inline"] = "process"
     engine_python: str = ""
@@ -88,6 +92,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     mock_vocab_size: int = 259
     mock_step_ms: float = 0.0
+    mock_steps_in_flight: int = 0
     step_timeout_s: float = 120.0
     load_timeout_s: float = 1800.0
     max_engine_failures: int = 5
@@ -100,12 +105,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         self._at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         self._at_least("num_threads", self.num_threads, 0)
+        self._at_least("mock_steps_in_flight", self.mock_steps_in_flight, 0)
         self._at_least("max_engine_failures", self.max_engine_failures, 1)
         for name in ("step_timeout_s", "load_timeout_s"):
             self._above_zero(name, getattr(self, name))
         if not 0 <= self.mock_step_ms < math.inf:
             raise ValueError(
                 f"engine argument 'mock_step_ms' is {self.mock_step_ms:g}, expected a number of at least 0"
+            )
+        if self.async_scheduling and self.speculative_config is not None:
+            raise ValueError(
+                "engine argument 'async_scheduling' is true, expected false or null with a 'speculative_config': "
+                "how many of its drafts hold is known only when a step is read"
             )
         for name in ("max_model_len", "num_kv_blocks"):
             value = getattr(self, name)

@@ -1,7 +1,9 @@
 """Continuous batching, one step at a time: schedule → run → commit → emit.
 
 For: whoever drives an engine (a process's loop, a thread, a benchmark). Does not know: where requests come from, or
-where outputs go. Invariants: every request that was added gets exactly one output with a finish_reason, and its row and
+where outputs go. Where the runner's steps overlap, the steps behind the one whose outputs `step()` returns are launched
+before it waits for that one, so that the device computes while the host commits, emits and schedules.
+Invariants: every request that was added gets exactly one output with a finish_reason, and its row and
 blocks are free when that output is emitted; an error belongs to the request that caused it. One thread owns a core.
 """
 
@@ -14,14 +16,15 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from .config import EngineConfig
-from .fault_injection import Faults, FaultyRunner
+from .fault_injection import Faults, with_faults
 from .infer_request import EngineStats, FinishReason, InferRequest, ModelInfo, StepOutput, StepResult, TokenLogprobs
 from .kv_cache import KVCacheManager
 from .process import lean_imports
 from .scheduler import Scheduler
 from .sequence import Rows, Sequence, refusal
 from .speculation import Speculator, runs_that_hold
-from .step import Int32Array, RowTable, Runner, SampledTokens, StepPlan
+from .step import OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
+from .steps_in_flight import Progress, StepsInFlight
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +32,14 @@ logger = logging.getLogger(__name__)
 def make_runner(config: EngineConfig) -> Runner:
     """The model that `config` names. Raises ValueError, OSError or RuntimeError with a text for the user."""
     runner = _make_sound_runner(config)
-    return FaultyRunner(runner, Faults(config.fault_directory)) if config.fault_directory else runner
+    return with_faults(runner, Faults(config.fault_directory)) if config.fault_directory else runner
 
 
 def _make_sound_runner(config: EngineConfig) -> Runner:
+    if config.model == "mock" and config.mock_steps_in_flight:
+        from .mock_device import OverlappingMockRunner
+
+        return OverlappingMockRunner(config)
     if config.model == "mock":
         from .mock.mock_model import MockRunner
 
@@ -53,6 +60,13 @@ def _model_runner(config: EngineConfig) -> Runner:
     return ModelRunner(config)
 
 
+def _steps_in_flight(config: EngineConfig, runner: Runner, rows: Rows) -> StepsInFlight | None:
+    """None where each step is read before the next one is scheduled."""
+    if config.async_scheduling is False or config.speculative_config is not None:
+        return None
+    return StepsInFlight(runner, rows) if isinstance(runner, OverlappingRunner) else None
+
+
 class EngineCore:
     def __init__(self, config: EngineConfig, runner: Runner) -> None:
         self.info: ModelInfo = runner.info
@@ -66,6 +80,9 @@ class EngineCore:
         self._max_draft_step_tokens = min(
             config.max_num_batched_tokens, speculation.max_step_tokens if speculation else 0
         )
+        self._in_flight = _steps_in_flight(config, runner, self._rows)
+        self._is_launch_failed = False
+        """The next step runs its rows one by one, when nothing is in flight any more."""
         self._live: dict[str, Sequence] = {}
         self._ended: list[StepOutput] = []
         """Outputs of requests that ended outside a step; the next step emits them."""
@@ -77,13 +94,13 @@ class EngineCore:
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
         self._num_invariant_breaches = 0
-        self._compute_s = 0.0, 0.0
-        """What the last step's forward pass and its sampling took."""
+        self._step_end_s = 0.0
+        """When the last step's end was known, by the monotonic clock."""
 
     @property
     def has_work(self) -> bool:
         """Whether `step()` has anything to do or to tell."""
-        return bool(self._live or self._ended)
+        return bool(self._live or self._ended or self._in_flight)
 
     def add(self, request: InferRequest) -> None:
         """Queues a request. One that can never run ends at the next step with finish_reason "error" and the reason."""
@@ -111,20 +128,16 @@ class EngineCore:
 
     def step(self) -> StepResult:
         """One step of all that can run; also emits what ended since the last one."""
-        start_s, self._compute_s = time.monotonic(), (0.0, 0.0)
-        schedule = self._scheduler.schedule()
-        for sequence, error in schedule.refused:
-            self._ended.append(self._fail(sequence, error))
+        progress = self._run() if self._in_flight is None else self._run_ahead(self._in_flight)
         outputs, self._ended = self._ended, []
-        if schedule.plan is not None:
-            plan = self._with_drafts(schedule.plan)
-            sampled = self._run(plan)
-            outputs += self._commit(plan, sampled)
-            self._compute_s = sampled.forward_s, sampled.sample_s
+        times_s = (0.0, 0.0, 0.0)
+        if progress is not None:
+            outputs += self._commit(progress)
+            times_s = self._times_s(progress)
         elif not outputs and self._live:
             raise RuntimeError(f"the scheduler found nothing to run for {len(self._live)} live requests")
         self._num_steps += 1
-        return StepResult(self._num_steps, tuple(outputs), self._stats(time.monotonic() - start_s))
+        return StepResult(self._num_steps, tuple(outputs), self._stats(*times_s))
 
     def check(self) -> None:
         """Raises AssertionError when a block or a row is lost, or held by nobody alive."""
@@ -142,11 +155,44 @@ class EngineCore:
             logger.error("an invariant of the engine is broken: %s", error)
             self._num_invariant_breaches += 1
             self._num_steps += 1
-            return StepResult(self._num_steps, (), self._stats(0.0))
+            return StepResult(self._num_steps, (), self._stats())
         return None
 
     def close(self) -> None:
         self._runner.close()
+
+    def _run(self) -> Progress | None:
+        """The next step, computed and read; None when there is nothing to compute."""
+        planned_s = time.monotonic()
+        plan = self._plan()
+        if plan is None:
+            return None
+        plan = self._with_drafts(plan)
+        return self._write(plan, self._execute(plan), planned_s)
+
+    def _run_ahead(self, in_flight: StepsInFlight) -> Progress | None:
+        """The oldest step in flight, read when those behind it are launched; None when there is nothing to compute."""
+        while in_flight.has_room and not (self._is_launch_failed and in_flight):
+            planned_s = time.monotonic()
+            plan = self._plan(bool(in_flight))
+            if plan is None:
+                break
+            if self._is_launch_failed:
+                self._is_launch_failed = False
+                return self._write(plan, self._execute_one_by_one(plan), planned_s)
+            try:
+                in_flight.launch(plan, planned_s)
+            except Exception:
+                # The plan is forgotten: what it admitted and reserved is there when the steps in flight are read.
+                logger.exception("a step of %d rows failed to start; running its rows one by one", len(plan.rows))
+                self._is_launch_failed = True
+        return in_flight.collect() if in_flight else None
+
+    def _plan(self, in_flight: bool = False) -> StepPlan | None:
+        schedule = self._scheduler.schedule(in_flight)
+        for sequence, error in schedule.refused:
+            self._ended.append(self._fail(sequence, error))
+        return schedule.plan
 
     def _with_drafts(self, plan: StepPlan) -> StepPlan:
         """The plan with guesses of what its rows will sample, if there are any that free blocks have room for."""
@@ -164,14 +210,14 @@ class EngineCore:
         self._num_draft_tokens += int(drafts.sum())
         return StepPlan(plan.rows, scheduled, plan.sample_rows, drafts)
 
-    def _run(self, plan: StepPlan) -> SampledTokens:
+    def _execute(self, plan: StepPlan) -> SampledTokens:
         try:
             return self._runner.execute(plan, self._table)
         except Exception:
             logger.exception("a step of %d rows failed; running its rows one by one", len(plan.rows))
-        return self._run_one_by_one(plan)
+        return self._execute_one_by_one(plan)
 
-    def _run_one_by_one(self, plan: StepPlan) -> SampledTokens:
+    def _execute_one_by_one(self, plan: StepPlan) -> SampledTokens:
         """The same step, a row at a time: rows that fail alone get their own error, the others go on."""
         token_ids: list[int] = []
         logprobs: dict[int, Items[TokenLogprobs]] = {}
@@ -189,40 +235,57 @@ class EngineCore:
             errors.update(sampled.errors)
         return SampledTokens(np.array(token_ids, np.int32), logprobs, errors)
 
-    def _commit(self, plan: StepPlan, sampled: SampledTokens) -> list[StepOutput]:
-        """Writes what the step computed into the rows, and ends the requests that are over."""
-        rows, starts, counts = self._write(plan, sampled.token_ids)
-        outputs = [self._fail(self._rows[row], error) for row, error in sampled.errors.items()]
-        self._scheduler.computed(np.setdiff1d(plan.rows, list(sampled.errors)) if sampled.errors else plan.rows)
-        token_ids = sampled.token_ids.tolist()
-        for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
-            if row not in sampled.errors:
-                outputs.append(self._emit(row, token_ids[start : start + count], sampled.logprobs.get(row, ())))
-        return outputs
-
-    def _write(self, plan: StepPlan, token_ids: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """Moves the rows on. Returns the sampled rows, and where in token_ids the new tokens of each start and how
-        many they are."""
-        if len(token_ids) != plan.num_samples:
-            raise RuntimeError(f"the runner sampled {len(token_ids)} tokens, the plan asked for {plan.num_samples}")
+    def _write(self, plan: StepPlan, sampled: SampledTokens, planned_s: float) -> Progress:
+        """Moves the rows of a step on that is computed and read at once."""
+        if len(sampled.token_ids) != plan.num_samples:
+            raise RuntimeError(
+                f"the runner sampled {len(sampled.token_ids)} tokens, the plan asked for {plan.num_samples}"
+            )
         table, rows = self._table, plan.rows[plan.sample_rows]
-        starts, counts = runs_that_hold(plan, token_ids, table)
+        positions = table.num_tokens[rows].tolist()
+        starts, counts = runs_that_hold(plan, sampled.token_ids, table)
         table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
         table.num_tokens[rows] += counts
         # Drafts that held are there already.
-        table.token_ids[rows, table.num_tokens[rows] - 1] = token_ids[starts + counts - 1]
+        table.token_ids[rows, table.num_tokens[rows] - 1] = sampled.token_ids[starts + counts - 1]
         if plan.num_draft_tokens is not None and self._speculator is not None:
             table.num_computed_tokens[rows] = table.num_tokens[rows] - 1
             self._num_accepted_tokens += int(counts.sum()) - len(rows)
             self._speculator.learn(rows, plan.num_draft_tokens[plan.sample_rows], counts - 1)
-        return rows, starts, counts
+        token_ids = sampled.token_ids.tolist()
+        runs = zip(starts.tolist(), counts.tolist(), strict=True)
+        return Progress(
+            plan.rows,
+            table.num_computed_tokens[plan.rows],
+            rows.tolist(),
+            positions,
+            [token_ids[start : start + count] for start, count in runs],
+            planned_s,
+            sampled.logprobs,
+            sampled.errors,
+            sampled.forward_s,
+            sampled.sample_s,
+        )
 
-    def _emit(self, row: int, token_ids: list[int], logprobs: Items[TokenLogprobs]) -> StepOutput:
-        """The new tokens of a row up to the one that ends its request, if any does."""
+    def _commit(self, progress: Progress) -> list[StepOutput]:
+        """Ends the rows that failed and those that are over; what the others computed may serve others."""
+        rows, num_tokens, outputs = progress.rows, progress.num_computed_tokens, []
+        if progress.errors:
+            is_sound = ~np.isin(rows, list(progress.errors))
+            outputs = [self._fail(self._rows[row], progress.errors[row]) for row in rows[~is_sound].tolist()]
+            rows, num_tokens = rows[is_sound], num_tokens[is_sound]
+        self._scheduler.computed(rows, num_tokens)
+        news = zip(progress.sampled_rows, progress.positions, progress.new_token_ids, strict=True)
+        for row, position, token_ids in news:
+            if row not in progress.errors:
+                outputs.append(self._emit(row, position, token_ids, progress.logprobs.get(row, ())))
+        return outputs
+
+    def _emit(self, row: int, position: int, token_ids: list[int], logprobs: Items[TokenLogprobs]) -> StepOutput:
+        """The new tokens of a row, from `position` on, up to the one that ends its request, if any does."""
         sequence, reason = self._rows[row], None
-        first = int(self._table.num_tokens[row]) - len(token_ids) + 1
         for index, token_id in enumerate(token_ids):
-            reason = sequence.finish_reason(token_id, first + index)
+            reason = sequence.finish_reason(token_id, position + index + 1)
             if reason is not None:
                 token_ids = token_ids[: index + 1]
                 self._end(sequence)
@@ -252,7 +315,15 @@ class EngineCore:
             self._speculator.forget(sequence.row)
         self._scheduler.remove(sequence)
 
-    def _stats(self, step_s: float) -> EngineStats:
+    def _times_s(self, progress: Progress) -> tuple[float, float, float]:
+        """What the step took, and the two parts of that in which it was computed. Where steps overlap, each one's time
+        begins at the end of the one before it, so that they are together the time in which there was work."""
+        now_s = time.monotonic()
+        began_s = progress.planned_s if self._in_flight is None else max(progress.planned_s, self._step_end_s)
+        self._step_end_s = now_s
+        return now_s - began_s, progress.forward_s, progress.sample_s
+
+    def _stats(self, step_s: float = 0.0, forward_s: float = 0.0, sample_s: float = 0.0) -> EngineStats:
         return EngineStats(
             num_requests_running=self._scheduler.num_running,
             num_requests_waiting=self._scheduler.num_waiting,
@@ -266,8 +337,8 @@ class EngineCore:
             num_accepted_tokens=self._num_accepted_tokens,
             num_steps=self._num_steps,
             last_step_s=step_s,
-            last_forward_s=self._compute_s[0],
-            last_sample_s=self._compute_s[1],
+            last_forward_s=forward_s,
+            last_sample_s=sample_s,
             num_invariant_breaches=self._num_invariant_breaches,
             prefix_cache_queries=self._scheduler.num_queried_tokens,
             prefix_cache_hits=self._scheduler.num_hit_tokens,

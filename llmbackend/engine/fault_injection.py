@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from .infer_request import InferRequest, ModelInfo
-from .step import BROKEN_LOGITS, RowTable, Runner, SampledTokens, StepPlan
+from .step import BROKEN_LOGITS, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
 
 POISON: Final = "poison"
 
@@ -75,21 +76,26 @@ class FaultyRunner:
         self._requests.pop(row, None)
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        self._fail_before(plan)
+        return self._spoilt(plan, self._runner.execute(plan, table))
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def _fail_before(self, plan: StepPlan) -> None:
         self._die(plan)
         if self._faults.take("exception"):
             raise RuntimeError("injected fault: exception in a step")
         if self._faults.take("out-of-memory"):
             raise MemoryError("injected fault: out of memory")
-        sampled = self._runner.execute(plan, table)
+
+    def _spoilt(self, plan: StepPlan, sampled: SampledTokens) -> SampledTokens:
         rows = plan.rows[plan.sample_rows].tolist()
         if self._faults.take("escape"):
             return replace(sampled, token_ids=np.zeros(plan.num_samples + 1, np.int32))
         if rows and self._faults.take("nan-logits"):
             return self._without_logits(sampled, rows[0])
         return sampled
-
-    def close(self) -> None:
-        self._runner.close()
 
     def _die(self, plan: StepPlan) -> None:
         if self._faults.take("exit"):
@@ -105,6 +111,38 @@ class FaultyRunner:
     def _without_logits(self, sampled: SampledTokens, row: int) -> SampledTokens:
         errors: Mapping[int, str] = MappingProxyType({**sampled.errors, row: BROKEN_LOGITS})
         return replace(sampled, errors=errors)
+
+
+class FaultyOverlappingRunner(FaultyRunner):
+    """The same of a runner whose steps overlap: what raises does so at the launch, or when a step is `lost` on the
+    device, which ends the runner."""
+
+    def __init__(self, runner: OverlappingRunner, faults: Faults) -> None:
+        super().__init__(runner, faults)
+        self._overlapping = runner
+        self._plans: deque[StepPlan] = deque()
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        return self._overlapping.max_steps_in_flight
+
+    def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
+        self._fail_before(plan)
+        self._overlapping.launch(step_id, plan, table)
+        self._plans.append(plan)
+
+    def collect(self) -> tuple[int, SampledTokens]:
+        step_id, sampled = self._overlapping.collect()
+        if self._faults.take("lost"):
+            raise RuntimeError("injected fault: a step was lost on the device")
+        return step_id, self._spoilt(self._plans.popleft(), sampled)
+
+
+def with_faults(runner: Runner, faults: Faults) -> Runner:
+    """The runner, with the faults that are asked for; it overlaps steps if the sound one does."""
+    if isinstance(runner, OverlappingRunner):
+        return FaultyOverlappingRunner(runner, faults)
+    return FaultyRunner(runner, faults)
 
 
 class FaultyLink:

@@ -88,7 +88,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_free_blocks: those that the prefix cache keeps for nobody in particular are among them. prefix_cache_queries and
     prefix_cache_hits: tokens of the requests that were admitted, and how many of them needed no computing.
     num_drafts: speculations of one row in one step; num_draft_tokens: their tokens; num_accepted_tokens: those that
-    held. last_step_s: the last step as a whole; last_forward_s and last_sample_s: its two computing parts.
+    held. last_step_s: the last step as a whole, where steps overlap from the end of the one before it; last_forward_s
+    and last_sample_s: its two computing parts.
     """
 
     num_requests_running: int = 0
@@ -113,6 +114,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     def kv_cache_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1."""
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def last_host_s(self) -> float:
+        """How much of the last step nothing was computed in: what the host's work held it up."""
+        return max(self.last_step_s - self.last_forward_s - self.last_sample_s, 0.0)
 
 
 class EngineInput(msgspec.Struct, frozen=True, array_like=True):

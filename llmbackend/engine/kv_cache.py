@@ -5,6 +5,11 @@ releases a row's blocks at its end. Does not know: the KV memory itself (the run
 needed. Invariant: every block is exactly one of free (on the stack), cached (registered in the prefix cache and held by
 no row: found again until it is reused, the longest unused first) and used (held by as many rows as it counts);
 `check()` verifies it. Only full blocks of computed tokens are registered, and nobody writes to them after that.
+
+A block may be given to another row while a step in flight still writes to it, because steps run in the order in which
+they were launched: whatever the new row writes comes later, and it reads nothing that it has not written. Such a late
+write never lands in a registered block: a step writes behind what earlier steps of its row computed, and registered are
+only blocks that those had filled to the end when they were committed.
 Allocating, freeing and finding cost O(1) per block; a step costs Python time only for rows that need a new block or
 have filled one.
 """
@@ -108,9 +113,10 @@ class KVCacheManager:
         self._held[row] = count
         return count * self.block_size
 
-    def register(self, rows: Int32Array) -> None:
-        """The rows' computed tokens are sound: their full blocks may be found from now on."""
-        num_full = self._table.num_computed_tokens[rows] // self.block_size
+    def register(self, rows: Int32Array, num_tokens: Int32Array) -> None:
+        """The KV of each row's first `num_tokens[i]` tokens is computed, and sound: its full blocks may be found from
+        now on."""
+        num_full = num_tokens // self.block_size
         for i in (num_full > self._num_known[rows]).nonzero()[0].tolist():
             self._register(int(rows[i]), int(num_full[i]))
 

@@ -39,7 +39,7 @@ class Engine:
         finally:
             for request_id in request_ids:
                 self._core.abort(request_id)
-            if self._core.has_work:
+            while self._core.has_work:
                 self._core.step()
 
     def close(self) -> None:

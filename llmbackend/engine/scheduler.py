@@ -8,6 +8,10 @@ counts as computed when it is admitted. Does not know: logits, finish rules, pro
 Invariants: a step's tokens have their blocks reserved before it runs, and no others; only running sequences hold
 blocks; a step that had to preempt admits nobody, and the first running sequence is never preempted, so some request
 always comes nearer to its end. Owner of the waiting and running lists, and of num_computed_tokens going back to 0.
+
+While steps are in flight, their tokens count as known and computed. A request whose last token is among them is not
+scheduled again; and nobody is preempted or refused for want of blocks until all of them are read, because the requests
+that they end give blocks back. So only running rows, and never waiting ones, have tokens that nobody has read.
 """
 
 from __future__ import annotations
@@ -58,28 +62,33 @@ class Scheduler:
         insort(self._waiting, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence is over, in whatever state it was: its blocks and its row are free at once."""
+        """The sequence is over, in whatever state it was: its blocks and its row are free at once, even while a step
+        that computes them is in flight (kv_cache.py says why)."""
         if not self._discard(self._running, sequence):
             self._discard(self._waiting, sequence)
         if sequence.row >= 0:
             self._kv_cache.release(sequence.row)
             self._rows.release(sequence)
 
-    def computed(self, rows: Int32Array) -> None:
-        """A step of these rows is committed, and sound: what they computed may serve others."""
-        self._kv_cache.register(rows)
+    def computed(self, rows: Int32Array, num_tokens: Int32Array) -> None:
+        """A step of these rows is committed, and sound: what they computed, up to their first `num_tokens[i]` tokens,
+        may serve others."""
+        self._kv_cache.register(rows, num_tokens)
 
     def distrust(self, sequence: Sequence) -> None:
         """The sequence failed: nothing that it computed or found in the prefix cache serves anybody after it."""
         if sequence.row >= 0:
             self._kv_cache.distrust(sequence.row)
 
-    def schedule(self) -> Schedule:
-        """Plans one step and reserves its blocks."""
+    def schedule(self, in_flight: bool = False) -> Schedule:
+        """Plans one step and reserves its blocks. in_flight: steps are launched that nobody has read."""
         self._refused = []
-        rows, chunks, preempted = self._continue_running()
+        continued = self._continue_running(in_flight)
+        if continued is None:
+            return Schedule(None, [])
+        rows, chunks, preempted = continued
         if self._waiting and not preempted:
-            new_rows, new_chunks = self._admit_waiting(rows, self._budget - int(chunks.sum()))
+            new_rows, new_chunks = self._admit_waiting(self._budget - int(chunks.sum()))
             rows = np.concatenate([rows, new_rows])
             chunks = np.concatenate([chunks, new_chunks])
         return Schedule(self._plan(rows, chunks) if len(rows) else None, self._refused)
@@ -88,13 +97,16 @@ class Scheduler:
         table = self._table
         return StepPlan(rows, chunks, table.num_computed_tokens[rows] + chunks == table.num_tokens[rows])
 
-    def _continue_running(self) -> tuple[Int32Array, Int32Array, bool]:
-        """Rows and chunks of running sequences, their blocks reserved, and whether any had to be preempted for it."""
+    def _continue_running(self, in_flight: bool) -> tuple[Int32Array, Int32Array, bool] | None:
+        """Rows and chunks of running sequences, their blocks reserved, and whether any had to be preempted for it; None
+        when there are no blocks as long as steps are in flight."""
         preempted = False
         while True:
-            rows, chunks = self._running_chunks()
+            rows, chunks = self._running_chunks(in_flight)
             if self._kv_cache.reserve(rows, self._table.num_computed_tokens[rows] + chunks):
                 return rows, chunks, preempted
+            if in_flight:
+                return None
             last = self._running[-1]
             if len(self._running) == 1:
                 self._refuse(last, int(self._table.num_tokens[last.row]))
@@ -102,9 +114,11 @@ class Scheduler:
                 self._preempt(last)
                 preempted = True
 
-    def _running_chunks(self) -> tuple[Int32Array, Int32Array]:
+    def _running_chunks(self, in_flight: bool) -> tuple[Int32Array, Int32Array]:
         """How far each running row gets in this step; rows that the budget does not reach are left out."""
         rows = self._rows_of_running()
+        if in_flight:
+            rows = rows[self._table.num_tokens[rows] < self._rows.max_total_tokens[rows]]
         wanted = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
         if wanted.sum() <= self._budget:
             return rows, wanted
@@ -113,7 +127,7 @@ class Scheduler:
         reached = chunks > 0
         return rows[reached], chunks[reached]
 
-    def _admit_waiting(self, running_rows: Int32Array, budget: int) -> tuple[Int32Array, Int32Array]:
+    def _admit_waiting(self, budget: int) -> tuple[Int32Array, Int32Array]:
         """Admits from the head of the queue while budget, rows and blocks last. The head waits until it fits.
 
         A request is admitted when all its known tokens would fit, though only the blocks of its first chunk are
@@ -135,9 +149,9 @@ class Scheduler:
             if not self._has_blocks(num_tokens, prefix):
                 break
             if under_way is None:
-                under_way = self._kv_cache.next_keys(running_rows)
+                under_way = self._kv_cache.next_keys(self._rows_of_running())
             if prefix.missing in under_way:
-                break  # a row computes its next block in this step: it waits for it, and nobody overtakes it
+                break  # a row computes its next block, now or in flight: it waits for it, and nobody overtakes it
             if self._take_row(head):
                 chunk = min(budget, num_tokens - self._take_prefix(head, num_tokens, prefix))
                 row, reach = np.array([head.row], np.int32), self._table.num_computed_tokens[head.row] + chunk

@@ -86,6 +86,10 @@ class Rows:
         self._runner = runner
         self._free = list(range(table.max_num_seqs - 1, -1, -1))
         self._holder: list[Sequence | None] = [None] * table.max_num_seqs
+        self.max_total_tokens: Int32Array = np.zeros(table.max_num_seqs, np.int32)
+        """Of each held row: how many tokens its request may come to have, prompt included."""
+        self.tenancy: Int32Array = np.zeros(table.max_num_seqs, np.int32)
+        """Of each row: moves on when it is given or taken back, so that a step in flight knows whom it was for."""
 
     def __getitem__(self, row: int) -> Sequence:
         sequence = self._holder[row]
@@ -117,8 +121,10 @@ class Rows:
         table.num_tokens[row] = len(tokens)
         table.num_prompt_tokens[row] = len(request.prompt_token_ids)
         table.num_computed_tokens[row] = 0
+        self.max_total_tokens[row] = sequence.max_total_tokens
         self._free.pop()
         self._holder[row] = sequence
+        self.tenancy[row] += 1
         sequence.row = row
         return ""
 
@@ -126,6 +132,7 @@ class Rows:
         """Takes the row back; the sequence is over."""
         self._runner.remove_row(sequence.row)
         self._holder[sequence.row] = None
+        self.tenancy[sequence.row] += 1
         self._free.append(sequence.row)
         sequence.row = -1
 

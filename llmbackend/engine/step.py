@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +35,11 @@ class RowTable:
 
     token_ids            int32 [max_num_seqs, max_model_len]      prompt, then output; valid up to num_tokens[row],
                                                                   and during `execute` on through the row's drafts
-    num_tokens           int32 [max_num_seqs]                     prompt + output tokens known so far
+    num_tokens           int32 [max_num_seqs]                     prompt + output tokens known so far; those that
+                                                                  launched steps sample count as known
     num_prompt_tokens    int32 [max_num_seqs]                     the first output token is at this position
-    num_computed_tokens  int32 [max_num_seqs]                     tokens whose KV is in the cache
+    num_computed_tokens  int32 [max_num_seqs]                     tokens whose KV is in the cache, or will be when the
+                                                                  steps that are launched have run
     block_table          int32 [max_num_seqs, max_blocks_per_seq] KV block ids, each in 0..num_blocks-1
 
     During `execute` a row's block_table is valid for positions below num_computed_tokens + the tokens scheduled; later
@@ -115,7 +117,8 @@ class SampledTokens:
     entries in token_ids are ignored) and the step goes on for the rest.
     Logits that are not finite: a row's first position gets the error BROKEN_LOGITS; a later one gets NO_TOKEN (its
     logprobs entry is ignored), since the drafts before it may be wrong. If they hold, the next step meets it as first.
-    forward_s, sample_s: what the two parts of `execute` took.
+    forward_s, sample_s: what the two parts of the step took where they were computed: on a device that works beside the
+    host, by the device's clock, so that the rest of a step's time is what the device waited for the host.
     """
 
     token_ids: Int32Array
@@ -161,21 +164,28 @@ class Runner(Protocol):
         """Frees memory and threads. Nothing is called after it."""
 
 
+@runtime_checkable
 class OverlappingRunner(Runner, Protocol):
     """A runner whose steps go on while the host prepares the next: for devices that work beside the host.
 
     Steps run in the order in which they were launched, and a step sees all that earlier ones wrote and sampled: where
-    table.token_ids holds PENDING_TOKEN, the runner takes what it sampled itself. `execute` is `launch` and `collect`,
-    and is called only when nothing is in flight.
+    table.token_ids holds PENDING_TOKEN, the runner takes what it sampled itself. Among the tokens that a plan computes,
+    a pending one is always the last token of its row, and what the row's latest step sampled; pending tokens further
+    back in the row's output (penalties count them) were sampled by steps that are in flight, too.
+
+    `add_row` and `remove_row` may be called while steps that hold the row are in flight. Those go on with what they
+    were launched with, their results for the row are dropped, and what they write to its blocks nobody reads.
+    `execute` is as `launch` and `collect`, but may be given drafts; it is called only when nothing is in flight.
+    `close` may be called at any time.
     """
 
     @property
     def max_steps_in_flight(self) -> int:
-        """How many steps may be launched and not collected; at least 1."""
+        """How many steps may be launched and not collected; at least 1, and 2 for a device that never waits."""
 
     def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
-        """Starts a step and returns. All of plan and table that it needs is read before it returns. What it raises is
-        as of `execute`: nothing was launched. Plans have no drafts."""
+        """Starts a step and returns. All of plan, table and rows that it needs is read before it returns. What it
+        raises is as of `execute`: nothing was launched. Plans have no drafts."""
 
     def collect(self) -> tuple[int, SampledTokens]:
         """Waits for the oldest launched step: its id and what it sampled. What it raises is the end of this runner:

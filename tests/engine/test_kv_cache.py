@@ -83,7 +83,7 @@ def compute(kv_cache: KVCacheManager, table: RowTable, row: int, tokens: list[in
     found = kv_cache.take(row, kv_cache.find(table.token_ids[row, : len(tokens)], salt))
     assert kv_cache.reserve(int32(row), int32(len(tokens)))
     table.num_computed_tokens[row] = len(tokens)
-    kv_cache.register(int32(row))
+    kv_cache.register(int32(row), int32(len(tokens)))
     kv_cache.check()
     return found
 
@@ -108,11 +108,10 @@ def test_blocks_that_are_not_full_or_not_computed_are_not_found() -> None:
     table.token_ids[0, :12] = range(12)
     table.num_tokens[0] = 12
     kv_cache.reserve(int32(0), int32(12))
-    table.num_computed_tokens[0] = 7
-    kv_cache.register(int32(0))
+    table.num_computed_tokens[0] = 12
+    kv_cache.register(int32(0), int32(7))
     assert len(kv_cache.find(table.token_ids[0, :12], "").blocks) == 1
-    table.num_computed_tokens[0] = 8
-    kv_cache.register(int32(0))
+    kv_cache.register(int32(0), int32(8))
     assert len(kv_cache.find(table.token_ids[0, :12], "").blocks) == 2
 
 

@@ -235,9 +235,21 @@ def expect_all(owner: Owner, requests: list[InferRequest]) -> None:
         expect_oracle(owner.outcomes[request.request_id], request)
 
 
-def test_requests_survive_their_engine(owner: Owner) -> None:
+steps_in_flight = pytest.mark.parametrize("mock_steps_in_flight", [0, 2])
+"""One step at a time, or steps that overlap."""
+
+
+@steps_in_flight
+def test_requests_survive_their_engine(owner: Owner, mock_steps_in_flight: int) -> None:
     requests = long_requests(6)
-    owner.start(transport="process", mock_step_ms=5, max_num_seqs=4, num_kv_blocks=6, block_size=32)
+    owner.start(
+        transport="process",
+        mock_step_ms=5,
+        mock_steps_in_flight=mock_steps_in_flight,
+        max_num_seqs=4,
+        num_kv_blocks=6,
+        block_size=32,
+    )
     owner.submit(*requests)
     for count in (3, 8, 20):
         owner.wait_for(lambda count=count: len(owner.outcomes.get("r0", Outcome()).token_ids) >= count)  # type: ignore[misc]
@@ -259,23 +271,38 @@ def test_what_was_live_is_given_back_in_order(owner: Owner) -> None:
     assert (str(error), error.kind) == ("the engine process ended by signal SIGKILL", "killed")
 
 
-@pytest.mark.parametrize("fault", ["exit", "segfault", "hang", "escape", "malformed"])
-def test_requests_survive_a_faulty_step(owner: Owner, tmp_path: Path, fault: str) -> None:
+FAULTS = [(fault, steps) for steps in (0, 2) for fault in ("exit", "segfault", "hang", "escape", "malformed")]
+
+
+@pytest.mark.parametrize(("fault", "mock_steps_in_flight"), [*FAULTS, ("lost", 2)])
+def test_requests_survive_a_faulty_step(owner: Owner, tmp_path: Path, fault: str, mock_steps_in_flight: int) -> None:
     requests = long_requests(4)
-    owner.start(transport="process", mock_step_ms=1, step_timeout_s=0.5, fault_directory=str(tmp_path))
+    owner.start(
+        transport="process",
+        mock_step_ms=1,
+        mock_steps_in_flight=mock_steps_in_flight,
+        step_timeout_s=0.5,
+        fault_directory=str(tmp_path),
+    )
     owner.submit(*requests)
     owner.wait_for_tokens("r3")
     (tmp_path / fault).touch()
     expect_all(owner, requests)
     expected = {"exit": "exit", "segfault": "signal", "hang": "hang", "escape": "exit", "malformed": "message"}
+    expected["lost"] = "exit"
     assert [error.kind for _, error in owner.deaths] == [expected[fault]]
     owner.manager.check_ready()
 
 
+@steps_in_flight
 @pytest.mark.parametrize("fault", ["exception", "out-of-memory"])
-def test_a_step_that_fails_once_hurts_nobody(owner: Owner, kind: str, tmp_path: Path, fault: str) -> None:
+def test_a_step_that_fails_once_hurts_nobody(
+    owner: Owner, kind: str, tmp_path: Path, fault: str, mock_steps_in_flight: int
+) -> None:
     requests = long_requests(4)
-    owner.start(transport=kind, mock_step_ms=1, fault_directory=str(tmp_path))
+    owner.start(
+        transport=kind, mock_step_ms=1, mock_steps_in_flight=mock_steps_in_flight, fault_directory=str(tmp_path)
+    )
     owner.submit(*requests)
     owner.wait_for_tokens("r3")
     (tmp_path / fault).touch()
@@ -283,9 +310,12 @@ def test_a_step_that_fails_once_hurts_nobody(owner: Owner, kind: str, tmp_path: 
     assert not owner.deaths and not list(tmp_path.iterdir())
 
 
-def test_a_row_without_logits_ends_alone(owner: Owner, tmp_path: Path) -> None:
+@steps_in_flight
+def test_a_row_without_logits_ends_alone(owner: Owner, tmp_path: Path, mock_steps_in_flight: int) -> None:
     requests = long_requests(4)
-    owner.start(transport="inline", mock_step_ms=1, fault_directory=str(tmp_path))
+    owner.start(
+        transport="inline", mock_step_ms=1, mock_steps_in_flight=mock_steps_in_flight, fault_directory=str(tmp_path)
+    )
     owner.submit(*requests)
     owner.wait_for_tokens("r3")
     (tmp_path / "nan-logits").touch()

@@ -91,9 +91,9 @@ def test_cached_tokens_are_those_of_the_workload(tmp_path: Path) -> None:
 
 def test_ablation_turns_off_what_is_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload = write(tmp_path / "w.json", [{"prompt_tokens": 20, "output_tokens": 3}])
-    run_bench("mock", workload, ablate=True, enforce_eager=True, num_threads=1)
+    run_bench("mock", workload, ablate=True, enforce_eager=True, num_threads=1, mock_steps_in_flight=2)
     shown = capsys.readouterr().out
-    for name in ("as given, again", "no prefix cache", "speculation", "torch kernels"):
+    for name in ("as given, again", "no prefix cache", "no overlap", "speculation", "torch kernels"):
         assert name in shown, name
     for name in ("modules, no program", "one thread", "no speculation"):
         assert name not in shown, name

@@ -15,6 +15,7 @@ from engine_requests import VOCAB_SIZE, priorities, prompts, resumed, salts, sam
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, invariant, multiple, rule
 from machine_settings import machine_settings
+from mock_devices import FailingDevice
 from mock_engine import Outcome, make_request
 from repeating_text import repeat_text
 
@@ -124,9 +125,12 @@ class EngineMachine(RuleBasedStateMachine):
         )
         if speculates:
             repeat_text(self.patch)
-        self.runner = FailingRunner(config)
-        self.core = EngineCore(config, self.runner)
-        self.capacity = config.block_size * self.runner.info.num_blocks
+        runner = FailingRunner(config)
+        self.begin(EngineCore(config, runner), runner)
+
+    def begin(self, core: EngineCore, runner: FailingRunner | FailingDevice) -> None:
+        self.core, self.runner = core, runner
+        self.capacity = core.info.block_size * core.info.num_blocks
         self.lives: dict[str, list[Life]] = {}
 
     # --- what clients do ----------------------------------------------------------------------------------------------
@@ -207,7 +211,7 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, "core"):
             self.core.check()
             live = [life for lives in self.lives.values() for life in lives if not life.ended]
-            assert self.core.has_work == bool(live)
+            assert self.core.has_work == bool(live or self.core._in_flight)
 
     def teardown(self) -> None:
         """To idle, in a bounded number of steps: then all have ended, and rows and blocks are whole."""

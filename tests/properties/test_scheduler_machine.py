@@ -281,7 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampled = plan.rows[plan.sample_rows]
             self.table.token_ids[sampled, self.table.num_tokens[sampled]] = 90
             self.table.num_tokens[sampled] += 1
-            self.scheduler.computed(plan.rows)
+            self.scheduler.computed(plan.rows, self.table.num_computed_tokens[plan.rows])
             for one in [one for one in self.running if self._num_tokens(one) >= MAX_MODEL_LEN]:
                 self._remove(one)
 

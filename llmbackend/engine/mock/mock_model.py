@@ -68,16 +68,13 @@ class MockRunner:
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         if self._step_s:
             time.sleep(self._step_s)
-        self._write_kv(plan, table)
+        rows, positions, slots = scheduled_slots(plan, table)
+        self._slots[slots] = table.token_ids[rows, positions]
         token_ids: list[int] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for row, position in zip(*(array.tolist() for array in plan.samples(table)), strict=True):
-            request = self._requests[row]
-            context = self._read_kv(row, position, table)
-            logits = mock_logits(context, self.info.vocab_size)
-            token_id, row_logprobs = sample(
-                logits, context, len(request.prompt_token_ids), request.sampling, self.info.eos_token_ids
-            )
+            context: Int32Array = self._slots[context_slots(row, position, table)]
+            token_id, row_logprobs = self._sample(context, self._requests[row])
             token_ids.append(token_id)
             if row_logprobs is not None:
                 logprobs.setdefault(row, []).append(row_logprobs)
@@ -86,19 +83,27 @@ class MockRunner:
     def close(self) -> None:
         pass
 
-    def _write_kv(self, plan: StepPlan, table: RowTable) -> None:
-        counts = plan.num_scheduled_tokens
-        rows = np.repeat(plan.rows, counts)
-        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        positions = table.num_computed_tokens[rows] + offsets
-        slots = table.block_table[rows, positions // table.block_size] * table.block_size + positions % table.block_size
-        self._slots[slots] = table.token_ids[rows, positions]
+    def _sample(self, context: Int32Array, request: InferRequest) -> tuple[int, TokenLogprobs | None]:
+        """The token behind `context`, int32 [n]."""
+        logits = mock_logits(context, self.info.vocab_size)
+        return sample(logits, context, len(request.prompt_token_ids), request.sampling, self.info.eos_token_ids)
 
-    def _read_kv(self, row: int, num_tokens: int, table: RowTable) -> Int32Array:
-        blocks = table.block_table[row, : -(-num_tokens // table.block_size)]
-        slots = (blocks[:, None] * table.block_size + np.arange(table.block_size)).ravel()[:num_tokens]
-        tokens: Int32Array = self._slots[slots]
-        return tokens
+
+def scheduled_slots(plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Row, position and slot of each token that the step computes, int32 [plan.num_tokens] each."""
+    counts = plan.num_scheduled_tokens
+    rows = np.repeat(plan.rows, counts)
+    offsets = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
+    positions = table.num_computed_tokens[rows] + offsets
+    slots = table.block_table[rows, positions // table.block_size] * table.block_size + positions % table.block_size
+    return rows, positions, slots
+
+
+def context_slots(row: int, num_tokens: int, table: RowTable) -> Int32Array:
+    """The slots of the row's first `num_tokens` tokens, int32 [num_tokens]."""
+    positions = np.arange(num_tokens, dtype=np.int32)
+    slots: Int32Array = table.block_table[row, positions // table.block_size] * table.block_size
+    return slots + positions % table.block_size
 
 
 def mock_eos_token_id(vocab_size: int) -> int:
