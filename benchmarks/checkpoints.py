@@ -75,10 +75,10 @@ def write_checkpoint(name: str, directory: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = EOS_ID
     model.save_pretrained(directory)
-    _write_tokenizer(directory, config.vocab_size)
+    write_tokenizer(directory, config.vocab_size)
 
 
-def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
     """A byte-level BPE learnt from Python's standard library, which is on every machine."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

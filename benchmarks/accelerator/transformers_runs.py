@@ -1,0 +1,80 @@
+"""transformers' own continuous batching on the same shape, device and workloads.
+
+    python -m benchmarks.accelerator.transformers_runs --shape llama-3.1-8b --json FILE --scratch FOLDER
+
+For: the comparison. Does not know: our engine. Invariant: the same requests as engine_runs, greedy, with the best
+attention that this machine's packages offer: flash attention where it is installed, else sdpa; its own defaults for
+graphs and compilation.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import Any
+
+from benchmarks.recording import Recorder, seconds_since_process_start
+from benchmarks.workloads import Request
+
+from .engine_runs import SCALE, workloads
+from .part import Part
+from .shapes import SHAPES
+
+RESULT_TIMEOUT_S = 60
+
+
+def measure(part: Part) -> None:
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    shape = SHAPES[part.shape]
+    config = transformers.AutoConfig.from_pretrained(shape.write(part.scratch / part.shape))
+    attention = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
+    torch.manual_seed(0)
+    with torch.device("cuda" if part.device.startswith("cuda") else "cpu"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        ).eval()
+    described = f"transformers {transformers.__version__}, {attention}"
+    part.add(measure="start", ready_s=seconds_since_process_start(), description=described)
+    for name, requests in workloads(shape, SCALE.get(part.shape, 1)).items():
+        _run(model, requests[:8])
+        part.add(measure="workload", workload=name, **_run(model, requests))
+
+
+def _run(model: Any, requests: list[Request]) -> dict[str, Any]:
+    from transformers import GenerationConfig
+
+    recorder = Recorder(requests)
+    longest = max(request.output_tokens for request in requests)
+    generation = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with model.continuous_batching_context_manager(generation_config=generation, block=True, timeout=5) as manager:
+        while not manager.is_running():
+            time.sleep(0.01)
+        recorder.start()
+        for index, request in enumerate(requests):
+            manager.add_request(
+                request.prompt, request_id=str(index), max_new_tokens=request.output_tokens, streaming=True
+            )
+        _collect(manager, recorder)
+        return recorder.stop()
+
+
+def _collect(manager: Any, recorder: Recorder) -> None:
+    unfinished, heard_s = len(recorder.requests), time.monotonic()
+    while unfinished:
+        output = manager.get_result(timeout=1)
+        if output is None:
+            if not manager.is_running() or time.monotonic() - heard_s > RESULT_TIMEOUT_S:
+                raise RuntimeError("the batching manager died or went silent")
+            continue
+        if output.error:
+            raise RuntimeError(output.error)
+        heard_s, index = time.monotonic(), int(output.request_id)
+        recorder.tokens(index, len(output.generated_tokens) - len(recorder.times_s[index]))
+        unfinished -= output.is_finished()
+
+
+if __name__ == "__main__":
+    Part.run("transformers_runs", measure)
