@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(EngineConfig)}
 _PATH_FIELDS = ("model", "tokenizer")
-_OBJECT_FIELDS = ("speculative_config",)
+_OBJECT_FIELDS = ("speculative_config", "lora_modules")
 """Fields that are JSON objects; in config.pbtxt, as text."""
 _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
 _VALUE_ALIASES: dict[str, dict[Any, Any]] = {
@@ -142,10 +142,24 @@ def check_checkpoint(model: str) -> None:
 
 def _read_model_json(version_directory: Path) -> dict[str, Any]:
     path = version_directory / "model.json"
-    values = _read_object(path)
-    if (version_directory / MULTI_LORA_FILE).is_file() and str(values.get("enable_lora")).lower() != "true":
+    arguments = _convert(_read_object(path), f"'model.json' in '{version_directory}'", version_directory)
+    if arguments.get("enable_lora"):
+        arguments["lora_modules"] = _read_multi_lora(version_directory)
+    elif (version_directory / MULTI_LORA_FILE).is_file():
         logger.warning("'%s' in '%s' is not read: enable_lora is not set", MULTI_LORA_FILE, version_directory)
-    return _convert(values, f"'model.json' in '{version_directory}'", version_directory)
+    return arguments
+
+
+def _read_multi_lora(version_directory: Path) -> dict[str, str]:
+    """Folders of adapters by name, relative ones to the version directory."""
+    path = version_directory / MULTI_LORA_FILE
+    if not path.is_file():
+        raise invalid_argument(f"Triton backend cannot find {path}.")
+    folders = _read_object(path)
+    for name, folder in folders.items():
+        if not isinstance(folder, str) or not (version_directory / folder).is_dir():
+            raise invalid_argument(f"'{path}': LoRA '{name}' is {shown(folder)}, expected a folder that exists")
+    return {name: str((version_directory / folder).resolve()) for name, folder in folders.items()}
 
 
 def _read_parameters(parameters: Mapping[str, str], version_directory: Path) -> dict[str, Any]:

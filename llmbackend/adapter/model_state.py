@@ -145,6 +145,7 @@ class ModelState:
             vocab_size=min(info.vocab_size for info in infos),
             max_prompt_tokens=self._arguments.max_prompt_tokens,
             max_output_tokens=self._arguments.max_output_tokens,
+            lora_names=tuple(engine.lora_modules) if (engine := self._arguments.engine).enable_lora else None,
         )
 
     # --- from Triton's threads ----------------------------------------------------------------------------------------

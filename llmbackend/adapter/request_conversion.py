@@ -41,12 +41,14 @@ _CHAT_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a prompt must fit into. max_tokens counts prompt and output together. 0 = no limit of its own."""
+    """What a prompt must fit into. max_tokens counts prompt and output together. 0 = no limit of its own. lora_names:
+    None when LoRA is not enabled."""
 
     max_tokens: int
     vocab_size: int
     max_prompt_tokens: int = 0
     max_output_tokens: int = 0
+    lora_names: tuple[str, ...] | None = None
 
     def room_tokens(self, num_prompt_tokens: int) -> int:
         """How many tokens may follow the prompt."""
@@ -90,6 +92,7 @@ class RequestConverter:
             vocab_size=self._limits.vocab_size,
             logprobs_needed=inputs.options.logprobs,
         )
+        self._check_lora(params.lora_name)
         return _Generation(inputs, prompt, dataclasses.replace(params, stop_sequences=inputs.stop_sequences))
 
     def _task(self, answer: Answer, generation: _Generation, priority: int, times: TaskTimes) -> InferTask:
@@ -102,6 +105,7 @@ class RequestConverter:
             sampling=params.sampling,
             priority=priority,
             cache_salt=params.cache_salt,
+            lora_name=params.lora_name,
         )
         return InferTask(
             answer,
@@ -165,6 +169,14 @@ class RequestConverter:
         bad = next((token_id for token_id in ids if not 0 <= token_id < size), None)
         if bad is not None:
             raise invalid_argument(f"input 'input_ids' holds {bad}, expected token ids from 0 to {size - 1}")
+
+    def _check_lora(self, name: str) -> None:
+        """vllm_backend's texts."""
+        names = self._limits.lora_names
+        if name and names is None:
+            raise invalid_argument("LoRA feature is not enabled.")
+        if name and names is not None and name not in names:
+            raise invalid_argument(f"LoRA {name} is not supported, we currently support {list(names)}")
 
     def _check_prompt(self, ids: Sequence[int]) -> None:
         limit = self._limits.max_tokens

@@ -37,7 +37,6 @@ NOT_SUPPORTED = frozenset(
         "guided_regex",
         "length_penalty",
         "logits_processors",
-        "lora_name",
         "output_kind",
         "prompt_logprobs",
         "response_format",
@@ -55,14 +54,15 @@ IGNORED_REQUEST_PARAMETERS = frozenset({"id"})
 
 @dataclass(frozen=True, slots=True)
 class GenerationParams:
-    """What one request asked for: the engine's part, the part that concerns text and stays in the adapter, and with
-    whom it shares the prefix cache."""
+    """What one request asked for: the engine's part, the part that concerns text and stays in the adapter, with whom it
+    shares the prefix cache, and the LoRA adapter."""
 
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = ""
+    lora_name: str = ""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """Token ids that end it when they were generated one after the other."""
 
@@ -145,7 +145,7 @@ def _stop(name: str, value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
-def _salt(name: str, value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     try:
         if isinstance(value, str) and value.encode():  # JSON's texts may hold half of a surrogate pair
             return value
@@ -188,7 +188,8 @@ _PARSERS: dict[str, Parser] = {
     "logprobs": _integer(0, MAX_LOGPROBS),
     "include_stop_str_in_output": _boolean,
     "skip_special_tokens": _boolean,
-    "cache_salt": _salt,
+    "cache_salt": _text,
+    "lora_name": _text,
     "n": _integer(1, 1),
     "best_of": _integer(1, 1),
 }
@@ -227,7 +228,7 @@ def parse_sampling_parameters(
     return GenerationParams(sampling=sampling, **others)
 
 
-_OUTSIDE_SAMPLING = ("stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt")
+_OUTSIDE_SAMPLING = ("stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name")
 
 
 def _parse_one(name: str, value: Any) -> Any:

@@ -62,7 +62,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     per output channel, activations per token, in whole numbers of 8 bits. enforce_eager: the model's modules
     compute, and not one native program; kernels "torch": not even native operations under the modules. step_timeout_s:
     an engine whose step takes longer hangs, and is replaced; load_timeout_s: the same for loading.
-    max_engine_failures: how many may die in a row without finishing a step before the model is given up.
+    enable_lora, lora_modules: adapters by name, folders that PEFT wrote, of at most max_lora_rank; the model then runs
+    as modules. max_engine_failures: how many may die in a row without finishing a step before the model is given up.
     mock_step_ms: what a step of the mock takes at least. mock_steps_in_flight: how many steps may be launched on its
     device, a thread (mock_device.py); 0 = it computes where it is called. fault_directory: see fault_injection.py.
     """
@@ -93,6 +94,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mock_vocab_size: int = 259
     mock_step_ms: float = 0.0
     mock_steps_in_flight: int = 0
+    enable_lora: bool = False
+    lora_modules: dict[str, str] = {}
+    max_lora_rank: int = 16
     step_timeout_s: float = 120.0
     load_timeout_s: float = 1800.0
     max_engine_failures: int = 5
@@ -118,6 +122,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "engine argument 'async_scheduling' is true, expected false or null with a 'speculative_config': "
                 "how many of its drafts hold is known only when a step is read"
             )
+        self._at_least("max_lora_rank", self.max_lora_rank, 1)
+        if self.lora_modules and not self.enable_lora:
+            raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true with it")
+        if self.enable_lora and self.quantization is not None:
+            raise ValueError(f"engine argument 'quantization' is '{self.quantization}', expected null with enable_lora")
         for name in ("max_model_len", "num_kv_blocks"):
             value = getattr(self, name)
             if value is not None:

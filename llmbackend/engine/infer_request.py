@@ -43,7 +43,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One sequence to generate. `request_id` is unique in its engine.
 
     `output_token_ids` are tokens already generated (and sent) by an engine that died: generation goes on after them.
-    `cache_salt`: only requests with the same one share what the prefix cache holds.
+    `cache_salt`: only requests with the same one share what the prefix cache holds. `lora_name`: the adapter to use,
+    "" = none.
     """
 
     request_id: str
@@ -52,6 +53,12 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     output_token_ids: tuple[int, ...] = ()
     priority: int = 0
     cache_salt: str = ""
+    lora_name: str = ""
+
+    @property
+    def prefix_salt(self) -> str:
+        """Whose computed prefixes it may share: an adapter changes keys and values."""
+        return f"{self.lora_name}\0{self.cache_salt}" if self.lora_name else self.cache_salt
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -30,6 +30,7 @@ from .gpu.dense_weights import join_neighbours
 from .kernels.library import NativeEngine
 from .kernels.library import load as load_library
 from .kernels.weights import TYPE_OF
+from .lora import LoraBatch, add_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 class LoadedModel:
     """layer_shapes: KV shape by attention module, in the order of the layers. linear_kind: how linear layers compute.
     engine: the native kernels, when they compute them. decoder: what a program would compute, or None, and then
-    why_modules says why not."""
+    why_modules says why not. loras: which adapter each row has, when there are any."""
 
     model: Any
     layer_shapes: Mapping[nn.Module, LayerShape]
@@ -58,6 +59,7 @@ class LoadedModel:
     engine: NativeEngine | None
     decoder: Decoder | None
     why_modules: str
+    loras: LoraBatch | None
 
 
 def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
@@ -71,7 +73,11 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
     hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     check_config(hf_config)
     max_model_len = _max_model_len(config, hf_config.get_text_config(decoder=True))
-    model = _instantiate(config, hf_config, device).to(device).eval()
+    model = _instantiate(config, hf_config, device)
+    loras = None
+    if config.lora_modules:
+        loras = add_adapters(model, config.lora_modules, config.max_lora_rank, config.max_num_seqs, device)
+    model = model.to(device).eval()
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
@@ -96,6 +102,7 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
         engine=engine,
         decoder=decoder,
         why_modules=why_modules,
+        loras=loras,
     )
 
 

@@ -49,6 +49,7 @@ class ModelRunner:
             cpu_memory.keep_freed_memory()
         self._device = loaded.device
         num_blocks = _num_blocks(config, loaded)
+        self._loras = loaded.loras
         self._forward, how = _make_forward(config, loaded, num_blocks)
         self._sampler = Sampler(config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids, loaded.engine)
         self._info = ModelInfo(
@@ -69,6 +70,10 @@ class ModelRunner:
         return self._info
 
     def add_row(self, row: int, request: InferRequest) -> None:
+        if self._loras is not None:
+            self._loras.set_row(row, request.lora_name)
+        elif request.lora_name:
+            raise ValueError(f"'lora_name' is '{request.lora_name}', but this engine has no LoRA adapters")
         self._sampler.add_row(row, request)
 
     def remove_row(self, row: int) -> None:

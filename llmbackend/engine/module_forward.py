@@ -31,12 +31,15 @@ class ModuleForward:
     def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
         self._model = loaded.model
         self._device = loaded.device
+        self._loras = loaded.loras
         self._attention = _make_attention(loaded, num_blocks, block_size)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan, table: RowTable) -> torch.Tensor | None:
         """Logits [samples, vocab] in the model's dtype; None when no row samples (the output head is skipped)."""
         step, context = self._attention.begin(plan, table)
+        if self._loras is not None:
+            self._loras.begin(step)
         with active_context(context):
             return self._run(step)
 

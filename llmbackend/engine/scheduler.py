@@ -145,7 +145,7 @@ class Scheduler:
                 continue
             if not self._has_row(head):
                 break
-            prefix = self._kv_cache.find(self._rows.token_ids(head), head.request.cache_salt)
+            prefix = self._kv_cache.find(self._rows.token_ids(head), head.request.prefix_salt)
             if not self._has_blocks(num_tokens, prefix):
                 break
             if under_way is None:

@@ -1,0 +1,167 @@
+"""LoRA adapters in one batch: each request gets what a model merged with its adapter generates, token for token.
+
+The adapters are files as PEFT writes them; the reference merges weights itself and runs `transformers` generate.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import save_file
+
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.model_runner import ModelRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BASE: dict[str, Any] = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+FAMILIES = {"llama": tf.LlamaConfig(**BASE), "qwen2": tf.Qwen2Config(**BASE), "phi3": tf.Phi3Config(**BASE)}
+TARGETS = {
+    "llama": {"doll": ("q_proj", "v_proj"), "sheep.v2": ("o_proj", "gate_proj", "up_proj", "down_proj", "k_proj")},
+    "qwen2": {"doll": ("q_proj", "k_proj", "v_proj", "o_proj"), "sheep.v2": ("down_proj",)},
+    "phi3": {"doll": ("qkv_proj", "o_proj"), "sheep.v2": ("gate_up_proj", "down_proj")},
+}
+PROMPTS = ([3, 14, 15, 92, 65, 35, 89], [27, 18, 28], [31, 41, 59, 26, 53, 58, 97, 93, 23, 84, 62], [7])
+OUTPUT_TOKENS = 8
+
+
+def write_model(family: str, folder: Path) -> Any:
+    torch.manual_seed(1)
+    model = tf.AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        parameter.data *= 3  # far from the uniform distribution, where rounding would decide
+    model.save_pretrained(folder)
+    return model
+
+
+def write_adapter(model: Any, targets: Sequence[str], folder: Path, seed: int, **config: Any) -> Any:
+    """A random adapter of that model; returns a copy of the model that it is merged into."""
+    folder.mkdir()
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": list(targets), **config}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    draw, tensors, merged = torch.Generator().manual_seed(seed), {}, copy.deepcopy(model)
+    for name, module in merged.named_modules():
+        if name.rpartition(".")[2] in targets:
+            a = torch.randn(fields["r"], module.in_features, generator=draw) / 4
+            b = torch.randn(module.out_features, fields["r"], generator=draw) / 4
+            tensors |= {f"base_model.model.{name}.lora_{side}.weight": x for side, x in (("A", a), ("B", b))}
+            alpha = fields.get("alpha_pattern", {}).get(name.rpartition(".")[2], fields["lora_alpha"])
+            module.weight.data += b @ a * (alpha / (fields["r"] ** 0.5 if fields.get("use_rslora") else fields["r"]))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return merged
+
+
+def generated(model: Any, prompt: Sequence[int]) -> tuple[int, ...]:
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=OUTPUT_TOKENS, do_sample=False)
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+def config_of(model: Path, adapters: dict[str, Path], **arguments: Any) -> EngineConfig:
+    paths = {name: str(path) for name, path in adapters.items()}
+    defaults = {"max_num_batched_tokens": 7, "num_kv_blocks": 3, "max_num_seqs": 8, "transport": "inline"}
+    return EngineConfig(model=str(model), enable_lora=True, lora_modules=paths, **{**defaults, **arguments})
+
+
+def run(core: EngineCore, wanted: Sequence[tuple[str, Sequence[int]]]) -> dict[str, tuple[int, ...]]:
+    sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0)
+    for index, (lora, prompt) in enumerate(wanted):
+        core.add(InferRequest(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling, lora_name=lora))
+    tokens: dict[str, tuple[int, ...]] = {}
+    while core.has_work:
+        for output in core.step().outputs:
+            assert output.error in (None, ""), output.error
+            tokens[output.request_id] = tokens.get(output.request_id, ()) + output.token_ids
+    core.check()
+    return tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_requests_with_different_adapters_share_a_batch(family: str, kernels: str, tmp_path: Path) -> None:
+    model = write_model(family, tmp_path / "model")
+    references, adapters = {"": model}, {}
+    for seed, (name, targets) in enumerate(TARGETS[family].items()):
+        adapters[name] = tmp_path / f"adapter{seed}"
+        references[name] = write_adapter(model, targets, adapters[name], seed, use_rslora=bool(seed))
+    wanted = [(name, prompt) for prompt in PROMPTS for name in ("doll", "", "sheep.v2")]
+    config = config_of(tmp_path / "model", adapters, kernels=kernels)
+    core = EngineCore(config, ModelRunner(config))
+    tokens = run(core, wanted)
+    expected = {str(i): generated(references[name], prompt) for i, (name, prompt) in enumerate(wanted)}
+    assert tokens == expected
+    assert len(set(expected.values())) > len(PROMPTS), "the adapters change nothing"
+    alone = {str(i): run(core, [item])["0"] for i, item in enumerate(wanted[:3])}
+    assert alone == {key: expected[key] for key in alone}
+    core.close()
+
+
+def test_a_prefix_is_not_shared_between_adapters(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model")
+    merged = write_adapter(model, ("k_proj", "v_proj"), tmp_path / "doll", 5)
+    config = config_of(tmp_path / "model", {"doll": tmp_path / "doll"}, block_size=32, max_num_batched_tokens=64)
+    core = EngineCore(config, ModelRunner(config))
+    prompt = [(7 * i) % 128 for i in range(40)]
+    for name, reference in (("doll", merged), ("", model), ("doll", merged)):
+        assert run(core, [(name, prompt)])["0"] == generated(reference, prompt)
+    core.close()
+
+
+def test_an_unknown_adapter_is_refused_by_name(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model")
+    write_adapter(model, ("q_proj",), tmp_path / "doll", 5)
+    config = config_of(tmp_path / "model", {"doll": tmp_path / "doll"})
+    core = EngineCore(config, ModelRunner(config))
+    sampling = SamplingParams(max_tokens=1)
+    core.add(InferRequest(request_id="a", prompt_token_ids=(1,), sampling=sampling, lora_name="cow"))
+    (output,) = core.step().outputs
+    assert output.error == "'lora_name' is 'cow', expected one of: doll"
+    core.check()
+    core.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"use_dora": True}, "'use_dora' is true, only false is supported"),
+        ({"bias": "all"}, '\'bias\' is "all", only "none" is supported'),
+        ({"modules_to_save": ["lm_head"]}, "'modules_to_save' is"),
+        ({"r": 32}, "has rank 32, expected at most 16 (engine argument 'max_lora_rank')"),
+    ],
+)
+def test_an_adapter_that_asks_for_more_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model")
+    write_adapter(model, ("q_proj",), tmp_path / "doll", 5, **change)
+    with pytest.raises(ValueError, match="LoRA 'doll'") as refused:
+        ModelRunner(config_of(tmp_path / "model", {"doll": tmp_path / "doll"}))
+    assert told in str(refused.value)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    other = tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**{**BASE, "hidden_size": 32}), dtype=torch.float32)
+    write_model("llama", tmp_path / "model")
+    write_adapter(other, ("q_proj",), tmp_path / "doll", 5)
+    with pytest.raises(ValueError, match=r"was made for a 'model\.layers\.0\.self_attn\.q_proj' of \[32, 32\]"):
+        ModelRunner(config_of(tmp_path / "model", {"doll": tmp_path / "doll"}))
+
+
+def test_alpha_patterns_are_peft_s(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model")
+    merged = write_adapter(model, ("q_proj", "v_proj"), tmp_path / "doll", 5, alpha_pattern={"v_proj": 32})
+    config = config_of(tmp_path / "model", {"doll": tmp_path / "doll"})
+    core = EngineCore(config, ModelRunner(config))
+    assert run(core, [("doll", PROMPTS[0])])["0"] == generated(merged, PROMPTS[0])
+    core.close()
