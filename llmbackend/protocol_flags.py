@@ -29,6 +29,9 @@ class ProtocolFlags:
         str, typer.Option(help="Compression of inference responses: none, low, medium or high.")
     ] = "none"
     reuse_grpc_port: Annotated[Any, switch("--reuse-grpc-port", "Let several servers listen on one gRPC port.")] = False
+    lora_separator: Annotated[
+        str, typer.Option(help="What stands between a model and its LoRA adapter in OpenAI requests, such as _lora_.")
+    ] = ""
 
     def options(self) -> ProtocolOptions:
         levels = get_args(CompressionLevel)
@@ -42,6 +45,7 @@ class ProtocolFlags:
             grpc_forward=_forward("grpc", self.grpc_header_forward_pattern),
             grpc_response_compression=self.grpc_infer_response_compression_level,  # type: ignore[arg-type]  # checked
             grpc_reuse_port=self.reuse_grpc_port,
+            openai_lora_separator=self.lora_separator,
         )
 
 

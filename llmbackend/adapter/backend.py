@@ -20,6 +20,7 @@ from llmbackend.core.backend_api import (
     unavailable,
 )
 
+from .engine_args import with_lora_names
 from .metrics import SeriesUsers
 from .model_instance_state import ModelInstanceState
 from .model_state import ModelState
@@ -44,7 +45,10 @@ def TRITONBACKEND_ModelInitialize(model: Model) -> None:
     if model.auto_complete_config:
         model.set_config(schema.complete(model.config))
         schema = schema_for(model.config)  # what was completed is known to it
-    model.state = ModelState(model, schema)
+    state = ModelState(model, schema)
+    model.state = state
+    if model.auto_complete_config and state.lora_names:
+        model.set_config(with_lora_names(model.config, state.lora_names))
 
 
 def TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None:

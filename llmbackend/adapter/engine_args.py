@@ -13,14 +13,15 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import msgspec
+from tritonclient.grpc import model_config_pb2
 
-from llmbackend.core.backend_api import Model, invalid_argument, shown
+from llmbackend.core.backend_api import Model, ModelConfig, invalid_argument, shown
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
 
@@ -54,6 +55,8 @@ ENGINE_CONFIG_PATH = "engine_config_path"
 ENGINE_PYTHON = "LLMBACKEND_ENGINE_PYTHON"
 """Environment variable: the engine argument engine_python of models that do not say."""
 MULTI_LORA_FILE = "multi_lora.json"
+LORA_NAMES = "lora_names"
+"""The config.pbtxt parameter in which a loaded model tells its adapters."""
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("ModelDeployConfig",), "maxSeqLen", "max_model_len"),
     (("ModelDeployConfig", "ModelConfig"), "modelWeightPath", "model"),
@@ -123,6 +126,14 @@ def read_model_arguments(model: Model) -> ModelArguments:
     return ModelArguments(engine, **_read_own_parameters(parameters))
 
 
+def with_lora_names(config: ModelConfig, names: Sequence[str]) -> ModelConfig:
+    """A copy of `config` that tells them, for frontends that list adapters as models."""
+    told = model_config_pb2.ModelConfig()
+    told.CopyFrom(config)
+    told.parameters[LORA_NAMES].string_value = ",".join(names)
+    return told
+
+
 def check_checkpoint(model: str) -> None:
     """A local directory must hold a checkpoint: said at once, not seconds later by whoever reads it first.
 
@@ -167,7 +178,7 @@ def _read_parameters(parameters: Mapping[str, str], version_directory: Path) -> 
     for name, value in parameters.items():
         if name in _TRITON_PARAMETERS:
             _check_triton_parameter(name, value)
-        elif name not in (ENGINE_CONFIG_PATH, TENSOR_SCHEMA) and name not in _OWN_PARAMETERS:
+        elif name not in (ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES) and name not in _OWN_PARAMETERS:
             values[name] = value
     return _convert(values, "config.pbtxt parameters", version_directory)
 

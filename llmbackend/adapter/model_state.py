@@ -85,6 +85,12 @@ class ModelState:
         self.converter: RequestConverter | None = None
         """Set when the first engine has said what fits; the strictest engine counts."""
 
+    @property
+    def lora_names(self) -> tuple[str, ...] | None:
+        """None when LoRA is not enabled."""
+        engine = self._arguments.engine
+        return tuple(engine.lora_modules) if engine.enable_lora else None
+
     # --- engines ------------------------------------------------------------------------------------------------------
 
     def start_engine(self, instance: ModelInstance) -> Engine:
@@ -145,7 +151,7 @@ class ModelState:
             vocab_size=min(info.vocab_size for info in infos),
             max_prompt_tokens=self._arguments.max_prompt_tokens,
             max_output_tokens=self._arguments.max_output_tokens,
-            lora_names=tuple(engine.lora_modules) if (engine := self._arguments.engine).enable_lora else None,
+            lora_names=self.lora_names,
         )
 
     # --- from Triton's threads ----------------------------------------------------------------------------------------

@@ -16,12 +16,14 @@ CompressionLevel = Literal["none", "low", "medium", "high"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProtocolOptions:
-    """grpc_response_compression: of inference's responses alone. grpc_reuse_port: several servers may share a port."""
+    """grpc_response_compression: of inference's responses alone. grpc_reuse_port: several servers may share a port.
+    openai_lora_separator: stands between a model's name and its LoRA adapter's in OpenAI requests; "": nothing does."""
 
     http_forward: HeaderForward = FORWARD_NOTHING
     grpc_forward: HeaderForward = FORWARD_NOTHING
     grpc_response_compression: CompressionLevel = "none"
     grpc_reuse_port: bool = False
+    openai_lora_separator: str = ""
 
 
 DEFAULT_OPTIONS: Final = ProtocolOptions()

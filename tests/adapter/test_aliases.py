@@ -83,14 +83,19 @@ def test_vllms_sample_model_is_understood(tmp_path: Path, caplog: pytest.LogCapt
     assert "no effect here: disable_log_requests, gpu_memory_utilization, max_loras, num_scheduler_steps" in caplog.text
 
 
-def test_lora_is_refused_where_it_is_turned_on_and_only_mentioned_where_it_is_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "multi_lora.json").write_text('{"doll": "./weights"}')
+def test_multi_lora_json_is_read_where_lora_is_turned_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "1" / "weights").mkdir(parents=True)
+    lora_file = tmp_path / "1" / "multi_lora.json"
     told = refusal(tmp_path, 'backend: "vllm"', model="mock", enable_lora="true")
-    assert "engine argument 'enable_lora' is 'true', only false is supported" in told
-    arguments(tmp_path, 'backend: "vllm"', model="mock")
+    assert told == f"Triton backend cannot find {lora_file}."
+    lora_file.write_text('{"doll": "./weights"}')
+    engine = arguments(tmp_path, 'backend: "vllm"', model="mock", enable_lora="true").engine
+    assert engine.lora_modules == {"doll": str((tmp_path / "1" / "weights").resolve())}
+    lora_file.write_text('{"doll": "./elsewhere"}')
+    told = refusal(tmp_path, 'backend: "vllm"', model="mock", enable_lora="true")
+    assert "LoRA 'doll' is './elsewhere', expected a folder that exists" in told
+    engine = arguments(tmp_path, 'backend: "vllm"', model="mock", enable_lora="false").engine
+    assert not engine.lora_modules
     assert "'multi_lora.json'" in caplog.text and "is not read: enable_lora is not set" in caplog.text
 
 

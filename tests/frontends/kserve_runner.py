@@ -49,7 +49,8 @@ class Running:
         self.metrics = f"127.0.0.1:{self.frontend.metrics_port}"
 
     async def _start(self, max_input_size_bytes: int) -> FrontendServer:
-        routers = [create_openai_router(self.host, max_input_size_bytes, self.gate)]
+        separator = self.protocols.openai_lora_separator
+        routers = [create_openai_router(self.host, max_input_size_bytes, self.gate, separator)]
         app = create_http_app(
             self.host,
             max_input_size_bytes=max_input_size_bytes,

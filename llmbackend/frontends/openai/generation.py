@@ -17,8 +17,9 @@ from llmbackend.core.messages import InferenceRequest, ResponseCallback
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.inference import Inference, InferenceGate
 
+from .catalog import Target
 from .requests import GenerationRequest
-from .tensors import Delta, generation_inputs, read_delta
+from .tensors import RETURN_NUM_CACHED_TOKENS, Delta, generation_inputs, read_delta
 
 Arrival = tuple[int, Delta]
 """(choice index, what it got)"""
@@ -31,13 +32,12 @@ class Generation:
         self,
         gate: InferenceGate,
         request: GenerationRequest,
+        target: Target,
         request_id: str,
         *,
-        tells_cached: bool,
         trace: RequestTrace | None = None,
     ) -> None:
-        """tells_cached: the model can say how many of a prompt's tokens its prefix cache had. In `trace`, further
-        choices are children of the first."""
+        """In `trace`, further choices are children of the first."""
         self._arrived: deque[int] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
@@ -47,7 +47,7 @@ class Generation:
         try:
             for index in range(len(request.prompts)):
                 part = trace.child() if trace is not None and index else trace
-                build = _builder(request, request_id, index, tells_cached, part)
+                build = _builder(request, target, request_id, index, part)
                 self._choices.append(gate.submit(build, backlog, partial(self._on_response, index)))
         except BaseException:
             self.close()
@@ -102,21 +102,22 @@ class Generation:
 
 
 def _builder(
-    request: GenerationRequest, request_id: str, index: int, tells_cached: bool, trace: RequestTrace | None
+    request: GenerationRequest, target: Target, request_id: str, index: int, trace: RequestTrace | None
 ) -> Callable[[ResponseCallback], InferenceRequest]:
     usage = request.stream is None or request.stream.include_usage
+    adapter = {"lora_name": target.lora_name} if target.lora_name else {}
     return lambda callback: InferenceRequest(
-        model_name=request.model,
+        model_name=target.name,
         response_callback=callback,
         id=request_id,
         trace=trace,
         inputs=generation_inputs(
             request.prompts[index],
-            request.sampling,
+            request.sampling | adapter,
             stream=request.stream is not None,
             logprobs=request.top_logprobs is not None,
             usage=usage,
-            cached_usage=usage and tells_cached,
+            cached_usage=usage and RETURN_NUM_CACHED_TOKENS in target.inputs,
         ),
     )
 

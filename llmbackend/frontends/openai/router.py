@@ -23,7 +23,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http_tracing import received, sampled, traced
 from llmbackend.frontends.inference import InferenceGate
 
-from .catalog import ModelCatalog
+from .catalog import ModelCatalog, Target
 from .chunks import PING, ChunkWriter
 from .errors import OpenAIError
 from .fields import JsonObject
@@ -31,7 +31,6 @@ from .generation import Arrival, Generation
 from .http import EventStream, json_object, read_body, unless_disconnected
 from .requests import GenerationRequest, parse_chat, parse_completion
 from .responses import Identity, whole_response
-from .tensors import RETURN_NUM_CACHED_TOKENS
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 DEFAULT_MAX_BODY_BYTES = 64 << 20
@@ -43,11 +42,14 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 def create_openai_router(
-    server: InferenceServer, max_body_bytes: int = DEFAULT_MAX_BODY_BYTES, gate: InferenceGate | None = None
+    server: InferenceServer,
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    gate: InferenceGate | None = None,
+    lora_separator: str = "",
 ) -> APIRouter:
     """A router with all of /v1. Include it before any other route under /v1: it answers unknown paths there
     itself. `gate` is the one that other frontends of `server` use."""
-    service = _OpenAIService(gate or InferenceGate(server), max_body_bytes)
+    service = _OpenAIService(gate or InferenceGate(server), max_body_bytes, lora_separator)
     router = APIRouter()
     router.add_route("/v1/models", _guarded(service.models), methods=["GET"])
     router.add_route("/v1/models/{model:path}", _guarded(service.model), methods=["GET"])
@@ -58,9 +60,9 @@ def create_openai_router(
 
 
 class _OpenAIService:
-    def __init__(self, gate: InferenceGate, max_body_bytes: int) -> None:
+    def __init__(self, gate: InferenceGate, max_body_bytes: int, lora_separator: str) -> None:
         self._gate = gate
-        self._catalog = ModelCatalog(gate.server)
+        self._catalog = ModelCatalog(gate.server, lora_separator)
         self._max_body_bytes = max_body_bytes
 
     async def models(self, request: Request) -> Response:
@@ -81,17 +83,16 @@ class _OpenAIService:
         body = await read_body(http, self._max_body_bytes)
         request = await self._gate.decoded(len(body), lambda: parse(json_object(body)))
         # All prompts of a request are the same kind of tensor, or texts and token ids side by side.
-        inputs = [self._catalog.require(request.model, name) for name in {prompt.name for prompt in request.prompts}]
-        tells_cached = RETURN_NUM_CACHED_TOKENS in inputs[0]
-        trace = sampled(self._gate.server, request.model, http, start_ns)
+        target = self._catalog.require(request.model, {prompt.name for prompt in request.prompts})
+        trace = sampled(self._gate.server, target.name, http, start_ns)
         received(trace)
-        return await traced(trace, self._answer(http, request, tells_cached, trace))
+        return await traced(trace, self._answer(http, request, target, trace))
 
     async def _answer(
-        self, http: Request, request: GenerationRequest, tells_cached: bool, trace: RequestTrace | None
+        self, http: Request, request: GenerationRequest, target: Target, trace: RequestTrace | None
     ) -> Response:
         identity = Identity.of(request)
-        generation = Generation(self._gate, request, identity.id, tells_cached=tells_cached, trace=trace)
+        generation = Generation(self._gate, request, target, identity.id, trace=trace)
         try:
             if request.stream is None:
                 work = whole_response(generation, request, identity)

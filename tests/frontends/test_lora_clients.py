@@ -1,0 +1,91 @@
+"""vllm_backend's multi-LoRA repository, served unchanged: adapters by `lora_name` and, over OpenAI, as models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from kserve_runner import Running
+from safetensors.torch import save_file
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import ServerOptions
+from llmbackend.frontends.protocol_options import ProtocolOptions
+
+CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1"
+PROMPT = "Once upon a time"
+WIDTH, NUM_LAYERS = 256, 4
+
+
+def write_adapter(folder: Path, seed: int) -> None:
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    draw, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(NUM_LAYERS):
+        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(2, WIDTH, generator=draw) / 4
+        tensors[f"{name}.lora_B.weight"] = torch.randn(WIDTH, 2, generator=draw) / 4
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def start(root: Path, **options: Any) -> InferenceServer:
+    version = root / "stories" / "1"
+    for seed, name in enumerate(("doll", "sheep")):
+        write_adapter(version / "weights" / name, seed)
+    model = {"model": str(CHECKPOINT), "enable_lora": "true", "max_lora_rank": 8, "num_kv_blocks": 64}
+    (version / "model.json").write_text(json.dumps({**model, "transport": "inline", "num_threads": 1}))
+    (version / "multi_lora.json").write_text(json.dumps({"doll": "weights/doll", "sheep": "weights/sheep"}))
+    (version.parent / "config.pbtxt").write_text('backend: "vllm"\ninstance_group [{ count: 1 kind: KIND_MODEL }]\n')
+    server = InferenceServer(ServerOptions(model_repositories=(root,), **options))
+    server.start()
+    return server
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    protocols = ProtocolOptions(openai_lora_separator="_lora_")
+    running = Running(tmp_path_factory.mktemp("repository"), start=start, protocols=protocols)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://{running.http}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+def generate(running: Running, **parameters: Any) -> httpx.Response:
+    body = {"text_input": PROMPT, "exclude_input_in_output": True, "parameters": parameters}
+    return httpx.post(f"http://{running.http}/v2/models/stories/generate", json=body)
+
+
+def test_adapters_by_name_over_tensors_and_as_openai_models(running: Running, client: openai.OpenAI) -> None:
+    texts = {}
+    for name in ("", "doll", "sheep"):
+        answer = generate(running, temperature=0, max_tokens=12, **({"lora_name": name} if name else {}))
+        texts[name] = answer.json()["text_output"]
+    assert len(set(texts.values())) == 3, "the adapters change nothing"
+    assert [model.id for model in client.models.list()] == ["stories", "stories_lora_doll", "stories_lora_sheep"]
+    for name, text in texts.items():
+        model = f"stories_lora_{name}" if name else "stories"
+        whole = client.completions.create(model=model, prompt=PROMPT, temperature=0, max_tokens=12)
+        assert (whole.model, whole.choices[0].text) == (model, text)
+        chunks = client.completions.create(model=model, prompt=PROMPT, temperature=0, max_tokens=12, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks) == text
+
+
+def test_an_unknown_adapter_is_refused_by_name(running: Running, client: openai.OpenAI) -> None:
+    refused = generate(running, lora_name="cow")
+    assert refused.status_code == 400
+    assert refused.json()["error"] == "LoRA cow is not supported, we currently support ['doll', 'sheep']"
+    with pytest.raises(openai.BadRequestError, match="Unknown LoRA: cow; for model: stories"):
+        client.completions.create(model="stories_lora_cow", prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match="Unknown LoRA: cow; for model: stories"):
+        client.models.retrieve("stories_lora_cow")
