@@ -276,8 +276,9 @@ class Model(Protocol):
         """A copy of the configuration as it stands."""
 
     def set_config(self, config: ModelConfig) -> None:
-        """Auto-complete: takes max_batch_size, input, output, the scheduling choice (if none is set) and
-        model_transaction_policy from `config`. Only valid inside ModelInitialize; UNSUPPORTED elsewhere."""
+        """Auto-complete: takes max_batch_size, input, output, the scheduling choice (if none is set),
+        model_transaction_policy and (ours) parameters that are not set from `config`. Only valid inside
+        ModelInitialize; UNSUPPORTED elsewhere."""
 
     @property
     def auto_complete_config(self) -> bool:

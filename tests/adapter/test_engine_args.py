@@ -118,7 +118,9 @@ def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
             "'prompt_lookup_min' is 3, expected",
         ),
         ({"speculative_config": "ngram"}, "engine argument 'speculative_config' is 'ngram'"),
-        ({"enable_lora": True}, "'enable_lora' is True, only false is supported"),
+        ({"enable_lora": True}, "Triton backend cannot find "),
+        ({"max_lora_rank": 0}, "'max_lora_rank' is 0, expected at least 1"),
+        ({"lora_modules": {"doll": "/x"}}, "'lora_modules' is set, expected 'enable_lora' to be true with it"),
     ],
 )
 def test_a_bad_engine_argument_is_named(model: Path, arguments: dict[str, Any], expected: str) -> None:

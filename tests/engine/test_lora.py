@@ -89,8 +89,7 @@ def run(core: EngineCore, wanted: Sequence[tuple[str, Sequence[int]]]) -> dict[s
     return tokens
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize(("family", "kernels"), [*((family, "auto") for family in FAMILIES), ("llama", "torch")])
 def test_requests_with_different_adapters_share_a_batch(family: str, kernels: str, tmp_path: Path) -> None:
     model = write_model(family, tmp_path / "model")
     references, adapters = {"": model}, {}

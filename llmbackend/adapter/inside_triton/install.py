@@ -27,6 +27,7 @@ import llmbackend
 PACKAGES = ("jinja2", "MarkupSafe", "ml_dtypes", "msgspec", "protobuf", "pyzmq", "tokenizers")
 MODEL_CONFIG_SOURCE = ("tritonclient", "tritonclient/grpc/model_config_pb2.py")
 """Of this package one file alone: its __init__ would import gRPC."""
+MODULES = ("__init__.py", "gpus.py")
 ROOMS = ("adapter", "core", "engine", "waiting")
 _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "native")
 
@@ -88,7 +89,8 @@ def _write(target: Path, engine_python: str) -> None:
 def _copy_code(target: Path) -> None:
     source = Path(llmbackend.__file__).parent
     target.mkdir(parents=True)
-    shutil.copy(source / "__init__.py", target)
+    for module in MODULES:
+        shutil.copy(source / module, target)
     for room in ROOMS:
         shutil.copytree(source / room, target / room, ignore=_NOT_COPIED)
 

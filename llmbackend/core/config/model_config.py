@@ -126,7 +126,8 @@ def set_instance_groups(
 
 def merge_auto_complete(config: ModelConfig, proposed: ModelConfig) -> None:
     """Takes from a backend's auto-completed configuration what Triton takes: max_batch_size, input, output, the
-    scheduling choice if none is set, and model_transaction_policy."""
+    scheduling choice if none is set, and model_transaction_policy; and, which Triton does not, parameters that are not
+    set, for what a backend has to tell frontends."""
     config.max_batch_size = proposed.max_batch_size
     del config.input[:]
     config.input.extend(proposed.input)
@@ -138,6 +139,8 @@ def merge_auto_complete(config: ModelConfig, proposed: ModelConfig) -> None:
             getattr(config, choice).CopyFrom(getattr(proposed, choice))
     if proposed.HasField("model_transaction_policy"):
         config.model_transaction_policy.CopyFrom(proposed.model_transaction_policy)
+    for name in proposed.parameters.keys() - config.parameters.keys():
+        config.parameters[name].CopyFrom(proposed.parameters[name])
     set_defaults(config)
 
 
