@@ -37,7 +37,7 @@ def make_runner(config: EngineConfig) -> Runner:
 
 def _make_sound_runner(config: EngineConfig) -> Runner:
     if config.model == "mock" and config.mock_steps_in_flight:
-        from .mock_device import OverlappingMockRunner
+        from .mock.mock_device import OverlappingMockRunner
 
         return OverlappingMockRunner(config)
     if config.model == "mock":

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.mock_device import OverlappingMockRunner, _DeviceStep
+from llmbackend.engine.mock.mock_device import OverlappingMockRunner, _DeviceStep
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 
 

@@ -16,8 +16,8 @@ from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore, make_runner
 from llmbackend.engine.fault_injection import Faults, with_faults
 from llmbackend.engine.infer_request import InferRequest, StepOutput
-from llmbackend.engine.mock_device import OverlappingMockRunner
-from llmbackend.engine.mock_model import mock_generate
+from llmbackend.engine.mock.mock_device import OverlappingMockRunner
+from llmbackend.engine.mock.mock_model import mock_generate
 from llmbackend.engine.step import OverlappingRunner, RowTable, SampledTokens, StepPlan
 
 PACE_NAMES = ("fast", "slow", "drawn")

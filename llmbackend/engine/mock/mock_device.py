@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .config import EngineConfig
-from .infer_request import InferRequest, TokenLogprobs
+from ..config import EngineConfig
+from ..infer_request import InferRequest, TokenLogprobs
+from ..step import PENDING_TOKEN, Int32Array, RowTable, SampledTokens, StepPlan
 from .mock_model import MockRunner, context_slots, scheduled_slots
-from .step import PENDING_TOKEN, Int32Array, RowTable, SampledTokens, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
