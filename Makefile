@@ -30,8 +30,9 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Tests mostly wait for processes: two workers, each with a file of its own (ARGS=-n0: one by one, in this process).
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 smoke: $(VENV)/.test
 	$(BIN)/python tools/smoke.py

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -18,7 +18,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from live_stream import PROTOCOLS, LiveStream
-from server_process import ServerProcess, post, stop_server, write_mock_model
+from server_process import ServerProcess, post, start_server, stop_server, write_mock_model
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 MakeServer = Callable[..., ServerProcess]
@@ -229,10 +229,16 @@ def index(server: ServerProcess) -> list[dict[str, str]]:
     return rows
 
 
-def test_single_checkpoint_is_served_under_a_name(make_server: MakeServer) -> None:
-    server = make_server("--model", "mock", "--model-name", "tiny")
-    assert json.loads(server.get("/v1/models"))["data"][0]["id"] == "tiny"
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[ServerProcess]:
+    """The mock model as a single checkpoint, for tests that leave the server as it is."""
+    server = start_server("--model", "mock", "--model-name", "tiny")
+    yield server
     assert stop_server(server) == 0
+
+
+def test_single_checkpoint_is_served_under_a_name(tiny: ServerProcess) -> None:
+    assert json.loads(tiny.get("/v1/models"))["data"][0]["id"] == "tiny"
 
 
 def test_a_missing_checkpoint_ends_with_the_reason(tmp_path: Path) -> None:
@@ -258,15 +264,13 @@ def test_a_missing_checkpoint_ends_with_the_reason(tmp_path: Path) -> None:
     assert "config.json" in run.stderr
 
 
-def test_a_taken_port_ends_with_the_reason(make_server: MakeServer) -> None:
-    server = make_server("--model", "mock")
-    port = server.http.partition(":")[2]
+def test_a_taken_port_ends_with_the_reason(tiny: ServerProcess) -> None:
+    port = tiny.http.partition(":")[2]
     command = [sys.executable, "-m", "llmbackend.cli", "serve", "--model", "mock", "--http-address", "127.0.0.1"]
     command += ["--http-port", port, "--grpc-port", "0", "--metrics-port", "0"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 1
     assert f"127.0.0.1', {port}" in run.stderr and "Traceback" not in run.stderr
-    assert stop_server(server) == 0
 
 
 def cpu_seconds(server: ServerProcess) -> float:
@@ -275,11 +279,8 @@ def cpu_seconds(server: ServerProcess) -> float:
     return sum(one.user + one.system for one in times)
 
 
-def test_an_idle_server_uses_no_cpu(make_server: MakeServer, tmp_path: Path) -> None:
-    write_mock_model(tmp_path, "mock")
-    server = make_server("--model-repository", str(tmp_path))
+def test_an_idle_server_uses_no_cpu(tiny: ServerProcess) -> None:
     time.sleep(0.5)
-    before_s = cpu_seconds(server)
+    before_s = cpu_seconds(tiny)
     time.sleep(3)
-    assert cpu_seconds(server) - before_s <= 0.06
-    assert stop_server(server) == 0
+    assert cpu_seconds(tiny) - before_s <= 0.06

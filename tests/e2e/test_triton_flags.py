@@ -18,11 +18,12 @@ import grpc
 import pytest
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from server_process import ROOT, ServerProcess, post, stop_server
+from server_process import ROOT, ServerProcess, post, start_server, stop_server
 from typer.main import get_command
 
 from llmbackend.cli import app, main
 from llmbackend.inert_flags import REASONS
+from llmbackend.settings import ServerSettings
 
 MakeServer = Callable[..., ServerProcess]
 Refusal = Callable[..., str]
@@ -81,15 +82,20 @@ def options() -> dict[str, Any]:
     return {name.removeprefix("--"): option for option in command.commands["serve"].params for name in option.opts}
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    directory = tmp_path / "models" / "echo"
+def write_repository(folder: Path) -> Path:
+    """`folder`/models with the model `echo`."""
+    directory = folder / "models" / "echo"
     (directory / "1").mkdir(parents=True)
     (directory / "config.pbtxt").write_text('backend: "echo"\n')
     (directory / "backend.py").write_text(BACKEND)
+    return directory.parent
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
     for other in ("backends", "agents"):
         (tmp_path / other).mkdir()
-    return directory.parent
+    return write_repository(tmp_path)
 
 
 def eventually(condition: Callable[[], object]) -> None:
@@ -144,13 +150,12 @@ def test_the_page_names_every_flag_without_effect_as_such() -> None:
     assert {name.replace("-", "_") for name in without} == set(REASONS)
 
 
-@pytest.mark.parametrize("joined", [True, False], ids=["--flag=value", "--flag value"])
-def test_a_server_starts_with_every_flag_of_triton_at_once(
-    make_server: MakeServer, repository: Path, joined: bool, capfd: pytest.CaptureFixture[str]
-) -> None:
-    given = [flag for flag in FLAGS if flag.name not in TAKEN_ALONE]
+def every_flag(repository: Path, *, joined: bool) -> list[str]:
+    """The command line with every flag of Triton, as `--flag=value` or as `--flag value`."""
     arguments: list[str] = []
-    for flag in given:
+    for flag in FLAGS:
+        if flag.name in TAKEN_ALONE:
+            continue
         if flag.name.endswith(("-address", "http-port", "grpc-port", "metrics-port")) and "reuse" not in flag.name:
             continue  # start_server gives these
         value = flag.value.replace("$REPOSITORY", str(repository))
@@ -158,7 +163,13 @@ def test_a_server_starts_with_every_flag_of_triton_at_once(
             arguments.append(f"--{flag.name}")
         else:
             arguments += [f"--{flag.name}={value}"] if joined else [f"--{flag.name}", value]
-    server = make_server(*arguments)
+    return arguments
+
+
+def test_a_server_starts_with_every_flag_of_triton_at_once(
+    make_server: MakeServer, repository: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = make_server(*every_flag(repository, joined=True))
     assert '"name":"myserver"' in server.get("/v2") and server.get("/v2/models/echo/config")
     assert stop_server(server) == 0
     log = capfd.readouterr().err + read_log(repository)
@@ -172,14 +183,17 @@ def read_log(repository: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def test_a_flag_that_was_not_given_is_not_mentioned(
-    make_server: MakeServer, repository: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    server = make_server("--model-store", str(repository), "--strict-model-config=false")
-    assert stop_server(server) == 0
-    log = capfd.readouterr().err
-    assert "has no effect" not in log
-    assert "'--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead." in log
+def test_a_value_behind_a_space_means_the_same(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[ServerSettings] = []
+    monkeypatch.setattr("llmbackend.serve.run_server", lambda settings: started.append(settings) or 0)
+    for joined in (True, False):
+        monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *every_flag(repository, joined=joined)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+    with_equals_sign, with_space = started
+    assert with_equals_sign == with_space
+    assert with_space.options.server_id == "myserver"
 
 
 @pytest.mark.parametrize(
@@ -219,20 +233,50 @@ def test_a_boolean_is_read_as_triton_reads_it(text: str, expected: bool) -> None
     assert options()["allow-http"].process_value(context, text) is expected
 
 
-def test_the_log_has_the_lines_and_tables_that_tools_wait_for(
-    make_server: MakeServer, repository: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@dataclass(frozen=True)
+class Life:
+    """What was seen of a server from its start to its end: models `echo`, and `bad`, which does not load."""
+
+    server: ServerProcess
+    ready: str
+    metrics: str
+    log: str
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
+    folder = tmp_path_factory.mktemp("life")
+    repository = write_repository(folder)
     (repository / "bad").mkdir()
     (repository / "bad" / "config.pbtxt").write_text('backend: "nosuch"\n')
     (repository / "bad" / "1").mkdir()
-    server = make_server("--model-repository", str(repository), "--exit-on-error=false", "--strict-readiness=false")
-    assert server.get("/v2/health/ready") == ""
-    assert stop_server(server) == 0
-    log = capfd.readouterr().err
+    flags = ("--strict-model-config=false", "--exit-on-error=false", "--strict-readiness=false")
+    with (folder / "stderr").open("w") as log:
+        server = start_server("--model-store", str(repository), *flags, "--allow-cpu-metrics=false", log=log)
+        ready = server.get("/v2/health/ready")
+        with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=30) as answer:
+            metrics = answer.read().decode()
+        assert stop_server(server) == 0
+    return Life(server, ready, metrics, (folder / "stderr").read_text())
+
+
+def test_a_flag_that_was_not_given_is_not_mentioned(life: Life) -> None:
+    assert "has no effect" not in life.log
+    assert (
+        "'--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead." in life.log
+    )
+
+
+def test_metrics_of_the_machine_can_be_left_out(life: Life) -> None:
+    assert "nv_inference_count" in life.metrics and "nv_cpu_" not in life.metrics
+
+
+def test_the_log_has_the_lines_and_tables_that_tools_wait_for(life: Life) -> None:
+    assert life.ready == ""
     for line in (
-        f"Started GRPCInferenceService at {server.grpc}",
-        f"Started HTTPService at {server.http}",
-        f"Started Metrics Service at {server.metrics}",
+        f"Started GRPCInferenceService at {life.server.grpc}",
+        f"Started HTTPService at {life.server.http}",
+        f"Started Metrics Service at {life.server.metrics}",
         "successfully loaded 'echo'",
         "failed to load 'bad' version 1: Invalid argument: unable to find backend library for backend 'nosuch'",
         "| Repository Agent | Path |",
@@ -244,14 +288,8 @@ def test_the_log_has_the_lines_and_tables_that_tools_wait_for(
         "live models and 0 in-flight non-inference requests",
         "successfully unloaded 'echo' version 1",
     ):
-        assert line in log, line
-    assert re.search(r"^\| echo +\| \S+/models/echo +\| \{\"cmdline\":\{", log, re.MULTILINE)
-
-
-def test_a_failed_start_ends_as_tritons(repository: Path) -> None:
-    done = run("--model-repository", str(repository), "--model-control-mode=explicit", "--load-model=nosuch")
-    assert done.returncode == 1
-    assert done.stderr.rstrip().endswith("error: creating server: Internal - failed to load all models")
+        assert line in life.log, line
+    assert re.search(r"^\| echo +\| \S+/models/echo +\| \{\"cmdline\":\{", life.log, re.MULTILINE)
 
 
 def test_reuse_port_lets_servers_share_a_port(make_server: MakeServer, repository: Path) -> None:
@@ -279,14 +317,6 @@ def test_reuse_port_lets_servers_share_a_port(make_server: MakeServer, repositor
             server.terminate()
         for server in servers:
             server.communicate(timeout=40)
-
-
-def test_metrics_of_the_machine_can_be_left_out(make_server: MakeServer, repository: Path) -> None:
-    server = make_server("--model-repository", str(repository), "--allow-cpu-metrics=false")
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=30) as answer:
-        text = answer.read().decode()
-    assert "nv_inference_count" in text and "nv_cpu_" not in text
-    assert stop_server(server) == 0
 
 
 def test_poll_mode_from_the_command_line(

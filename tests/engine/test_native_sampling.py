@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -84,16 +85,25 @@ def make_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
 KINDS = ("flat", "usual", "peaked", "equal", "one hot", "with minus infinities")
 
 
+def parameters_of(vocab: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(vocab)
+    return [random_parameters(rng, vocab) for _ in range(24)]
+
+
+@cache
+def sampled_by_torch(kind: str, dtype: torch.dtype, vocab: int) -> SampledTokens:
+    """The same for every native library."""
+    return Rows(parameters_of(vocab), vocab, None).sample(make_logits(kind, 24, vocab + 3).to(dtype))
+
+
 @pytest.mark.parametrize("vocab", [6, 255, 256, 2000, 33000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_logprobs_are_those_of_torch(
     engine: NativeEngine, kind: str, dtype: torch.dtype, vocab: int
 ) -> None:
-    rng = np.random.default_rng(vocab)
-    parameters = [random_parameters(rng, vocab) for _ in range(24)]
-    logits = make_logits(kind, 24, vocab + 3).to(dtype)
-    expected = Rows(parameters, vocab, None).sample(logits)
+    parameters, logits = parameters_of(vocab), make_logits(kind, 24, vocab + 3).to(dtype)
+    expected = sampled_by_torch(kind, dtype, vocab)
     found = Rows(parameters, vocab, engine).sample(logits)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.errors == expected.errors == {}

@@ -36,7 +36,11 @@ MODEL = ModelMetadata(
     (),
 )
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5))
-JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner))
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=20,
+)
 NAMES = st.sampled_from([*"TIBFZ", "id", "parameters", "triton_x", "other"])
 TENSORS = st.dictionaries(
     st.sampled_from(["name", "datatype", "shape", "data", "parameters"]),
