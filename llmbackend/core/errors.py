@@ -65,6 +65,13 @@ def cancelled(message: str) -> TritonError:
     return TritonError(message, ErrorCode.CANCELLED)
 
 
+def as_triton_error(error: BaseException) -> TritonError:
+    """Any exception as one that a client may read."""
+    if isinstance(error, TritonError):
+        return error
+    return TritonError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
+
+
 _shortened = reprlib.Repr()
 _shortened.maxlevel, _shortened.maxstring, _shortened.maxother = 4, 80, 80
 

@@ -11,8 +11,9 @@ import pytest
 from core_host import IDENTITY_IO, STAGE, Repository, eventually, serving
 from test_model_lifecycle import VERSIONED_BACKEND, answer, states, write
 
+from llmbackend.core.control_door import EXPLICIT_ONLY
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.inference_server import EXPLICIT_ONLY, InferenceServer
+from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.repository.model_repository import ModelRepository
 
 POLL_S = 0.03

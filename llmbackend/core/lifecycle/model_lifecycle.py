@@ -14,10 +14,10 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from llmbackend.core.errors import ErrorCode, TritonError, internal, unavailable
+from llmbackend.core.errors import ErrorCode, TritonError, as_triton_error, internal, unavailable
 from llmbackend.core.models.in_flight import InFlight
 from llmbackend.core.models.instance_update import is_update
-from llmbackend.core.models.model import LoadedModel, as_triton_error
+from llmbackend.core.models.model import LoadedModel
 from llmbackend.core.repository.model_repository import ModelSpec
 
 from .draining import wait_until_unloaded
