@@ -53,14 +53,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Raises ValueError naming field, value and what was expected.
 
     model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no
-    weights). max_model_len None = the model's own limit. num_kv_blocks None = sized from kv_cache_memory_bytes.
+    weights). max_model_len None = the model's own limit. num_kv_blocks None = sized from kv_cache_memory_bytes; both
+    None = 1 GiB on CPU, and on a GPU what is free beside the weights, the largest step and the graphs, as long as
+    gpu_memory_utilization of its memory, a share, is not passed. kv_cache_dtype "fp8": keys and values in 8 bits, on a
+    GPU. cudagraph_capture_sizes: the batch sizes that decode steps on a GPU are captured for; None = see graphs.ladder.
+    batch_invariant: a GPU's matrix products sum in an order that does not depend on the batch.
     tensor_parallel_size: devices that one engine spans, from `device` on. max_num_batched_tokens: the token budget of a
     step. speculative_config None = no speculation. async_scheduling: the next step is launched before the tokens of the
     last one are read, where the device works beside the host and no speculation makes it unknown what a step will give;
     None = wherever it can be, False = nowhere. engine_python: the
     Python that runs the engine's process, "" = the host's own. num_threads 0 = all cores. quantization "int8": weights
-    per output channel, activations per token, in whole numbers of 8 bits. enforce_eager: the model's modules
-    compute, and not one native program; kernels "torch": not even native operations under the modules. step_timeout_s:
+    per output channel, activations per token, in whole numbers of 8 bits. enforce_eager: on CPU the model's modules
+    compute, and not one native program; on a GPU there are no graphs. kernels "torch": plain torch in the place of all
+    own kernels. step_timeout_s:
     an engine whose step takes longer hangs, and is replaced; load_timeout_s: the same for loading.
     enable_lora, lora_modules: adapters by name, folders that PEFT wrote, of at most max_lora_rank; the model then runs
     as modules. max_engine_failures: how many may die in a row without finishing a step before the model is given up.
@@ -76,7 +81,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int | None = None
     block_size: int = 32
     num_kv_blocks: int | None = None
-    kv_cache_memory_bytes: int = 1 << 30
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
+    gpu_memory_utilization: float = 0.9
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    batch_invariant: bool = False
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
@@ -107,7 +116,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._at_least("block_size", self.block_size, 1)
         self._at_least("max_num_seqs", self.max_num_seqs, 1)
         self._at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        self._at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         self._at_least("num_threads", self.num_threads, 0)
         self._at_least("mock_steps_in_flight", self.mock_steps_in_flight, 0)
         self._at_least("max_engine_failures", self.max_engine_failures, 1)
@@ -127,10 +135,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true with it")
         if self.enable_lora and self.quantization is not None:
             raise ValueError(f"engine argument 'quantization' is '{self.quantization}', expected null with enable_lora")
-        for name in ("max_model_len", "num_kv_blocks"):
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None:
                 self._at_least(name, value, 1)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"engine argument 'gpu_memory_utilization' is {self.gpu_memory_utilization:g}, "
+                "expected a number above 0 and up to 1"
+            )
+        for size in self.cudagraph_capture_sizes or ():
+            self._at_least("cudagraph_capture_sizes", size, 1)
 
     @staticmethod
     def _at_least(name: str, value: int, minimum: int) -> None:

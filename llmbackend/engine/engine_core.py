@@ -55,9 +55,9 @@ def _make_sound_runner(config: EngineConfig) -> Runner:
 
 
 def _model_runner(config: EngineConfig) -> Runner:
-    from .model_runner import ModelRunner
+    from .model_runner import make_model_runner
 
-    return ModelRunner(config)
+    return make_model_runner(config)
 
 
 def _steps_in_flight(config: EngineConfig, runner: Runner, rows: Rows) -> StepsInFlight | None:

@@ -23,9 +23,11 @@ from .infer_request import InferRequest, ModelInfo
 from .loader import LoadedModel, load_model
 from .module_forward import ModuleForward
 from .sampler import Sampler
-from .step import RowTable, SampledTokens, StepPlan
+from .step import RowTable, Runner, SampledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
+
+_DEFAULT_KV_BYTES = 1 << 30
 
 
 class Forward(Protocol):
@@ -38,13 +40,34 @@ class Forward(Protocol):
         """Frees memory. Nothing is called after it."""
 
 
+def make_model_runner(config: EngineConfig) -> Runner:
+    """The model on its device. Raises ValueError, OSError or torch.OutOfMemoryError with a text for the user."""
+    start_s = time.monotonic()
+    if not config.device.startswith("cuda"):
+        return ModelRunner(config)
+    loaded = load_model(config)
+    from .gpu.start import start_on_cuda
+
+    try:
+        return start_on_cuda(config, loaded, start_s)
+    except UnrecognisedError as reason:
+        logger.warning("%s runs as transformers modules, one step after the other: %s", loaded.model_type, reason)
+    return ModelRunner(config, loaded)
+
+
 class ModelRunner:
-    def __init__(self, config: EngineConfig) -> None:
-        """Loads the model and allocates the KV memory. Raises ValueError or OSError with a text for the user."""
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+        """Loads the model, unless it is, and allocates the KV memory. Raises ValueError or OSError with a text for the
+        user."""
         start_s = time.monotonic()
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
-        loaded = load_model(config)
+        loaded = loaded or load_model(config)
+        if config.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"engine argument 'kv_cache_dtype' is '{config.kv_cache_dtype}', expected 'auto': only the accelerator "
+                "path keeps keys and values in 8 bits"
+            )
         if loaded.device.type == "cpu" and config.transport == "process":
             cpu_memory.keep_freed_memory()
         self._device = loaded.device
@@ -111,10 +134,11 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     block_bytes = config.block_size * sum(shape.bytes_per_token(loaded.dtype) for shape in loaded.layer_shapes.values())
-    num_blocks = config.kv_cache_memory_bytes // block_bytes
+    memory_bytes = config.kv_cache_memory_bytes or _DEFAULT_KV_BYTES
+    num_blocks = memory_bytes // block_bytes
     if num_blocks < 1:
         raise ValueError(
-            f"engine argument 'kv_cache_memory_bytes' is {config.kv_cache_memory_bytes}, "
+            f"engine argument 'kv_cache_memory_bytes' is {memory_bytes}, "
             f"expected at least {block_bytes}, the size of one block of {config.block_size} tokens"
         )
     # More than every row at full length can never be used.

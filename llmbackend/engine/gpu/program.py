@@ -47,7 +47,6 @@ class _Layer:
     qkv: _Linear
     rotary: RotarySpec
     attend: AttendSpec
-    cache: LayerCache
     attention_out: _Linear
     attention_out_norm: NormSpec | None
     mlp_norm: NormSpec | None
@@ -87,12 +86,15 @@ class GpuProgram:
         max_samples: int,
         matmul: Matmul = library_matmul,
     ) -> None:
-        """caches: by attention module. max_tokens, max_samples: the largest step. Weights and caches are on one device,
-        weights as DeviceWeight. Raises torch.OutOfMemoryError, and UnrecognisedError when a layer is no such layer."""
+        """caches: KV memory by attention module. max_tokens, max_samples: the largest step. Weights and caches are on
+        one device, weights as DeviceWeight. Raises torch.OutOfMemoryError, and UnrecognisedError for what it cannot
+        compute."""
         self._ops, self._matmul = ops, matmul
         self._dtype, self._device = decoder.embedding.dtype, decoder.embedding.device
         self._embedding, self._embedding_factor = decoder.embedding, decoder.embedding_factor
         self._width = decoder.embedding.shape[1]
+        self._modules = [layer.module for layer in decoder.layers]
+        self.use_caches(caches)
         self._layers = [self._layer(layer, caches[layer.module]) for layer in decoder.layers]
         self._norm, self._head = _norm_spec(decoder.norm), self._linear(decoder.head)
         self._logit_factor, self._logit_softcap = decoder.logit_factor, decoder.logit_softcap
@@ -107,6 +109,10 @@ class GpuProgram:
     def max_samples(self) -> int:
         return self._max_samples
 
+    def use_caches(self, caches: Mapping[nn.Module, LayerCache]) -> None:
+        """Other KV memory of the same kind from now on."""
+        self._caches = [caches[module] for module in self._modules]
+
     @torch.inference_mode()
     def forward(self, layout: StepLayout, block_table: torch.Tensor) -> torch.Tensor:
         """Computes the step and writes its KV. block_table int32 [rows, blocks].
@@ -120,9 +126,9 @@ class GpuProgram:
         residual = self._residual.matrix(num_tokens, self._width)
         self._ops.embed(layout.token_ids, self._embedding, self._embedding_factor, residual)
         pending = _Pending()
-        for layer in self._layers:
+        for layer, cache in zip(self._layers, self._caches, strict=True):
             x = self._input(residual, pending, layer.attention_norm)
-            block = self._attention(layer, x, layout, block_table)
+            block = self._attention(layer, x, layout, block_table, cache)
             pending = _Pending(block, layer.attention_out_norm, layer.residual_factor)
             x = self._input(residual, pending, layer.mlp_norm)
             pending = _Pending(self._mlp(layer, x), layer.mlp_out_norm, layer.residual_factor)
@@ -134,11 +140,13 @@ class GpuProgram:
         self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, norm, x)
         return x
 
-    def _attention(self, layer: _Layer, x: torch.Tensor, layout: StepLayout, block_table: torch.Tensor) -> torch.Tensor:
+    def _attention(
+        self, layer: _Layer, x: torch.Tensor, layout: StepLayout, block_table: torch.Tensor, cache: LayerCache
+    ) -> torch.Tensor:
         qkv = self._product(layer.qkv, x, self._qkv)
-        self._ops.rotary_and_write(qkv, layout, layer.rotary, layer.cache)
-        attended = self._attended.matrix(len(x), layer.rotary.num_heads * layer.rotary.head_dim)
-        self._ops.attend(qkv, layout, block_table, layer.attend, layer.cache, attended)
+        self._ops.rotary_and_write(qkv, layout, layer.rotary, cache)
+        attended = self._attended.matrix(len(x), layer.attention_out.weight.k)
+        self._ops.attend(qkv, layout, block_table, layer.attend, cache, attended)
         return self._product(layer.attention_out, attended, self._block)
 
     def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
@@ -192,7 +200,6 @@ class GpuProgram:
             qkv=self._linear(attention.qkv),
             rotary=_rotary_spec(attention, num_heads, num_kv_heads, head_dim),
             attend=_attend_spec(attention, num_heads, num_kv_heads, head_dim),
-            cache=cache,
             attention_out=self._linear(attention.out),
             attention_out_norm=_norm_spec(layer.attention_out_norm),
             mlp_norm=_norm_spec(layer.mlp_norm),

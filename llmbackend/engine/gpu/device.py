@@ -1,0 +1,152 @@
+"""What the accelerator path needs of a device: ordered work that goes on beside the host, and to know when it is done.
+
+For: the runner and its parts. Does not know: models, steps, tensors' meaning. Invariants: work is done in the order in
+which it was enqueued; what `enqueue` is given reads no host memory that changes later, but for pinned memory that its
+owner leaves alone until an event behind that work has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A place in the device's work."""
+
+    def wait(self) -> None:
+        """Returns when all work enqueued before it is done. Raises what that work raised."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Device time between two events that have both passed."""
+
+
+class Graph(Protocol):
+    """Work that was captured once and is repeated with the same memory."""
+
+    def replay(self) -> None:
+        """Part of enqueued work."""
+
+
+class Memory(NamedTuple):
+    free_bytes: int
+    total_bytes: int
+
+
+class Device(Protocol):
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def name(self) -> str:
+        """For the log."""
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        """`work` calls operations on device tensors, and copies between them and pinned memory with non_blocking.
+
+        What it raises here, torch.OutOfMemoryError for one, has stopped it half-way.
+        """
+
+    def record(self) -> Event: ...
+
+    def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that is copied to and from the device without waiting for it; [size], zeros."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Runs the work once and then records it. Nothing else may be enqueued meanwhile."""
+
+    def synchronize(self) -> None:
+        """Waits for all work."""
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether it computes with numbers of 8 bits."""
+
+    def memory(self) -> Memory:
+        """What nobody has taken. What this process has given back counts as taken until `trim`."""
+
+    def trim(self) -> None:
+        """Gives memory back that this process has taken and does not use."""
+
+
+class _CudaEvent:
+    def __init__(self) -> None:
+        self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event.record()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.event.query())
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _CudaEvent)
+        return float(earlier.event.elapsed_time(self.event)) / 1000.0
+
+
+class CudaDevice:
+    """An NVIDIA GPU: all work on the current stream of the calling thread, which runs it in order by itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._capture_stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._graph_pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def torch_device(self) -> torch.device:
+        return self._device
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self._device)
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        with torch.cuda.device(self._device):
+            work()
+
+    def record(self) -> Event:
+        with torch.cuda.device(self._device):
+            return _CudaEvent()
+
+    def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, pin_memory=True)
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """The first run compiles kernels and makes the workspaces of libraries, which a capture must not do. Graphs
+        share one pool of memory: they never run at the same time, and none needs what another left there."""
+        with torch.cuda.device(self._device):
+            stream, current = self._capture_stream, torch.cuda.current_stream()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                work()
+                stream.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                # Other engines of this process may use their devices meanwhile.
+                graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
+            current.wait_stream(stream)
+            return graph
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    @property
+    def has_float8(self) -> bool:
+        return torch.cuda.get_device_capability(self._device) >= (8, 9)
+
+    def memory(self) -> Memory:
+        return Memory(*torch.cuda.mem_get_info(self._device))
+
+    def trim(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()

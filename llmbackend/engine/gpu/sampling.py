@@ -1,0 +1,74 @@
+"""How the runner samples: what it asks of a sampler, and the one that waits for logits and samples on the host.
+
+For: the runner. Does not know: how logits are made. Invariant: what is sampled becomes part of the device's rows before
+the next step reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..infer_request import InferRequest
+from ..sampler import Sampler
+from ..step import RowTable, SampledTokens, StepPlan
+from .device_rows import DeviceRows
+
+
+class StepSampling(Protocol):
+    """One step's sampling."""
+
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows) -> None:
+        """Device work: samples from logits [samples, vocab], and puts what it sampled into the rows."""
+
+    def result(self) -> SampledTokens:
+        """On the host, when the device has done the step."""
+
+
+class Sampling(Protocol):
+    @property
+    def max_steps_in_flight(self) -> int:
+        """1: `enqueue` waits for the device and reads the table, so that the step is over when it is launched."""
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        """Raises ValueError naming the field, its value and what was expected."""
+
+    def remove_row(self, row: int) -> None: ...
+
+    def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
+        """Reads what it needs of the plan."""
+
+
+class HostSampling:
+    """The sampler of the CPU path, for devices that have none of their own."""
+
+    max_steps_in_flight = 1
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._sampler = Sampler(max_num_seqs, vocab_size, eos_token_ids)
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        self._sampler.add_row(row, request)
+
+    def remove_row(self, row: int) -> None:
+        self._sampler.remove_row(row)
+
+    def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
+        return _HostStep(self._sampler, plan, table)
+
+
+class _HostStep:
+    def __init__(self, sampler: Sampler, plan: StepPlan, table: RowTable) -> None:
+        self._sampler, self._plan, self._table = sampler, plan, table
+        self._sampled = SampledTokens(np.empty(0, np.int32))
+
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows) -> None:
+        self._sampled = self._sampler.sample(*self._plan.samples(self._table), logits, self._table)
+        token_ids = torch.from_numpy(self._sampled.token_ids).to(logits.device)
+        rows.put(*rows.samples(len(token_ids)), token_ids)
+
+    def result(self) -> SampledTokens:
+        return self._sampled

@@ -1,0 +1,184 @@
+"""Rows on the device, told by differences, give each step the batch that the host's own table gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from llmbackend.engine.flat_step import flatten
+from llmbackend.engine.gpu.device_rows import DeviceRows
+from llmbackend.engine.gpu.fake_device import FakeDevice
+from llmbackend.engine.gpu.ops import PADDING_SLOT, StepLayout
+from llmbackend.engine.gpu.step_message import StepMessage, StepMessages
+from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan
+
+MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 70, 4, 90
+
+
+class Host:
+    """A table under churn, and the device's rows that follow it. Two steps are under way at a time."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = np.random.default_rng(seed)
+        self.table = RowTable(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
+        self.table.block_table[:] = self.draw.integers(0, NUM_BLOCKS, self.table.block_table.shape)
+        self.device = FakeDevice()
+        limits = MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE
+        self.messages = StepMessages(self.device, *limits, 2)
+        self.rows = DeviceRows(torch.device("cpu"), *limits, self.messages.max_words)
+        self.live: set[int] = set()
+        self.known = self.table.token_ids.copy()
+        """The table with what the device sampled and the host has not read."""
+
+    def admit(self, row: int) -> None:
+        table, length = self.table, int(self.draw.integers(1, 40))
+        if row in self.live:
+            self.messages.remove(row)
+        self.messages.add(row)
+        self.live.add(row)
+        self.known[row, :length] = table.token_ids[row, :length] = self.draw.integers(0, 1000, length)
+        table.num_tokens[row], table.num_computed_tokens[row] = length, 0
+        table.num_prompt_tokens[row] = self.draw.integers(1, length + 1)
+        self.new_blocks(row)
+
+    def new_blocks(self, row: int) -> None:
+        """As after a preemption, or when the prefix cache had some of them."""
+        self.table.block_table[row] = self.draw.integers(0, NUM_BLOCKS, self.table.block_table.shape[1])
+        self.table.num_computed_tokens[row] = self.draw.integers(0, self.table.num_tokens[row])
+
+    def churn(self) -> None:
+        for row in range(MAX_NUM_SEQS):
+            what = self.draw.random()
+            if row not in self.live or what < 0.1 or self.table.num_tokens[row] > MAX_MODEL_LEN - 2:
+                self.admit(row)
+            elif what < 0.2:
+                self.new_blocks(row)
+            elif what < 0.3:
+                column = self.draw.integers(self.table.block_table.shape[1])
+                self.table.block_table[row, column] = self.draw.integers(NUM_BLOCKS)
+
+    def plan(self, decode: bool) -> StepPlan:
+        table, count = self.table, self.draw.integers(1, MAX_NUM_SEQS + 1)
+        rows = self.draw.permutation(MAX_NUM_SEQS)[:count].astype(np.int32)
+        if decode:
+            table.num_computed_tokens[rows] = table.num_tokens[rows] - 1
+        left = table.num_tokens[rows] - table.num_computed_tokens[rows]
+        counts = np.minimum(left, self.draw.integers(1, 30, len(rows))).astype(np.int32)
+        return StepPlan(rows, counts, counts == left)
+
+    def sample(self, plan: StepPlan) -> None:
+        """Moves on as if the plan was launched: what it samples is known to the device alone."""
+        table = self.table
+        table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
+        sampled = plan.rows[plan.sample_rows]
+        positions = table.num_tokens[sampled]
+        token_ids = self.draw.integers(0, 1000, len(sampled)).astype(np.int32)
+        self.known[sampled, positions], table.token_ids[sampled, positions] = token_ids, PENDING_TOKEN
+        table.num_tokens[sampled] += 1
+        where = torch.from_numpy(sampled), torch.from_numpy(positions), torch.from_numpy(token_ids)
+        self.device.enqueue(lambda: self.rows.put(*where))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_batch_is_that_of_the_hosts_table(seed: int) -> None:
+    host, found = Host(seed), []
+    for _ in range(40):
+        host.churn()
+        decode = bool(host.draw.integers(2))
+        plan = host.plan(decode)
+        padded = int(host.draw.integers(len(plan.rows), MAX_NUM_SEQS + 1)) if decode else None
+        message = host.messages.write(plan, host.table, padded)
+        if host.draw.random() < 0.2:
+            continue  # the launch failed
+        layouts: list[StepLayout] = []
+        host.device.enqueue(lambda message=message, to=layouts: to.append(copied(host, message)))  # type: ignore[misc]
+        host.messages.sent(message, host.device.record())
+        found.append((expectation(host, plan), layouts))
+        host.sample(plan)
+    host.device.synchronize()
+    assert len(found) > 20
+    for expected, layouts in found:
+        check(layouts[0], *expected)
+
+
+def copied(host: Host, message: StepMessage) -> StepLayout:
+    """The layout, and in the place of rows' numbers the blocks and lengths of prompts that the device has for them."""
+    host.rows.upload(message)
+    layout = host.rows.layout(message.shape)
+    values = {name: getattr(layout, name) for name in StepLayout.__slots__}
+    values |= {name: value.clone() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    rows, positions = host.rows.samples(message.shape.num_samples)
+    assert torch.equal(rows, layout.sampled_rows)
+    values["sampled_rows"] = torch.stack((rows, positions))
+    values["rows"] = torch.cat((layout.rows[:, None], host.rows.num_prompt_tokens[layout.rows][:, None],
+                                host.rows.block_table[layout.rows]), dim=1)  # fmt: skip
+    return StepLayout(**values)
+
+
+def expectation(host: Host, plan: StepPlan) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """What the CPU path makes of the plan, and each row with its prompt's length and its blocks up to the last one."""
+    step = flatten(plan, host.table)
+    expected = {name: getattr(step, name).copy() for name in ("query_start", "seq_lens", "positions", "slots")}
+    token_rows = np.repeat(plan.rows, plan.num_scheduled_tokens)
+    expected["token_ids"] = host.known[token_rows, step.positions]
+    expected["sampled_tokens"] = step.sampled_tokens
+    expected["sampled_rows"] = np.stack(plan.samples(host.table))
+    blocks = host.table.block_table[plan.rows].copy()
+    blocks[np.arange(blocks.shape[1]) >= -(-step.seq_lens // BLOCK_SIZE)[:, None]] = -1
+    prompts = host.table.num_prompt_tokens[plan.rows]
+    return expected, np.concatenate((plan.rows[:, None], prompts[:, None], blocks), axis=1)
+
+
+def check(layout: StepLayout, expected: dict[str, np.ndarray], rows: np.ndarray) -> None:
+    count = len(rows)
+    for name, value in expected.items():
+        given = getattr(layout, name).numpy()
+        assert given.dtype == np.int32
+        np.testing.assert_array_equal(given[..., : value.shape[-1]], value, err_msg=name)
+    seen = layout.rows.numpy()[:count]
+    np.testing.assert_array_equal(np.where(rows < 0, -1, seen), rows)
+    padding = len(layout.seq_lens) - count
+    if padding:
+        assert layout.seq_lens[count:].tolist() == [0] * padding
+        assert layout.slots[-padding:].tolist() == [PADDING_SLOT] * padding
+        assert layout.rows[count:, 0].tolist() == [0] * padding
+        assert layout.query_start.tolist() == list(range(len(layout.seq_lens) + 1))
+        assert layout.sampled_tokens.tolist() == list(range(len(layout.seq_lens)))
+
+
+def test_only_what_changed_is_told_again() -> None:
+    host = Host(0)
+    for row in range(MAX_NUM_SEQS):
+        host.admit(row)
+    host.table.num_computed_tokens[:] = host.table.num_tokens - 1
+    plan = StepPlan(np.arange(6, dtype=np.int32), np.ones(6, np.int32), np.ones(6, np.bool_))
+    first = host.messages.write(plan, host.table)
+    assert first.num_prompt_tokens == host.table.num_tokens.sum()
+    host.messages.sent(first, host.device.record())
+    assert host.messages.write(plan, host.table).num_blocks == 0
+    host.table.block_table[3, 0] += 1
+    second = host.messages.write(plan, host.table)
+    assert (second.num_blocks, second.num_prompts, len(second.words)) == (1, 0, 6 * 7 + 3)
+
+
+def test_many_long_prompts_at_once_get_memory_of_their_own() -> None:
+    host = Host(1)
+    for row in range(MAX_NUM_SEQS):
+        host.admit(row)
+        host.table.num_tokens[row] = 60
+        host.known[row, :60] = host.table.token_ids[row, :60] = np.arange(60) + row
+    host.table.num_computed_tokens[:] = 59
+    plan = StepPlan(np.arange(6, dtype=np.int32), np.ones(6, np.int32), np.ones(6, np.bool_))
+    message = host.messages.write(plan, host.table)
+    assert len(message.words) > host.messages.max_words
+    expected = expectation(host, plan)
+    check(copied(host, message), *expected)
+    np.testing.assert_array_equal(host.rows.token_table[:, :60].numpy(), host.known[:, :60])
+
+
+def test_a_token_that_is_none_is_stored_as_one_that_exists() -> None:
+    rows = Host(2).rows
+    where = torch.tensor([2], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
+    rows.put(*where, torch.tensor([-1], dtype=torch.int32))
+    assert rows.token_table[2, 5] == 0

@@ -1,0 +1,179 @@
+"""The runner of the accelerator path beside a device whose work is late: tokens are those of the CPU path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
+from tiny_models import FAMILIES, save
+
+from llmbackend.engine.gpu.device import Event
+from llmbackend.engine.gpu.fake_device import FakeDevice
+from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.model_runner import ModelRunner
+from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    save(FAMILIES["qwen2"], path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, list[int]]:
+    """What the CPU path gives for REQUESTS."""
+    tokens, _ = tokens_of(config_for(model), ModelRunner(config_for(model)), REQUESTS)
+    return tokens
+
+
+REQUESTS = mixed_requests(9, seed=3)
+HOW: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "graphs of few sizes": {"cudagraph_capture_sizes": (2, 5)},
+    "preemption and small chunks": {"num_kv_blocks": 14, "max_num_batched_tokens": 9},
+    "no prefix cache": {"enable_prefix_caching": False, "block_size": 4},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_tokens_are_those_of_the_cpu_path(how: str, model: Path, expected: dict[str, list[int]]) -> None:
+    config, device = config_for(model, **HOW[how]), FakeDevice()
+    tokens, preemptions = tokens_of(config, gpu_runner(config, device), REQUESTS)
+    assert tokens == expected
+    assert (preemptions > 0) == (how == "preemption and small chunks")
+    assert (device.num_graph_replays > 0) == (how != "eager")
+
+
+# --- steps that overlap -----------------------------------------------------------------------------------------------
+
+
+class Driver:
+    """Launches steps by hand, as the engine core does, with tokens that nobody has read yet."""
+
+    def __init__(self, model: Path, prompts: list[list[int]], **options: Any) -> None:
+        self.device = FakeDevice()
+        self.runner = gpu_runner(config_for(model, **options), self.device, sampling=GreedyOnDevice())
+        self.table = RowTable(6, self.runner.info.max_model_len, 8)
+        self.step_id = 0
+        blocks = np.random.default_rng(0).permutation(60).astype(np.int32)
+        for row, prompt in enumerate(prompts):
+            self.runner.add_row(row, InferRequest(request_id=f"{row}", prompt_token_ids=tuple(prompt),
+                                                  sampling=SamplingParams()))  # fmt: skip
+            self.table.token_ids[row, : len(prompt)] = prompt
+            self.table.num_tokens[row] = self.table.num_prompt_tokens[row] = len(prompt)
+            self.table.block_table[row, :8] = blocks[8 * row : 8 * row + 8]
+
+    def plan(self, rows: list[int]) -> StepPlan:
+        index = np.array(rows, np.int32)
+        counts = self.table.num_tokens[index] - self.table.num_computed_tokens[index]
+        return StepPlan(index, counts, np.ones(len(rows), np.bool_))
+
+    def launch(self, rows: list[int]) -> None:
+        plan, table = self.plan(rows), self.table
+        self.step_id += 1
+        self.runner.launch(self.step_id, plan, table)
+        table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
+        table.token_ids[plan.rows, table.num_tokens[plan.rows]] = PENDING_TOKEN
+        table.num_tokens[plan.rows] += 1
+
+    def collect(self) -> tuple[int, list[int]]:
+        step_id, sampled = self.runner.collect()
+        return step_id, sampled.token_ids.tolist()
+
+
+PROMPTS = [[7, 30, 2, 5], [11] * 9, [1, 2, 3]]
+
+
+def sequential(model: Path, steps: list[list[int]]) -> list[list[int]]:
+    """What each of the steps samples when every one is read before the next is launched."""
+    driver, found = Driver(model, PROMPTS), []
+    for rows in steps:
+        driver.launch(rows)
+        found.append(driver.collect()[1])
+    driver.runner.close()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}])
+def test_a_step_sees_what_the_one_before_sampled(model: Path, options: dict[str, Any]) -> None:
+    """Nothing runs before it is waited for: steps are two ahead of what was read, and of what the device has done."""
+    steps = [[0, 1, 2], [2, 0, 1], [1, 0], [1, 2], [0, 1, 2]]
+    driver, found = Driver(model, PROMPTS, **options), []
+    for i, rows in enumerate(steps):
+        driver.launch(rows)
+        if i:
+            found.append(driver.collect())
+    found.append(driver.collect())
+    driver.runner.close()
+    assert found == [(i + 1, tokens) for i, tokens in enumerate(sequential(model, steps))]
+
+
+def test_pinned_memory_is_left_alone_while_a_step_reads_it(model: Path) -> None:
+    """More launches than buffers: the next one waits for the oldest, and no step sees another's message."""
+    steps = [[0, 1, 2], [0], [1], [2], [0, 2]]
+    driver = Driver(model, PROMPTS)
+    for rows in steps:
+        driver.launch(rows)
+    assert [driver.collect()[1] for _ in steps] == sequential(model, steps)
+    driver.runner.close()
+
+
+def test_a_row_that_got_another_request_while_a_step_is_in_flight(model: Path) -> None:
+    driver = Driver(model, PROMPTS)
+    driver.launch([0, 1])
+    driver.launch([0, 1])  # row 0 is over, as its first token will tell
+    driver.collect()
+    prompt = [9, 8, 7, 6, 5]
+    driver.runner.remove_row(0)
+    driver.runner.add_row(0, InferRequest(request_id="new", prompt_token_ids=tuple(prompt), sampling=SamplingParams()))
+    table = driver.table
+    table.token_ids[0, :5], table.num_tokens[0], table.num_prompt_tokens[0] = prompt, 5, 5
+    table.num_computed_tokens[0] = 0
+    table.block_table[0, :2] = [50, 51]
+    driver.launch([0, 1])
+    driver.collect()
+    other = Driver(model, [prompt])
+    other.launch([0])
+    assert driver.collect()[1][0] == other.collect()[1][0]
+    driver.runner.close()
+    other.runner.close()
+
+
+class FullDevice(FakeDevice):
+    """Runs out of memory, when it is told to, with a part of a step enqueued."""
+
+    num_left = -1
+
+    def record(self) -> Event:
+        self.num_left -= 1
+        if not self.num_left:
+            raise torch.OutOfMemoryError("no memory")
+        return super().record()
+
+
+@pytest.mark.parametrize("num_left", [1, 2, 3])
+def test_a_launch_that_failed_leaves_nothing(num_left: int, model: Path) -> None:
+    """The row's prompt and blocks are told again by the launch after it, and what is in flight goes on."""
+    expected = sequential(model, [[0, 1], [0, 1, 2]])
+    driver = Driver(model, PROMPTS)
+    device = FullDevice()
+    driver.runner = gpu_runner(config_for(model), device, sampling=GreedyOnDevice())
+    for row, prompt in enumerate(PROMPTS):
+        driver.runner.add_row(row, InferRequest(request_id=f"{row}", prompt_token_ids=tuple(prompt),
+                                                sampling=SamplingParams()))  # fmt: skip
+    driver.launch([0, 1])
+    device.num_left = num_left
+    with pytest.raises(torch.OutOfMemoryError):
+        driver.launch([0, 1, 2])
+    driver.launch([0, 1, 2])
+    assert [driver.collect()[1], driver.collect()[1]] == expected
+    driver.runner.close()
