@@ -62,6 +62,8 @@ class GpuRunner:
         return self._engine.sampling.max_steps_in_flight
 
     def add_row(self, row: int, request: InferRequest) -> None:
+        if request.lora_name:
+            raise ValueError(f"'lora_name' is '{request.lora_name}', but this engine has no LoRA adapters")
         self._engine.sampling.add_row(row, request)
         self._engine.messages.add(row)
 

@@ -19,11 +19,12 @@ from ..infer_request import ModelInfo
 from ..loader import LoadedModel
 from ..step import RowTable, StepPlan
 from . import memory
+from .dense_weights import Matmul
 from .device import CudaDevice, Device
 from .device_rows import DeviceRows
 from .graphs import DecodeGraphs, ladder
 from .ops import LayerCache, Ops
-from .program import GpuProgram, Matmul, library_matmul
+from .program import GpuProgram, library_matmul
 from .proof import LONGEST_PROBE, prove
 from .runner import Engine, GpuRunner
 from .sampling import HostSampling, Sampling

@@ -14,9 +14,9 @@ from torch import nn
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.decoder_description import UnrecognisedError
-from llmbackend.engine.gpu.dense_weights import DenseWeight
+from llmbackend.engine.gpu.dense_weights import DenseWeight, Matmul
 from llmbackend.engine.gpu.ops import PADDING_SLOT, LayerCache, StepLayout
-from llmbackend.engine.gpu.program import GpuProgram, Matmul, library_matmul
+from llmbackend.engine.gpu.program import GpuProgram, library_matmul
 from llmbackend.engine.gpu.proof import prove
 from llmbackend.engine.gpu.torch_ops import TorchOps
 from llmbackend.engine.loader import LoadedModel, load_model
