@@ -2,8 +2,8 @@
 
 For: frontends (they build `InferenceRequest` and receive `InferenceResponse`) and the host. Does not know: wire
 protocols.
-Invariant: both are frozen once handed over; the callback of a request is called from any thread, ends with exactly
-one call that carries ResponseFlag.FINAL, and must only enqueue.
+Invariant: both are not changed any more once handed over; the callback of a request is called from any thread, ends
+with exactly one call that carries ResponseFlag.FINAL, and must only enqueue.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RequestObserver(Protocol):
         """The last handle on the request is gone."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InferenceRequest:
     """A request as a frontend hands it to InferenceServer.infer_async. model_version -1 = the highest READY version.
 

@@ -126,6 +126,8 @@ def element_count(shape: tuple[int, ...]) -> int:
 def reshaped(name: str, data: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
     """`data` in `shape`, which has as many elements. Raises TritonError INVALID_ARG for a shape that no array can have
     (more than 64 dimensions, or a dimension beyond memory beside one of 0)."""
+    if data.shape == shape:
+        return data
     try:
         return data.reshape(shape)
     except (ValueError, OverflowError) as error:

@@ -133,7 +133,7 @@ class GenerateEndpoints:
         received(trace)
         decode = partial(decode_request, body, model, model_of(request)[1], nobody)
         inference = self._gate.send(await self._gate.decoded(len(body), decode), trace=trace)
-        inference.cancel_on_disconnect(request.receive)
+        inference.cancel_on_disconnect(request)
         return inference
 
 

@@ -2,7 +2,7 @@
 
 For: the frontend server, tests, and embedding. Does not know: sockets, other protocols' content (they come as routers).
 Invariant: a path is served exactly as written (no slash redirects, no implicit HEAD), everything else is Triton's 404
-or 405.
+or 405. Inference on a model is found without the routers (direct_routes.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI
+from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.server_log import ServerLog
 
+from .direct_routes import DirectRoutes, serve
 from .generate import GenerateEndpoints
 from .http_errors import install_error_handlers
 from .infer_http import InferEndpoint
@@ -42,12 +44,24 @@ def create_http_app(
     `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size). `gate` is
     the one that other frontends of `server` use, and so is `log`, the process's log that /v2/logging sets.
     """
-    app = FastAPI(title="llmbackend", redirect_slashes=False, docs_url=None, redoc_url=None, openapi_url=None)
+    app = _App(title="llmbackend", redirect_slashes=False, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     served = (create_kserve_router(server, max_input_size_bytes, gate, options, log), *routers)
     for router in (*served, create_openapi_router(served)):
         app.include_router(router)
+    app.direct = DirectRoutes.of(served[0])
     return app
+
+
+class _App(FastAPI):
+    direct: DirectRoutes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self.direct.find(scope)
+        if handler is None:
+            await super().__call__(scope, receive, send)
+        else:
+            await serve(handler, scope, receive, send)
 
 
 def create_kserve_router(

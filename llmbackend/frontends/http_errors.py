@@ -9,7 +9,7 @@ Source: Triton's HttpCodeFromError; content types as recorded from Triton 2.51.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
 import orjson
@@ -36,13 +36,17 @@ HTTP_STATUS: Final[Mapping[ErrorCode, int]] = {
     ErrorCode.CANCELLED: 400,
 }
 
+ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
+
 _PLAIN_405 = re.compile(r"/(live|ready|infer|metrics)/?$")
 """Paths whose handlers refuse a method before they set a content type."""
 
 
-def plain(content: bytes = b"", status: int = 200, content_type: str = TEXT) -> Response:
+def plain(
+    content: bytes = b"", status: int = 200, content_type: str = TEXT, headers: Mapping[str, str] | None = None
+) -> Response:
     """A response whose content type is exactly `content_type` (Starlette alone would add a charset)."""
-    return Response(content, status, {"content-type": content_type})
+    return Response(content, status, {"content-type": content_type, **(headers or {})})
 
 
 def error_body(message: str) -> bytes:
@@ -62,10 +66,16 @@ def error_response(error: TritonError, content_type: str = JSON, headers: Mappin
 
 def install_error_handlers(app: FastAPI) -> None:
     """Makes `app` answer a raised TritonError, an unknown path, a wrong method and a bug of ours in Triton's shape."""
-    app.add_exception_handler(TritonError, _on_triton_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(Exception, _on_bug)
+    for kind, handler in (*_FORESEEN, (Exception, _on_bug)):
+        app.add_exception_handler(kind, handler)
+
+
+async def error_answer(request: Request, error: Exception) -> tuple[Response, Exception | None]:
+    """What such an app answers to `error`, and the error once more if it is a bug that has to be raised after that."""
+    for kind, handler in _FORESEEN:
+        if isinstance(error, kind):
+            return await handler(request, error), None
+    return await _on_bug(request, error), error
 
 
 async def _on_triton_error(request: Request, error: Exception) -> Response:
@@ -88,5 +98,12 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """The traceback goes to the log (Starlette raises the error again after this response), not to the client."""
+    """The traceback goes to the log (the error is raised again after this response), not to the client."""
     return plain(error_body("internal error, see the server's log"), 500, JSON)
+
+
+_FORESEEN: Final[tuple[tuple[type[Exception], ErrorHandler], ...]] = (
+    (TritonError, _on_triton_error),
+    (HTTPException, _on_http_exception),
+    (ClientDisconnect, _on_disconnect),
+)

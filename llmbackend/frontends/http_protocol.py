@@ -22,7 +22,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from .client_presence import PRESENCE, ClientPresence
 from .http_errors import JSON, error_body
+from .http_writes import HeadJoined
 from .limits import RETRY_AFTER_S, HttpLimits
 from .openai.errors import OpenAIError
 
@@ -60,6 +62,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._presence = ClientPresence()
         self._crowded = len(self.connections) > self._limits.max_connections
         timeout_s = _CROWDED_HEADER_TIMEOUT_S if self._crowded else self._limits.header_timeout_s
         self._clock.start(timeout_s, self._header_timed_out)
@@ -73,6 +76,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if running is not None and not running.response_complete:  # uvicorn tells the newest request alone
             running.disconnected = True
             running.message_event.set()
+        self._presence.lost()
         self.pipeline.clear()
 
     # --- receiving --------------------------------------------------------------------------------------------------
@@ -103,6 +107,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._receiving = "header"
         self._framing_bytes = self._piece_bytes
         self._discarded_bytes = 0
+        scope: Any = self.scope
+        scope[PRESENCE] = self._presence
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._receiving == "header":  # a trailer would grow the header of a request that runs
@@ -175,6 +181,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.transport = HeadJoined(self.transport, self.loop)
         super()._start_asgi_task(cycle, self._refusal(cycle.scope) or app)
 
     def _refusal(self, scope: Any) -> Any | None:

@@ -20,6 +20,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 
 from .header_forwarding import HeaderForward
 from .http_errors import JSON, TEXT, error_response, plain
+from .http_fields import header
 from .http_header_case import headers_as_sent
 from .http_tracing import received, sampled, traced
 from .infer_codec import InferBody, OutputForm, decode_request, encode_response, single_response
@@ -29,7 +30,7 @@ from .orca import load_headers
 from .request_body import ENCODINGS, compress, decompress, read_body, response_encoding
 
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
-JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
+_JSON_LENGTH = b"inference-header-content-length"
 
 
 class InferEndpoint:
@@ -44,7 +45,7 @@ class InferEndpoint:
 
     async def infer(self, request: Request) -> Response:
         name, version = model_of(request)
-        encoding = request.headers.get("content-encoding", "identity").strip().lower() or "identity"
+        encoding = header(request, b"content-encoding").strip().lower() or "identity"
         try:
             self._refuse_decoupled(name, version)
             self._gate.check_room()
@@ -78,10 +79,11 @@ class InferEndpoint:
     ) -> Response:
         size = 0 if body.json is None else len(body.json)
         message, form = await self._gate.decoded(size, partial(decode_request, body, name, version, nobody))
-        parameters = self._forward.added(message.parameters, headers_as_sent(request.scope))
+        if self._forward:
+            message.parameters = self._forward.added(message.parameters, headers_as_sent(request.scope))
         message = await self._gate.with_shared_inputs(message)
-        inference = self._gate.send(message, parameters=parameters, trace=trace)
-        inference.cancel_on_disconnect(request.receive)
+        inference = self._gate.send(message, trace=trace)
+        inference.cancel_on_disconnect(request)
         try:
             response = single_response(await inference.collect(at_most=2))
         except TritonError as error:
@@ -96,12 +98,10 @@ def _json_length(request: Request, body_bytes: int) -> int:
 
     Raises TritonError INVALID_ARG for a length beyond the body.
     """
-    header = request.headers.get(JSON_LENGTH_HEADER)
-    if header is None:
-        return body_bytes
-    length = int(header) if _INTEGER.fullmatch(header) else 0
+    text = header(request, _JSON_LENGTH, str(body_bytes))
+    length = int(text) if _INTEGER.fullmatch(text) else 0
     if not 0 <= length <= body_bytes:
-        raise invalid_argument(f"inference header size should be in range (0, {body_bytes}), got: {header}")
+        raise invalid_argument(f"inference header size should be in range (0, {body_bytes}), got: {text}")
     return length
 
 
@@ -110,13 +110,11 @@ async def _http_response(
 ) -> Response:
     json, raw = encode_response(response, form)
     body = json if raw is None else json + raw
-    headers = {"content-type": JSON if raw is None else "application/octet-stream"} | added_headers
+    headers = added_headers
     if raw is not None:
-        headers[JSON_LENGTH_HEADER.lower()] = str(len(json))
-    encoding = response_encoding(request.headers.get("accept-encoding", ""))
+        headers[_JSON_LENGTH.decode()] = str(len(json))
+    encoding = response_encoding(header(request, b"accept-encoding"))
     if encoding is not None:
         headers["content-encoding"] = encoding
         body = await compress(body, encoding)
-    packed = plain(body)
-    packed.headers.update(headers)
-    return packed
+    return plain(body, content_type=JSON if raw is None else "application/octet-stream", headers=headers)

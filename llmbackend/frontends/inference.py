@@ -1,6 +1,6 @@
 """One inference as a frontend holds it: the way to submit, to receive and to cancel.
 
-For: HTTP and gRPC handlers on the event loop. Does not know: protocols. Invariant: whoever submits an inference ends
+For: HTTP and gRPC handlers on the event loop. Does not know: formats. Invariant: whoever submits an inference ends
 it with `close`, which cancels it unless its FINAL response has been taken; so no way out of a handler leaves work
 running unseen, and the number of open inferences is known.
 """
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
+
+from starlette.requests import Request
 
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback
+from llmbackend.core.tracing.trace import RequestTrace
 
+from .client_presence import PRESENCE, ClientPresence
 from .limits import InferenceLimits, LimitReachedError
 from .mailbox import Backlog, Item, Mailbox, ResponseStream
 
@@ -38,6 +41,7 @@ class Inference:
         self._responses = responses
         self._handle = handle
         self._on_close = on_close
+        self._presence: ClientPresence | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._closed = False
         responses.on_overflow = handle.cancel
@@ -47,9 +51,13 @@ class Inference:
         if not self._responses.is_over:
             self._handle.cancel()
 
-    def cancel_on_disconnect(self, receive: Receive) -> None:
-        """From now until `close`, an ASGI http.disconnect on `receive` cancels. The body must have been read."""
-        self._watcher = asyncio.create_task(self._watch(receive))
+    def cancel_on_disconnect(self, request: Request) -> None:
+        """From now until `close`, the end of the client's connection cancels. The body must have been read."""
+        self._presence = request.scope.get(PRESENCE)
+        if self._presence is not None:
+            self._presence.when_lost(self.cancel)
+        else:
+            self._watcher = asyncio.create_task(self._watch(request.receive))
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -61,6 +69,8 @@ class Inference:
         if self._closed:
             return
         self._closed = True
+        if self._presence is not None:
+            self._presence.forget(self.cancel)
         if self._watcher is not None:
             self._watcher.cancel()
         self.cancel()
@@ -137,9 +147,16 @@ class InferenceGate:
             return read()
         return await asyncio.to_thread(read)
 
-    def send(self, request: InferenceRequest, backlog: Backlog | None = None, **changes: Any) -> Inference:
-        """`submit` for a request that was decoded with `nobody` as its callback; `changes` are fields to replace."""
-        return self.submit(lambda callback: replace(request, response_callback=callback, **changes), backlog)
+    def send(
+        self, request: InferenceRequest, backlog: Backlog | None = None, trace: RequestTrace | None = None
+    ) -> Inference:
+        """`submit` for a request that was decoded with `nobody` as its callback."""
+
+        def complete(callback: ResponseCallback) -> InferenceRequest:
+            request.response_callback, request.trace = callback, trace
+            return request
+
+        return self.submit(complete, backlog)
 
     def submit(
         self,

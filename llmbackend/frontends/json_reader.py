@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -132,11 +134,15 @@ def as_object(value: Any) -> Mapping[str, Any]:
     raise internal("attempt to access JSON non-object as object")
 
 
-class parsing:  # noqa: N801 - reads as a statement: `with parsing("shape"):`
-    """Puts "Unable to parse '<field>': " before the text of a TritonError raised inside."""
+@cache  # of fields that this package names
+def parsing(field: str, action: str = "parse") -> AbstractContextManager[None]:
+    """Puts "Unable to parse '<field>': " before the text of a TritonError raised inside: `with parsing("shape"):`."""
+    return _Prefixing(f"Unable to {action} '{field}': ")
 
-    def __init__(self, field: str, action: str = "parse") -> None:
-        self._prefix = f"Unable to {action} '{field}': "
+
+class _Prefixing(AbstractContextManager[None]):
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
 
     def __enter__(self) -> None:
         return None

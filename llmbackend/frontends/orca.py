@@ -16,6 +16,8 @@ from starlette.requests import Request
 
 from llmbackend.core.inference_server import InferenceServer
 
+from .http_fields import header
+
 FORMAT_HEADER: Final = b"endpoint-load-metrics-format"
 LOAD_HEADER: Final = "endpoint-load-metrics"
 KV_CACHE_FAMILY: Final = "nv_trt_llm_kv_cache_block_metrics"
@@ -24,11 +26,9 @@ _BLOCK_TYPE: Final = "kv_cache_block_type"
 
 def load_headers(server: InferenceServer, request: Request, model: str) -> dict[str, str]:
     """The header that `request` asks for, if it does and the model reports its load."""
-    for name, value in request.scope["headers"]:
-        if name == FORMAT_HEADER:
-            text = _load(server, model, value.decode("latin-1").lower())
-            return {LOAD_HEADER: text} if text else {}
-    return {}
+    style = header(request, FORMAT_HEADER)
+    text = _load(server, model, style.lower()) if style else ""
+    return {LOAD_HEADER: text} if text else {}
 
 
 def _load(server: InferenceServer, model: str, style: str) -> str:

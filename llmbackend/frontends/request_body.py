@@ -13,9 +13,11 @@ import gzip
 import zlib
 from typing import Final, Literal
 
-from fastapi import Request
+from starlette.requests import ClientDisconnect, Request
 
 from llmbackend.core.errors import TritonError, invalid_argument
+
+from .http_fields import header
 
 SMALL_BYTES: Final = 16 << 10
 Encoding = Literal["gzip", "deflate"]
@@ -32,17 +34,24 @@ def _too_large(size_bytes: int, max_bytes: int) -> TritonError:
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises TritonError INVALID_ARG as soon as it is known to be longer than `max_bytes`."""
-    announced = request.headers.get("content-length", "")
+    """The whole body, read once. Raises TritonError INVALID_ARG as soon as it is known to be longer than `max_bytes`,
+    ClientDisconnect when it will not come whole."""
+    announced = header(request, b"content-length")
     if announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(int(announced), max_bytes)
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
+    is_more = True
+    while is_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
         size += len(chunk)
         if size > max_bytes:
             raise _too_large(size, max_bytes)
         chunks.append(chunk)
+        is_more = message.get("more_body", False)
     return b"".join(chunks)
 
 
@@ -77,6 +86,8 @@ async def compress(body: bytes, encoding: Encoding) -> bytes:
 def response_encoding(accept_encoding: str) -> Encoding | None:
     """The encoding of `Accept-Encoding` with the highest quality that we have, the first of equals; None = send as it
     is, which a client may prefer by naming `identity`."""
+    if not accept_encoding:
+        return None
     known: dict[str, Encoding | None] = {"identity": None, "gzip": "gzip", "deflate": "deflate"}
     best: tuple[float, Encoding | None] = (0.0, None)
     for item in accept_encoding.split(","):

@@ -38,6 +38,7 @@ class RequestOptions:
     empty_final_response: bool = False
 
 
+_NO_OPTIONS: Final = RequestOptions()
 _JSON_KEYS: Final = frozenset(
     {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"}
 )
@@ -58,6 +59,8 @@ def options_from_json(parameters: Mapping[str, Any]) -> RequestOptions:
     Raises TritonError INVALID_ARG for a reserved key or a value that is no scalar, INTERNAL for a known key of the
     wrong type.
     """
+    if not parameters:
+        return _NO_OPTIONS
     values: dict[str, ParameterValue] = {}
     for key, value in parameters.items():
         if key.startswith(_RESERVED_PREFIX):
@@ -94,6 +97,8 @@ def options_from_proto(parameters: Mapping[str, InferParameter]) -> RequestOptio
 
     Raises TritonError INVALID_ARG for a reserved key or a value of a type the key does not take.
     """
+    if not parameters:
+        return _NO_OPTIONS
     values: dict[str, ParameterValue] = {}
     for key in sorted(parameters):
         if key.startswith(_RESERVED_PREFIX) and key != EMPTY_FINAL:

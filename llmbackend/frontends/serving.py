@@ -61,6 +61,7 @@ class HttpEndpoint:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # nobody asks for the client's address
             date_header=False,
             backlog=_BACKLOG,
             timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # seconds for call_later

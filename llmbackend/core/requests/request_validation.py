@@ -26,7 +26,7 @@ from llmbackend.core.tensors import (
     split_strings,
 )
 
-from .reshape import input_reshapes, reshaped_inputs
+from .reshape import VARIABLE, input_reshapes, reshaped_inputs
 
 AnyTensor = Tensor | RawTensor
 RAW_INPUT_NAME = "raw_input"
@@ -35,6 +35,29 @@ BATCH_NOTE = (
     "input shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
     "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _InputRule:
+    """One input of the configuration, as requests are held against it. `dims` without the batch dimension, -1 = any."""
+
+    name: str
+    datatype: str
+    dims: tuple[int, ...]
+    is_required: bool
+
+    @classmethod
+    def of(cls, config: ModelInput) -> _InputRule:
+        datatype = DATATYPE_OF_CONFIG_TYPE[DataType.Name(config.data_type)]
+        return cls(config.name, datatype, tuple(config.dims), not config.optional)
+
+    def admits(self, shape: tuple[int, ...]) -> bool:
+        """`shape` without the batch dimension."""
+        if shape == self.dims:  # most inputs; a configured dimension is -1 or positive
+            return VARIABLE not in shape
+        return len(shape) == len(self.dims) and all(
+            got >= 0 and want in (VARIABLE, got) for want, got in zip(self.dims, shape, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +77,8 @@ class RequestValidator:
     def __init__(self, config: ModelConfig) -> None:
         self._model = config.name
         self._max_batch_size = config.max_batch_size
-        self._inputs: dict[str, ModelInput] = {item.name: item for item in config.input}
-        self._required = {item.name for item in config.input if not item.optional}
+        self._inputs = {item.name: _InputRule.of(item) for item in config.input}
+        self._required_count = sum(rule.is_required for rule in self._inputs.values())
         self._outputs = tuple(sorted(item.name for item in config.output))
         self._reshapes = input_reshapes(config)
 
@@ -95,7 +118,7 @@ class RequestValidator:
                 f"inputs in '{self._model}' model configuration"
             )
         (config,) = self._inputs.values()
-        datatype = _datatype(config)
+        datatype = config.datatype
         shape = list(config.dims)
         if shape.count(-1) > 1:
             raise invalid_argument(
@@ -123,9 +146,11 @@ class RequestValidator:
         return tuple(sorted(set(requested)))
 
     def _check_input_count(self, tensors: Mapping[str, AnyTensor], tag: str) -> None:
-        missing = [name for name in self._inputs if name in self._required and name not in tensors]
+        if tensors.keys() == self._inputs.keys():
+            return
+        missing = [name for name, rule in self._inputs.items() if rule.is_required and name not in tensors]
         unknown = next((name for name in tensors if name not in self._inputs), None)
-        total, required, got = len(self._inputs), len(self._required), len(tensors)
+        total, required, got = len(self._inputs), self._required_count, len(tensors)
         if required <= got <= total and unknown is not None:
             raise invalid_argument(f"unexpected inference input '{unknown}' for model '{self._model}'")
         if required <= got <= total and not missing:
@@ -160,28 +185,26 @@ class RequestValidator:
             )
         return batch_size or 0
 
-    def _check_type_and_shape(self, config: ModelInput, tensor: AnyTensor, tag: str) -> None:
-        expected = _datatype(config)
-        if tensor.datatype != expected:
+    def _check_type_and_shape(self, rule: _InputRule, tensor: AnyTensor, tag: str) -> None:
+        if tensor.datatype != rule.datatype:
             datatype = tensor.datatype if tensor.datatype in NUMPY_DTYPE else "<invalid>"
             raise invalid_argument(
-                f"{tag}inference input '{config.name}' data-type is '{datatype}', but model '{self._model}' "
-                f"expects '{expected}'"
+                f"{tag}inference input '{rule.name}' data-type is '{datatype}', but model '{self._model}' "
+                f"expects '{rule.datatype}'"
             )
         shape = tensor.shape[1:] if self._max_batch_size else tensor.shape
-        if len(shape) == len(config.dims) and min(shape, default=0) < 0:
+        if rule.admits(shape):
+            return
+        if len(shape) == len(rule.dims) and min(shape, default=0) < 0:
             raise invalid_argument(
-                f"{tag}All input dimensions should be specified for input '{config.name}' for model "
+                f"{tag}All input dimensions should be specified for input '{rule.name}' for model "
                 f"'{self._model}', got {_dims(tensor.shape)}"
             )
-        if len(shape) != len(config.dims) or any(
-            want not in (-1, got) for want, got in zip(config.dims, shape, strict=True)
-        ):
-            full = [-1, *config.dims] if self._max_batch_size else config.dims
-            raise invalid_argument(
-                f"{tag}unexpected shape for input '{config.name}' for model '{self._model}'. Expected {_dims(full)}, "
-                f"got {_dims(tensor.shape)}. {BATCH_NOTE if self._max_batch_size else ''}"
-            )
+        full = [VARIABLE, *rule.dims] if self._max_batch_size else rule.dims
+        raise invalid_argument(
+            f"{tag}unexpected shape for input '{rule.name}' for model '{self._model}'. Expected {_dims(full)}, "
+            f"got {_dims(tensor.shape)}. {BATCH_NOTE if self._max_batch_size else ''}"
+        )
 
     def _sized(self, tensor: AnyTensor, batch_size: int, shown_name: str, tag: str) -> Tensor:
         if tensor.datatype == "BYTES":
@@ -239,10 +262,6 @@ class RequestValidator:
             f"incomplete string data for inference input '{shown_name}', expecting string of length {length} but "
             f"only {rest - 4} bytes available"
         )
-
-
-def _datatype(config: ModelInput) -> str:
-    return DATATYPE_OF_CONFIG_TYPE[DataType.Name(config.data_type)]
 
 
 def _dims(shape: Sequence[int]) -> str:

@@ -1,0 +1,54 @@
+"""A response's header and the beginning of its body leave in one write.
+
+For: http_protocol. Does not know: HTTP. uvicorn writes the header by itself, and each write is a packet, a system call
+and a wake-up of the client: a tenth of the time of a small request. Invariants: bytes keep their order; what is written
+first waits for no longer than the turn of the event loop that it was written in; after it nothing waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+_LARGE_BYTES: Final = 64 << 10
+"""What is this large is not copied for the sake of one write less."""
+
+
+class HeadJoined(asyncio.Transport):
+    """The transport of a connection as the response to one request sees it."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._is_first = True
+        self._head: bytes | None = None
+        self._flushing: asyncio.Handle | None = None
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]  # as uvicorn calls it
+        if self._is_first:
+            self._is_first = False
+            self._head = data
+            self._flushing = self._loop.call_soon(self._flush)
+        elif self._head is None:
+            self._transport.write(data)
+        elif len(data) >= _LARGE_BYTES:
+            self._flush()
+            self._transport.write(data)
+        else:
+            self._head += data
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _flush(self) -> None:
+        head, self._head = self._head, None
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        if head is not None and not self._transport.is_closing():
+            self._transport.write(head)
