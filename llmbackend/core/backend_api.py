@@ -93,6 +93,7 @@ __all__ = [
     "element_count",
     "internal",
     "invalid_argument",
+    "is_final",
     "not_found",
     "request_tag",
     "shown",
@@ -136,6 +137,11 @@ class ReleaseFlag(IntFlag):
 class ResponseFlag(IntFlag):
     NONE = 0
     FINAL = 1
+
+
+def is_final(flags: ResponseFlag) -> bool:
+    """Combining flags of an enum costs a microsecond, and each response is asked several times."""
+    return flags is ResponseFlag.FINAL or (flags is not ResponseFlag.NONE and bool(flags & ResponseFlag.FINAL))
 
 
 class MetricKind(Enum):

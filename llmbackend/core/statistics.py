@@ -38,7 +38,8 @@ class Duration:
 
     def add(self, ns: int) -> None:
         self.count += 1
-        self.ns += max(ns, 0)
+        if ns > 0:
+            self.ns += ns
 
     def write(self, message: StatisticDuration) -> None:
         message.SetInParent()
@@ -134,7 +135,10 @@ class Statistics:
         with self._lock:
             self.last_inference_ms = time.time_ns() // 1_000_000
             self.execution_count += 1
-            self._batches.setdefault(batch_size, ComputeTimes()).add(*times_ns)
+            times = self._batches.get(batch_size)
+            if times is None:
+                times = self._batches[batch_size] = ComputeTimes()
+            times.add(*times_ns)
 
     def record_response(self, index: int, start_ns: int, output_start_ns: int, end_ns: int, outcome: str) -> None:
         """`outcome` names the counter: success, fail, empty_response or cancel."""

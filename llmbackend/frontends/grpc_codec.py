@@ -115,18 +115,22 @@ def _datatype(tensor: Any) -> str:
 
 
 def _input(message: Any, tensor: Any, index: int) -> RawTensor:
-    where = f"'{tensor.name}' for model '{message.model_name}'"
-    if message.raw_input_contents:
-        if tensor.HasField("contents"):
-            raise invalid_argument(f"contents field must not be specified when using raw_input_contents for {where}")
-        if index >= len(message.raw_input_contents):
-            raise invalid_argument(f"unable to find data for input tensor {where} in request.")
-        raw = message.raw_input_contents[index]
-    elif tensor.HasField("contents"):
-        raw = _contents(tensor, where)
+    raws = message.raw_input_contents
+    if raws and tensor.HasField("contents"):
+        raise invalid_argument(
+            f"contents field must not be specified when using raw_input_contents for {_where(message, tensor)}"
+        )
+    if index < len(raws):
+        raw = raws[index]
+    elif not raws and tensor.HasField("contents"):
+        raw = _contents(tensor, _where(message, tensor))
     else:
-        raise invalid_argument(f"unable to find data for input tensor {where} in request.")
+        raise invalid_argument(f"unable to find data for input tensor {_where(message, tensor)} in request.")
     return RawTensor(tensor.name, _datatype(tensor), tuple(tensor.shape), raw)
+
+
+def _where(message: Any, tensor: Any) -> str:
+    return f"'{tensor.name}' for model '{message.model_name}'"
 
 
 def _contents(tensor: Any, where: str) -> bytes:

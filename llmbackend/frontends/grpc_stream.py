@@ -20,6 +20,7 @@ from typing import Any, Final, NoReturn
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
+from llmbackend.core.backend_api import is_final
 from llmbackend.core.errors import TritonError, cancelled, internal
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.tracing.trace import RequestTrace
@@ -31,7 +32,7 @@ from .grpc_malformed import check
 from .grpc_tracing import sampled
 from .header_forwarding import HeaderForward
 from .inference import Inference, InferenceGate, nobody
-from .mailbox import Item, is_final
+from .mailbox import Item
 from .request_parameters import options_from_proto
 
 FINAL_PARAMETER: Final = "triton_final_response"

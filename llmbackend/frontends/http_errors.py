@@ -66,8 +66,9 @@ def error_response(error: TritonError, content_type: str = JSON, headers: Mappin
 
 def install_error_handlers(app: FastAPI) -> None:
     """Makes `app` answer a raised TritonError, an unknown path, a wrong method and a bug of ours in Triton's shape."""
-    for kind, handler in (*_FORESEEN, (Exception, _on_bug)):
+    for kind, handler in _FORESEEN:
         app.add_exception_handler(kind, handler)
+    app.add_exception_handler(Exception, _on_bug)
 
 
 async def error_answer(request: Request, error: Exception) -> tuple[Response, Exception | None]:

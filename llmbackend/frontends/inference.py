@@ -93,7 +93,7 @@ class Inference:
     async def collect(self, at_most: int) -> list[InferenceResponse]:
         """The first `at_most` responses, once FINAL has come; the rest is dropped as it comes."""
         responses: list[InferenceResponse] = []
-        while (item := await self.next()) is not None:
+        while (item := await self._responses.next()) is not None:
             if item[0] is not None and len(responses) < at_most:
                 responses.append(item[0])
         return responses

@@ -24,7 +24,7 @@ from llmbackend.server_log import ServerLog
 
 from .grpc_codec import decode_request, fill_response, model_version
 from .grpc_health import HealthServicer
-from .grpc_malformed import MalformedRequests
+from .grpc_malformed import TolerantServices
 from .grpc_rpc import rpc
 from .grpc_stream import Context, StreamSession
 from .grpc_tracing import close_when_sent, sampled
@@ -71,10 +71,11 @@ async def create_grpc_server(
         ("grpc.so_reuseport", int(protocol.grpc_reuse_port)),
         *limits.channel_arguments(),
     ]
-    grpc_server = grpc.aio.server(interceptors=[*interceptors, MalformedRequests()], options=[*arguments, *options])
+    grpc_server = grpc.aio.server(interceptors=list(interceptors), options=[*arguments, *options])
     servicer = InferenceServicer(server, gate or InferenceGate(server), limits.write_timeout_s, protocol, log)
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, grpc_server)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), grpc_server)
+    services = TolerantServices(grpc_server)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), services)
     try:
         if credentials is not None:
             return grpc_server, grpc_server.add_secure_port(address, credentials)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import cancelled
 from llmbackend.core.messages import InferenceResponse
 
@@ -21,11 +21,6 @@ Item = tuple[InferenceResponse | None, ResponseFlag]
 
 _RESPONSE_BYTES: Final = 512
 """What a response takes in memory beside its tensors' elements (measured: 480 to 700 with one or two tensors)."""
-
-
-def is_final(flags: ResponseFlag) -> bool:
-    """Combining flags of an enum costs 2 µs, and all but one of a stream's are NONE."""
-    return flags is not ResponseFlag.NONE and bool(flags & ResponseFlag.FINAL)
 
 
 def size_bytes(item: Item) -> int:

@@ -100,16 +100,16 @@ def options_from_proto(parameters: Mapping[str, InferParameter]) -> RequestOptio
     if not parameters:
         return _NO_OPTIONS
     values: dict[str, ParameterValue] = {}
-    for key in sorted(parameters):
+    for key, parameter in sorted(parameters.items()):
         if key.startswith(_RESERVED_PREFIX) and key != EMPTY_FINAL:
             raise invalid_argument(
                 "parameter keys starting with 'triton_' are reserved for Triton usage. "
                 f"Only the following keys starting with 'triton_' are allowed: {EMPTY_FINAL}"
             )
-        choice = parameters[key].WhichOneof("parameter_choice")
+        choice = parameter.WhichOneof("parameter_choice")
         if choice is None or choice not in _GRPC_TYPES.get(key, _GRPC_CUSTOM_TYPES):
             raise _wrong_proto_type(key)
-        values[key] = getattr(parameters[key], choice)
+        values[key] = getattr(parameter, choice)
     if int(values.get("priority", 0)) < 0:
         raise invalid_argument("invalid value for 'priority', expected value >= 0.")
     if int(values.get("timeout", 0)) < 0:

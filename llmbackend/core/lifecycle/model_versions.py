@@ -47,21 +47,24 @@ def ready_model(models: Mapping[str, ModelEntry], name: str, version: int) -> Lo
     """The READY model of that version, -1 = the highest. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's
     texts."""
     entry = models.get(name)
-    prefix = f"Request for unknown model: '{shown_name(name)}'"
     if entry is None:
-        raise not_found(f"{prefix} is not found")
+        raise not_found(f"{_unknown(name)} is not found")
     if version >= 0:
         found = entry.versions.get(version)
         if found is None:
-            raise not_found(f"{prefix} version {version} is not found")
+            raise not_found(f"{_unknown(name)} version {version} is not found")
         if found.state is not ModelState.READY or found.model is None:
-            raise unavailable(f"{prefix} version {version} is not at ready state")
+            raise unavailable(f"{_unknown(name)} version {version} is not at ready state")
         return found.model
     ready = [number for number, found in entry.versions.items() if found.state is ModelState.READY]
     model = entry.versions[max(ready)].model if ready else None
     if model is None:
-        raise not_found(f"{prefix} has no available versions")
+        raise not_found(f"{_unknown(name)} has no available versions")
     return model
+
+
+def _unknown(name: str) -> str:
+    return f"Request for unknown model: '{shown_name(name)}'"
 
 
 def stop_serving(version: VersionEntry) -> LoadedModel | None:

@@ -69,6 +69,7 @@ class LoadedModel(InnerDoor):
         self.latencies: Latencies  # from `load` on
         self.in_flight = InFlight()
         self.live = LiveRequests()
+        self.answers_decoupled = False  # what it does, from `load` on
         self._services = services
         self._instances = InstanceSet(self.name, backend, services.rate_limiter, self.live)
         self._readiness = Readiness(self.name, version)
@@ -86,10 +87,6 @@ class LoadedModel(InnerDoor):
     @property
     def config(self) -> ModelConfig:
         return self._config.copy()
-
-    @property
-    def answers_decoupled(self) -> bool:
-        return bool(self._config.current.model_transaction_policy.decoupled)
 
     def set_config(self, config: ModelConfig) -> None:
         """Raises TritonError UNSUPPORTED outside of ModelInitialize, or when auto-complete is off."""
@@ -211,6 +208,7 @@ class LoadedModel(InnerDoor):
         self._strategy = load_strategy(self)
         self._instances.create(new_instances(self, config))
         self._validator = RequestValidator(config)
+        self.answers_decoupled = config.model_transaction_policy.decoupled
         self._scheduler = new_scheduler(config, self, self.directory, self._services, self._strategy)
         self._instances.start(self._scheduler, self._warmup_samples)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import TritonError
 from llmbackend.core.messages import InferenceResponse, ResponseCallback
 
@@ -35,7 +35,7 @@ class Delivery:
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         if response is not None and response.error is None:
             response = self._made(response)
-        if flags & ResponseFlag.FINAL:
+        if is_final(flags):
             self._on_final()
         self._callback(response, flags)
 

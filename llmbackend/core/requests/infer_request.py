@@ -128,7 +128,7 @@ class InferRequest:
         """Gives the request back; with RESCHEDULE, to get it again. Raises TritonError INVALID_ARG when released
         before, or for RESCHEDULE of a request that is no iterative sequence."""
         self._check_owned("release it again")
-        if flags & ReleaseFlag.RESCHEDULE:
+        if flags is not ReleaseFlag.ALL and flags & ReleaseFlag.RESCHEDULE:
             if self.step is None:
                 raise invalid_argument(NOT_RESCHEDULABLE)
             self.step.reschedule(self)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import TritonError, internal, request_tag
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback
 from llmbackend.core.statistics import Statistics
@@ -115,7 +115,7 @@ class ResponseChannel:
                         self.owner.name,
                     )
                 return False
-            if flags & ResponseFlag.FINAL:
+            if is_final(flags):
                 self._finish()  # before the callback, so that whoever has seen the last response also sees it counted
             if self.trace is not None:
                 self.trace.responded(response.outputs if response is not None else ())

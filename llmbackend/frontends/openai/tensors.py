@@ -13,11 +13,10 @@ import msgspec
 import numpy as np
 import orjson
 
-from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import internal
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.tensors import Tensor
-from llmbackend.frontends.mailbox import is_final
 
 MESSAGES = "messages"
 TEXT_INPUT = "text_input"
