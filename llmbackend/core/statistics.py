@@ -14,7 +14,13 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tritonclient.grpc.service_pb2 import InferResponseStatistics, ModelStatistics, StatisticDuration
+from tritonclient.grpc.service_pb2 import (
+    InferBatchStatistics,
+    InferResponseStatistics,
+    InferStatistics,
+    ModelStatistics,
+    StatisticDuration,
+)
 
 from .metrics.latencies import Summaries
 
@@ -49,16 +55,26 @@ class Duration:
 
 @dataclass(slots=True)
 class ComputeTimes:
-    """The three phases of one execution: exec_start → compute_start → compute_end → exec_end."""
+    """The three phases of executions: exec_start → compute_start → compute_end → exec_end."""
 
-    compute_input: Duration = field(default_factory=Duration)
-    compute_infer: Duration = field(default_factory=Duration)
-    compute_output: Duration = field(default_factory=Duration)
+    count: int = 0
+    input_ns: int = 0
+    infer_ns: int = 0
+    output_ns: int = 0
 
     def add(self, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int) -> None:
-        self.compute_input.add(compute_start_ns - exec_start_ns)
-        self.compute_infer.add(compute_end_ns - compute_start_ns)
-        self.compute_output.add(exec_end_ns - compute_end_ns)
+        self.count += 1
+        if compute_start_ns > exec_start_ns:
+            self.input_ns += compute_start_ns - exec_start_ns
+        if compute_end_ns > compute_start_ns:
+            self.infer_ns += compute_end_ns - compute_start_ns
+        if exec_end_ns > compute_end_ns:
+            self.output_ns += exec_end_ns - compute_end_ns
+
+    def write(self, message: InferStatistics | InferBatchStatistics) -> None:
+        Duration(self.count, self.input_ns).write(message.compute_input)
+        Duration(self.count, self.infer_ns).write(message.compute_infer)
+        Duration(self.count, self.output_ns).write(message.compute_output)
 
 
 @dataclass(slots=True)
@@ -164,19 +180,14 @@ class Statistics:
             self.success.write(totals.success)
             self.fail.write(totals.fail)
             self.queue.write(totals.queue)
-            _write_compute(self.compute, totals)
+            self.compute.write(totals)
             self.cache_hit.write(totals.cache_hit)
             self.cache_miss.write(totals.cache_miss)
             for batch_size, times in sorted(self._batches.items()):
-                _write_compute(times, message.batch_stats.add(batch_size=batch_size))
+                times.write(message.batch_stats.add(batch_size=batch_size))
             for index, response in sorted(self._responses.items()):
                 _write_response(response, message.response_stats[str(index)])
         return message
-
-
-def _write_compute(times: ComputeTimes, message: object) -> None:
-    for name in ("compute_input", "compute_infer", "compute_output"):
-        getattr(times, name).write(getattr(message, name))
 
 
 def _write_response(times: ResponseTimes, message: InferResponseStatistics) -> None:

@@ -62,19 +62,19 @@ MODEL_METRICS: tuple[tuple[str, str, str, Reader], ...] = (
         "nv_inference_compute_input_duration_us",
         "counter",
         "Cumulative compute input duration in microseconds (does not include cached requests)",
-        lambda statistics: _microseconds(statistics.compute.compute_input.ns),
+        lambda statistics: _microseconds(statistics.compute.input_ns),
     ),
     (
         "nv_inference_compute_infer_duration_us",
         "counter",
         "Cumulative compute inference duration in microseconds (does not include cached requests)",
-        lambda statistics: _microseconds(statistics.compute.compute_infer.ns),
+        lambda statistics: _microseconds(statistics.compute.infer_ns),
     ),
     (
         "nv_inference_compute_output_duration_us",
         "counter",
         "Cumulative inference compute output duration in microseconds (does not include cached requests)",
-        lambda statistics: _microseconds(statistics.compute.compute_output.ns),
+        lambda statistics: _microseconds(statistics.compute.output_ns),
     ),
     (
         "nv_cache_num_hits_per_model",
