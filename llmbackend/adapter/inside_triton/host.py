@@ -21,6 +21,9 @@ from llmbackend.core.backend_api import (
     InstanceGroupKind,
     MetricFamily,
     MetricKind,
+    Request,
+    ResponseFactory,
+    TritonError,
     unsupported,
 )
 
@@ -95,7 +98,25 @@ class TritonInstance:
         self.kind = InstanceGroupKind(f"KIND_{arguments['model_instance_kind']}")
         self.device_id = int(arguments["model_instance_device_id"])
 
-    def _count_nothing(self, *_: Any, **__: Any) -> None:
-        """A report that Triton makes for itself."""
+    def report_statistics(
+        self,
+        request: Request,
+        success: bool,
+        exec_start_ns: int,
+        compute_start_ns: int,
+        compute_end_ns: int,
+        exec_end_ns: int,
+    ) -> None: ...
 
-    report_statistics = report_batch_statistics = report_response_statistics = _count_nothing
+    def report_batch_statistics(
+        self, batch_size: int, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int
+    ) -> None: ...
+
+    def report_response_statistics(
+        self,
+        factory: ResponseFactory,
+        response_start_ns: int,
+        compute_output_start_ns: int,
+        response_end_ns: int,
+        error: TritonError | None = None,
+    ) -> None: ...

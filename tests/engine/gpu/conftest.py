@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,3 +17,32 @@ if importlib.util.find_spec("triton") is None:
 @pytest.fixture(autouse=True)
 def one_thread_here(one_thread: None) -> Iterator[None]:
     yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def better_interpreter() -> Iterator[None]:
+    """Two changes to triton 3.6's. Loops may go to a bound that a kernel computed: it keeps scalars as arrays of one
+    element, of which numpy makes no int since 2.4. And a kernel's call of a helper does not put the interpreted
+    language in place once more, which takes a third of the time: triton's own helpers (max, zeros, …) see to their
+    module once, and it stays; ours have the kernel's."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+    modules: set[str] = set()
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = self.fn.__module__
+        if module.startswith("triton.") and module not in modules:
+            interpreter._patch_lang(self.fn)
+            modules.add(module)
+        return self.rewrite()(*args, **kwargs)
+
+    with (
+        mock.patch.object(interpreter, "_patch_lang_tensor", patch_with_index),
+        mock.patch.object(interpreter.InterpretedFunction, "__call__", call),
+    ):
+        yield

@@ -1,0 +1,53 @@
+"""Launches of the attention kernels in the shapes of real models, to be compiled: see compile_kernels.py."""
+
+from __future__ import annotations
+
+import torch
+
+from llmbackend.engine.gpu.kernels.paged_attention import PagedAttention
+from llmbackend.engine.gpu.ops import AttendSpec, LayerCache, StepLayout
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+TOKENS, BLOCK_SIZE = 8, 32
+
+
+def launch_attention(capability: int) -> None:
+    """A model of 8B; its float8 cache, where the hardware knows the type; window, soft cap and wide heads; sinks."""
+    launch(AttendSpec(32, 8, 128, 0.1, 0, 0.0, None))
+    if capability >= 90:
+        launch(AttendSpec(32, 8, 128, 0.1, 0, 0.0, None), cache_dtype=FP8)
+        launch(AttendSpec(16, 8, 256, 0.1, 4096, 50.0, None))
+        launch(AttendSpec(64, 8, 64, 0.1, 128, 0.0, torch.zeros(64)))
+
+
+def launch_exact_attention(capability: int) -> None:
+    launch(AttendSpec(32, 8, 128, 0.1, 0, 0.0, None), exact_chunks=True)
+
+
+def launch(
+    spec: AttendSpec,
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
+    exact_chunks: bool = False,
+) -> None:
+    """A mixed step: all three kernels."""
+    width, kv_width = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
+    ints = torch.zeros(TOKENS, dtype=torch.int32)
+    layout = StepLayout(ints[:3], ints[:4], ints[:3], ints, ints, ints, ints, ints, 5, 1000)
+    memory = torch.zeros(2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim).to(cache_dtype or dtype)
+    attention = PagedAttention(
+        torch.device("cpu"),
+        num_heads=spec.num_heads,
+        head_dim=spec.head_dim,
+        max_num_seqs=4,
+        max_seq_len=1024,
+        exact_chunks=exact_chunks,
+    )
+    attention.attend(
+        torch.zeros(TOKENS, width + kv_width, dtype=dtype),
+        layout,
+        torch.zeros(4, 32, dtype=torch.int32),
+        spec,
+        LayerCache(memory, memory.clone()),
+        torch.zeros(TOKENS, width, dtype=dtype),
+    )

@@ -1,0 +1,241 @@
+"""Paged attention in Triton's language equals plain causal attention in float64; what a query gets hangs, bit by bit,
+on nothing but its own position, keys and values; and the kernels compile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from attention_launches import launch_attention, launch_exact_attention
+from compile_kernels import compile_in_process
+
+from llmbackend.engine.gpu.kernels import paged_attention
+from llmbackend.engine.gpu.kernels.paged_attention import PagedAttention
+from llmbackend.engine.gpu.ops import PADDING_SLOT, AttendSpec, LayerCache, StepLayout
+
+CPU = torch.device("cpu")
+Part = tuple[int, int, int]
+"""Sequence, its first position in this step, number of tokens."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 3
+    kv_heads: int = 1
+    dim: int = 16
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    scale: float = 1.0
+    """Of what is stored."""
+
+    def spec(self) -> AttendSpec:
+        sinks = torch.linspace(-3, 4, self.heads) if self.sinks else None
+        return AttendSpec(self.heads, self.kv_heads, self.dim, 0.3, self.window, self.softcap, sinks)
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two tiles of 16 keys, so that short sequences have several."""
+    choose = paged_attention.choose_tiles
+    monkeypatch.setattr(paged_attention, "choose_tiles", lambda *args: replace(choose(*args), keys=16))
+    monkeypatch.setattr(paged_attention, "SPLIT", 32)
+    monkeypatch.setattr(paged_attention, "_UNROLL", 2)
+
+
+class Memory:
+    """Sequences of random queries, keys and values [tokens, heads, dim], and a cache that holds their keys and values
+    in blocks drawn at random; what is not theirs is NaN."""
+
+    def __init__(self, shape: Shape, lengths: Sequence[int], seed: int = 0) -> None:
+        self.shape = shape
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(length: int, heads: int) -> torch.Tensor:
+            return torch.randn(length, heads, shape.dim, generator=generator).to(shape.dtype)
+
+        self.q = [draw(n, shape.heads) for n in lengths]
+        counts = [-(-n // shape.block_size) for n in lengths]
+        self.table = torch.full((len(lengths) + 2, max(counts) + 1), 1 << 30, dtype=torch.int32)
+        order = torch.randperm(sum(counts) + 2, generator=generator).int()
+        size = (len(order), shape.kv_heads, shape.block_size, shape.dim)
+        stored = shape.cache_dtype or shape.dtype
+        keys, values = (torch.full(size, float("nan")).to(stored) for _ in "kv")
+        self.cache = LayerCache(keys, values, shape.scale, shape.scale / 2)
+        self.k, self.v = [], []
+        for i, (length, end) in enumerate(zip(lengths, torch.tensor(counts).cumsum(0).tolist(), strict=True)):
+            self.table[i, : counts[i]] = order[end - counts[i] : end]
+            at = torch.arange(length)
+            block, offset = self.table[i, at // shape.block_size].long(), at % shape.block_size
+            for store, kept, factor in ((keys, self.k, shape.scale), (values, self.v, shape.scale / 2)):
+                store[block, :, offset] = (draw(length, shape.kv_heads).float() / factor).to(stored)
+                kept.append(store[block, :, offset].double() * factor)
+
+    def layout(self, parts: Sequence[Part], padding: int = 0, max_seq_len: int | None = None) -> StepLayout:
+        counts = [n for _, _, n in parts] + [1] * padding
+        lengths = [first + n for _, first, n in parts] + [0] * padding
+        positions = [torch.arange(first, first + n) for _, first, n in parts] + [torch.zeros(1)] * padding
+
+        def ints(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32)
+
+        unused = torch.full((sum(counts),), PADDING_SLOT, dtype=torch.int32)
+        return StepLayout(
+            rows=ints([i for i, _, _ in parts] + [0] * padding),
+            query_start=ints([0, *torch.tensor(counts).cumsum(0).tolist()]),
+            seq_lens=ints(lengths),
+            token_ids=unused,
+            positions=torch.cat(positions).int(),
+            slots=unused,
+            sampled_tokens=unused,
+            sampled_rows=unused,
+            max_query_len=max(counts),
+            max_seq_len=max_seq_len or max(lengths),
+        )
+
+    def attend(
+        self,
+        parts: Sequence[Part],
+        padding: int = 0,
+        max_seq_len: int | None = None,
+        workspace_bytes: int = 1 << 20,
+        exact_chunks: bool = False,
+    ) -> list[torch.Tensor]:
+        """[tokens, heads, dim] of each part; padding's zeros come last."""
+        shape = self.shape
+        attention = PagedAttention(
+            CPU,
+            num_heads=shape.heads,
+            head_dim=shape.dim,
+            max_num_seqs=len(parts) + padding,
+            max_seq_len=256,
+            workspace_bytes=workspace_bytes,
+            exact_chunks=exact_chunks,
+        )
+        attention.poison()
+        layout = self.layout(parts, padding, max_seq_len)
+        tokens, width = len(layout.positions), shape.heads * shape.dim
+        kv_width = 2 * shape.kv_heads * shape.dim
+        qkv = torch.full((tokens, width + kv_width), float("nan"), dtype=shape.dtype)
+        qkv[: tokens - padding, :width] = torch.cat([self.q[i][a : a + n] for i, a, n in parts]).flatten(1)
+        out = torch.full((tokens, width), float("nan"), dtype=shape.dtype)
+        attention.attend(qkv, layout, self.table, shape.spec(), self.cache, out)
+        return list(out.unflatten(1, (shape.heads, shape.dim)).split([n for _, _, n in parts] + [padding]))
+
+    def expected(self, part: Part) -> torch.Tensor:
+        """In float64, one query at a time."""
+        shape, (i, start, count) = self.shape, part
+        spec, group = shape.spec(), shape.heads // shape.kv_heads
+        output = torch.zeros(count, shape.heads, shape.dim, dtype=torch.float64)
+        for row, position in enumerate(range(start, start + count)):
+            first = max(0, position - shape.window + 1) if shape.window else 0
+            k, v = (x[i][first : position + 1].repeat_interleave(group, 1) for x in (self.k, self.v))
+            scores = torch.einsum("hd,nhd->hn", self.q[i][position].double(), k) * spec.scaling
+            if spec.softcap:
+                scores = torch.tanh(scores / spec.softcap) * spec.softcap
+            if spec.sinks is not None:
+                scores = torch.cat((scores, spec.sinks.double()[:, None]), 1)
+            weights = torch.softmax(scores, 1)[:, : position + 1 - first]
+            output[row] = torch.einsum("hn,nhd->hd", weights, v)
+        return output
+
+
+SHAPES = {
+    "plain": Shape(),
+    "two groups": Shape(heads=4, kv_heads=2),
+    "no groups, dim 24": Shape(heads=2, kv_heads=2, dim=24),
+    "groups of 7, dim 80": Shape(heads=7, dim=80),
+    "groups of 20": Shape(heads=20),
+    "blocks larger than tiles": Shape(block_size=64),
+    "narrow window": Shape(window=5),
+    "wide window": Shape(window=45),
+    "softcap": Shape(softcap=1.5),
+    "sinks": Shape(sinks=True),
+    "sinks, softcap and window": Shape(sinks=True, window=38, softcap=2.0),
+    "bfloat16": Shape(dtype=torch.bfloat16),
+    "float16, window": Shape(dtype=torch.float16, window=45, block_size=32),
+    "bfloat16 with float8 cache": Shape(dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn, scale=0.5),
+    "float16 with float8 cache, softcap": Shape(
+        dtype=torch.float16, cache_dtype=torch.float8_e4m3fn, scale=0.5, softcap=3.0
+    ),
+}
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_plain_attention(name: str) -> None:
+    memory = Memory(SHAPES[name], [70, 33, 50, 32])
+    parts = [(0, 69, 1), (1, 0, 33), (2, 41, 9), (3, 31, 1)]
+    outputs = memory.attend(parts, padding=1)
+    tolerance = ROUNDING[memory.shape.dtype]
+    for part, output in zip(parts, outputs, strict=False):
+        torch.testing.assert_close(output.double(), memory.expected(part), rtol=tolerance, atol=tolerance)
+    assert not outputs[-1].any()
+
+
+@pytest.mark.parametrize("name", ["plain", "sinks, softcap and window"])
+def test_neither_the_batch_nor_its_bounds_nor_the_workspace_change_a_bit(name: str) -> None:
+    lengths = [70, 1, 90]
+    memory = Memory(SHAPES[name], lengths)
+    decode = [(i, n - 1, 1) for i, n in enumerate(lengths)]
+    alone = [memory.attend([part])[0] for part in decode]
+    variants = [
+        memory.attend([*decode, (0, 3, 9)], padding=1),
+        memory.attend(decode[::-1], max_seq_len=256)[::-1][1:],
+        memory.attend(decode, workspace_bytes=0),
+    ]
+    for outputs in variants:
+        for output, expected in zip(outputs, alone, strict=False):
+            assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("exact_chunks", [True, False])
+@pytest.mark.parametrize("name", ["sinks, softcap and window", "bfloat16"])
+def test_chunks_do_not_change_a_bit(name: str, exact_chunks: bool) -> None:
+    memory = Memory(SHAPES[name], [50])
+    whole = memory.attend([(0, 0, 50)], exact_chunks=exact_chunks)[0]
+    start, cuts = 0, [1, 30, 2, 1, 15, 1]
+    assert sum(cuts) == 50
+    for count in cuts:
+        output = memory.attend([(0, start, count)], exact_chunks=exact_chunks)[0]
+        assert torch.equal(output, whole[start : start + count])
+        start += count
+
+
+def test_some_sequences_find_a_place_in_the_workspace_and_others_do_not() -> None:
+    memory = Memory(SHAPES["plain"], [40, 40, 40])
+    decode = [(i, 39, 1) for i in range(3)]
+    place = memory.shape.heads * (memory.shape.dim + 2) * 4
+    for expected, output in zip(memory.attend(decode), memory.attend(decode, workspace_bytes=3 * place), strict=True):
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [(Shape(block_size=24), "block_size 24"), (Shape(block_size=8), "block_size 8")]
+)
+def test_what_the_kernels_do_not_do_is_refused(shape: Shape, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        Memory(shape, [3]).attend([(0, 0, 3)])
+
+
+def test_compiles_for_ampere_and_hopper_and_spills_nothing_in_a_loop() -> None:
+    for capability, kernels in compile_in_process(launch_attention, 80, 90).items():
+        assert {kernel.name for kernel in kernels} == {"prefill_kernel", "decode_kernel", "combine_kernel"}
+        for kernel in kernels:
+            # Prefill keeps the sums of a split and those merged so far, of which the latter wait outside the loop: with
+            # heads of 256 (4 warps on Hopper) they are all the registers there are.
+            waiting = {80: 64, 90: 400 if kernel.num_warps == 4 else 0}[capability]
+            assert kernel.stack_bytes <= (waiting if kernel.name == "prefill_kernel" else 0), kernel
+            assert kernel.shared_bytes <= (163 if capability == 80 else 227) * 1024, kernel
+
+
+def test_exact_chunks_are_computed_by_the_instruction_of_decode() -> None:
+    (kernels,) = compile_in_process(launch_exact_attention, 90).values()
+    products = {kernel.name: kernel.products for kernel in kernels if kernel.products}
+    assert products["prefill_kernel"] == products["decode_kernel"]
+    assert set(products) == {"prefill_kernel", "decode_kernel"}
