@@ -24,19 +24,20 @@ from tritonclient.grpc import model_config_pb2
 from llmbackend.core.backend_api import Model, ModelConfig, invalid_argument, shown
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
+from llmbackend.gpus import supported_gpus
 
 from . import tensorrtllm_parameters
 from .device_placement import AUTO
 from .tensor_schemas import PARAMETER as TENSOR_SCHEMA
 from .tensor_schemas import is_tensorrtllm
-from .vllm_engine_args import NO_EFFECT, ONLY_VALUE
+from .vllm_engine_args import GPU_ONLY, NO_EFFECT, ONLY_VALUE
 
 logger = logging.getLogger(__name__)
 
 _FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(EngineConfig)}
 _PATH_FIELDS = ("model", "tokenizer")
-_OBJECT_FIELDS = ("speculative_config", "lora_modules")
-"""Fields that are JSON objects; in config.pbtxt, as text."""
+_OBJECT_FIELDS = ("speculative_config", "cudagraph_capture_sizes", "lora_modules")
+"""Fields that are JSON objects or lists; in config.pbtxt, as text."""
 _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
 _VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -123,6 +124,8 @@ def read_model_arguments(model: Model) -> ModelArguments:
         engine = EngineConfig(**arguments)
     except (ValueError, TypeError) as error:
         raise invalid_argument(str(error)) from error
+    if (only_there := GPU_ONLY & arguments.keys()) and (engine.device == "cpu" or not supported_gpus()):
+        logger.warning("'%s': no effect on a CPU: %s", version_directory, ", ".join(sorted(only_there)))
     return ModelArguments(engine, **_read_own_parameters(parameters))
 
 

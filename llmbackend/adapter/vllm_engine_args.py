@@ -26,7 +26,6 @@ NO_EFFECT = frozenset(
         "enable_expert_parallel",
         "enable_sleep_mode",
         "engine_use_ray",
-        "gpu_memory_utilization",
         "ignore_patterns",
         "master_addr",
         "master_port",
@@ -43,7 +42,6 @@ NO_EFFECT = frozenset(
         "calculate_kv_scales",
         "compilation_config",
         "cuda_graph_sizes",
-        "cudagraph_capture_sizes",
         "disable_async_output_proc",
         "disable_cascade_attn",
         "disable_hybrid_kv_cache_manager",
@@ -99,6 +97,8 @@ NO_EFFECT = frozenset(
         "structured_outputs_config",
     }
 )
+GPU_ONLY = frozenset({"gpu_memory_utilization", "cudagraph_capture_sizes"})
+"""Arguments that this engine has, and that change nothing where it runs on a CPU."""
 ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "additional_config": ({}, None),
     "code_revision": (None,),
@@ -111,7 +111,6 @@ ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "enable_prompt_embeds": (False,),
     "hf_config_path": (None,),
     "hf_overrides": ({}, None),
-    "kv_cache_dtype": ("auto",),
     "kv_transfer_config": (None,),
     "logits_processor_pattern": (None,),
     "logits_processors": (None,),

@@ -120,6 +120,9 @@ def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
         ({"speculative_config": "ngram"}, "engine argument 'speculative_config' is 'ngram'"),
         ({"enable_lora": True}, "Triton backend cannot find "),
         ({"max_lora_rank": 0}, "'max_lora_rank' is 0, expected at least 1"),
+        ({"gpu_memory_utilization": 1.5}, "'gpu_memory_utilization' is 1.5, expected a number above 0 and up to 1"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "'kv_cache_dtype' is 'fp8_e5m2', expected 'auto' or 'fp8' or 'fp8_e4m3'"),
+        ({"cudagraph_capture_sizes": [0]}, "'cudagraph_capture_sizes' is 0, expected at least 1"),
         ({"lora_modules": {"doll": "/x"}}, "'lora_modules' is set, expected 'enable_lora' to be true with it"),
     ],
 )
@@ -137,11 +140,23 @@ def test_a_broken_model_json_is_named(model: Path, text: str, expected: str) -> 
 
 
 def test_arguments_without_effect_are_accepted_with_one_warning(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model_json(model, model="mock", gpu_memory_utilization=0.5, swap_space=4, tensor_parallel_size=1)
+    model_json(model, model="mock", ray_workers_use_nsight=False, swap_space=4, tensor_parallel_size=1)
     with caplog.at_level(logging.WARNING):
         read(model)
     assert len(caplog.records) == 1
-    assert "gpu_memory_utilization, swap_space" in caplog.text
+    assert "ray_workers_use_nsight, swap_space" in caplog.text
+
+
+def test_arguments_for_gpus_are_used_there_and_accepted_with_a_warning_elsewhere(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_json(model, model="mock", gpu_memory_utilization=0.5, cudagraph_capture_sizes=[1, 2, 8])
+    with caplog.at_level(logging.WARNING):
+        engine = read(model, device="cpu", kv_cache_dtype="fp8").engine
+    assert "no effect on a CPU: cudagraph_capture_sizes, gpu_memory_utilization" in caplog.text
+    assert (engine.gpu_memory_utilization, engine.cudagraph_capture_sizes) == (0.5, (1, 2, 8))
+    assert engine.kv_cache_dtype == "fp8"
+    assert read(model, cudagraph_capture_sizes="[4]").engine.cudagraph_capture_sizes == (4,)
 
 
 def test_parameters_of_triton_and_mindie_are_known(model: Path, caplog: pytest.LogCaptureFixture) -> None:

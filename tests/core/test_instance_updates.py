@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 
 import pytest
 from core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, WAIT_S, Client, Repository, eventually, send, serving
@@ -64,6 +66,21 @@ def all_answer(server: InferenceServer) -> Callable[[], bool]:
     return condition
 
 
+@contextmanager
+def adding_an_instance(repository: Repository) -> Iterator[tuple[InferenceServer, Future[None]]]:
+    """A server with m_0_0, and the load that adds m_0_1, which stands at the gate "add" in its initialisation."""
+    gated = BACKEND.replace(
+        "    if instance.name in STAGE.kept:", '    if instance.name == "m_0_1": STAGE.wait("add")\n    if False:'
+    )
+    repository.backend("b", gated)
+    repository.model("m", "b", groups(1))
+    with serving(repository, "m") as server:
+        repository.model("m", "b", groups(2))
+        load = server.start_load("m")
+        eventually(lambda: "+m_0_1" in STAGE.events)
+        yield server, load
+
+
 def test_more_instances_are_added_live(repository: Repository) -> None:
     repository.model("m", "b", groups(1))
     with serving(repository, "m") as server:
@@ -90,15 +107,7 @@ def test_instances_are_removed_live(repository: Repository) -> None:
 
 
 def test_the_model_serves_while_an_instance_is_added(repository: Repository) -> None:
-    gated = BACKEND.replace(
-        "    if instance.name in STAGE.kept:", '    if instance.name == "m_0_1": STAGE.wait("add")\n    if False:'
-    )
-    repository.backend("b", gated)
-    repository.model("m", "b", groups(1))
-    with serving(repository, "m") as server:
-        repository.model("m", "b", groups(2))
-        load = server.start_load("m")
-        eventually(lambda: "+m_0_1" in STAGE.events)
+    with adding_an_instance(repository) as (server, load):
         assert answered_by(server) == "m_0_0" and states(server) == [("1", "READY", "")] and server.is_ready()
         STAGE.open("add")
         load.result(WAIT_S)
@@ -235,15 +244,7 @@ def test_no_request_is_lost_while_instances_come_and_go(repository: Repository) 
 
 
 def test_an_unload_during_an_update_waits_for_it(repository: Repository) -> None:
-    gated = BACKEND.replace(
-        "    if instance.name in STAGE.kept:", '    if instance.name == "m_0_1": STAGE.wait("add")\n    if False:'
-    )
-    repository.backend("b", gated)
-    repository.model("m", "b", groups(1))
-    with serving(repository, "m") as server:
-        repository.model("m", "b", groups(2))
-        load = server.start_load("m")
-        eventually(lambda: "+m_0_1" in STAGE.events)
+    with adding_an_instance(repository) as (server, load):
         server.unload_model("m")
         assert states(server) == [("1", "UNLOADING", "")] and "no model" not in STAGE.events
         STAGE.open("add")

@@ -10,7 +10,14 @@ import numpy as np
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput, StepResult, TokenLogprobs
+from llmbackend.engine.infer_request import (
+    EngineStats,
+    InferRequest,
+    SamplingParams,
+    StepOutput,
+    StepResult,
+    TokenLogprobs,
+)
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 
@@ -86,15 +93,29 @@ class Outcomes:
         return result
 
 
-def run_to_end(core: EngineCore, requests: Iterable[InferRequest] = ()) -> Outcomes:
-    """Adds the requests and steps until all is over; the core's own check runs after each step."""
+def run_counted(core: EngineCore, requests: Iterable[InferRequest] = ()) -> tuple[Outcomes, EngineStats]:
+    """Adds the requests and steps until all is over; the core's own check runs after each step. Also the last step's
+    counters."""
     for request in requests:
         core.add(request)
-    outcomes = Outcomes()
+    outcomes, stats = Outcomes(), EngineStats()
     while core.has_work:
-        outcomes.add(core.step())
+        stats = outcomes.add(core.step()).stats
         core.check()
-    return outcomes
+    return outcomes, stats
+
+
+def run_to_end(core: EngineCore, requests: Iterable[InferRequest] = ()) -> Outcomes:
+    return run_counted(core, requests)[0]
+
+
+def ends_with_eos() -> InferRequest:
+    """A greedy request that meets the end of sequence after more than 5 tokens and before the 60th."""
+    for i in range(256):
+        request = make_request("eos", (i,), max_tokens=100)
+        if 5 < len(mock_generate(request).token_ids) < 60:
+            return request
+    raise AssertionError("the mock model never ends")
 
 
 def expect_oracle(outcome: Outcome, request: InferRequest, max_model_len: int = 4096) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 import transformers as tf
+from mock_engine import run_counted
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
@@ -22,7 +23,7 @@ from llmbackend.engine.model_runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-Story = list[TokenLogprobs]
+Story = tuple[TokenLogprobs, ...]
 OUTPUT_TOKENS = 16
 SPECULATION = SpeculativeConfig(num_speculative_tokens=3, prompt_lookup_min=1, max_step_tokens=64)
 
@@ -100,17 +101,10 @@ def run(model: Path, wanted: list[InferRequest], **options: Any) -> tuple[dict[s
     settings = {"num_threads": 1, "block_size": 32, **options}
     config = EngineConfig(model=str(model), load_format="dummy", transport="inline", **settings)
     core = EngineCore(config, ModelRunner(config))
-    stories: dict[str, Story] = {}
-    for request in wanted:
-        core.add(request)
-    while core.has_work:
-        result = core.step()
-        for output in result.outputs:
-            assert not output.error
-            stories.setdefault(output.request_id, []).extend(output.logprobs)
-    core.check()
+    outcomes, stats = run_counted(core, wanted)
     core.close()
-    return stories, result.stats
+    assert not any(outcome.error for outcome in outcomes.of.values())
+    return {name: outcome.logprobs for name, outcome in outcomes.of.items()}, stats
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,16 @@ from itertools import product
 import msgspec
 import numpy as np
 import pytest
-from mock_engine import FaultyRunner, Outcomes, expect_oracle, make_core, make_request, random_requests, run_to_end
+from mock_engine import (
+    FaultyRunner,
+    Outcomes,
+    ends_with_eos,
+    expect_oracle,
+    make_core,
+    make_request,
+    random_requests,
+    run_to_end,
+)
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import make_runner
@@ -70,15 +79,6 @@ def test_a_request_resumes_after_the_tokens_it_already_gave(kept: float) -> None
 
 
 # --- how a request ends -----------------------------------------------------------------------------------------------
-
-
-def ends_with_eos() -> InferRequest:
-    """A greedy request that meets the end of sequence after more than 5 tokens and before the 100th."""
-    for i in range(256):
-        request = make_request("eos", (i,), max_tokens=100)
-        if 5 < len(mock_generate(request).token_ids) < 100:
-            return request
-    raise AssertionError("the mock model never ends")
 
 
 def run_one(request: InferRequest, **arguments: int) -> tuple[tuple[int, ...], str | None]:

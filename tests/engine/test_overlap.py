@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from mock_devices import FailingDevice, PacedDevice, device_of, make_overlapping
-from mock_engine import Outcomes, expect_oracle, make_core, make_request, random_requests, run_to_end
+from mock_engine import Outcomes, ends_with_eos, expect_oracle, make_core, make_request, random_requests, run_to_end
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore, make_runner
@@ -139,14 +139,6 @@ def test_a_random_life(seed: int) -> None:
 
 
 # --- what overlaps ----------------------------------------------------------------------------------------------------
-
-
-def ends_with_eos() -> InferRequest:
-    for i in range(256):
-        request = make_request("eos", (i,), max_tokens=100)
-        if 5 < len(mock_generate(request).token_ids) < 60:
-            return request
-    raise AssertionError("the mock model never ends")
 
 
 def test_the_next_step_is_launched_before_the_last_one_is_read() -> None:

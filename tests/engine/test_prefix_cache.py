@@ -6,7 +6,7 @@ tokens; `expect_oracle` compares them with those that the request gives alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from mock_engine import FaultyRunner, Outcomes, expect_oracle, make_core, make_request, run_to_end
+from mock_engine import FaultyRunner, Outcomes, expect_oracle, make_core, make_request, run_counted, run_to_end
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
@@ -116,24 +116,14 @@ def test_a_salt_parts_what_is_shared() -> None:
 
 def test_without_prefix_caching_nothing_is_found() -> None:
     core = small_core(enable_prefix_caching=False)
-    stats = [core_stats(core, begins_alike(6)) for _ in range(2)][-1]
+    stats = [run_counted(core, begins_alike(6))[1] for _ in range(2)][-1]
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (12 * 22, 0)
 
 
 def test_hits_are_counted_in_tokens() -> None:
     core = small_core()
-    stats = core_stats(core, begins_alike(3))
+    _, stats = run_counted(core, begins_alike(3))
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (3 * 22, 2 * 20)
-
-
-def core_stats(core: EngineCore, requests: Iterable[InferRequest]) -> Any:
-    outcomes = Outcomes()
-    for request in requests:
-        core.add(request)
-    while core.has_work:
-        stats = outcomes.add(core.step()).stats
-        core.check()
-    return stats
 
 
 # --- computed once ----------------------------------------------------------------------------------------------------
@@ -255,7 +245,7 @@ def test_a_block_that_is_found_again_is_young_again() -> None:
 
 def test_usage_counts_what_requests_hold_alone() -> None:
     core = small_core()
-    stats = core_stats(core, begins_alike(3))
+    _, stats = run_counted(core, begins_alike(3))
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.kv_cache_usage == 0.0
 
@@ -452,20 +442,14 @@ def test_tokens_and_logprobs_of_a_real_model_do_not_change_by_a_bit(dtype: str, 
     assert cached == plain
 
 
-def run_real(path: Path, wanted: list[InferRequest], dtype: Any, **options: Any) -> tuple[dict[str, list[Any]], int]:
+def run_real(path: Path, wanted: list[InferRequest], dtype: Any, **options: Any) -> tuple[dict[str, Any], int]:
     from llmbackend.engine.model_runner import ModelRunner
 
     config = EngineConfig(
         model=str(path), load_format="dummy", dtype=dtype, block_size=8, num_kv_blocks=60, num_threads=1, **options
     )
     core = EngineCore(config, ModelRunner(config))
-    stories: dict[str, list[Any]] = {}
-    for request in wanted:
-        core.add(request)
-    while core.has_work:
-        result = core.step()
-        for output in result.outputs:
-            assert not output.error
-            stories.setdefault(output.request_id, []).extend(output.logprobs)
+    outcomes, stats = run_counted(core, wanted)
     core.close()
-    return stories, result.stats.prefix_cache_hits
+    assert not any(outcome.error for outcome in outcomes.of.values())
+    return {name: outcome.logprobs for name, outcome in outcomes.of.items()}, stats.prefix_cache_hits

@@ -13,7 +13,7 @@ import torch
 import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from mock_engine import Outcomes, expect_oracle, make_core, make_request, run_to_end
+from mock_engine import expect_oracle, make_core, make_request, run_counted, run_to_end
 from repeating_text import repeat_text
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
@@ -299,16 +299,6 @@ def test_speculation_changes_no_request(specs: list[tuple[Any, SamplingParams]],
         outcomes = run_to_end(make_core(speculative_config=EAGER, max_model_len=36, **options), requests)
         for request in requests:
             expect_oracle(outcomes[request.request_id], request, max_model_len=36)
-
-
-def run_counted(core: EngineCore, requests: list[InferRequest]) -> tuple[Outcomes, EngineStats]:
-    outcomes = Outcomes()
-    for request in requests:
-        core.add(request)
-    while core.has_work:
-        stats = outcomes.add(core.step()).stats
-        core.check()
-    return outcomes, stats
 
 
 def chatty_requests(count: int = 4) -> list[InferRequest]:

@@ -21,13 +21,6 @@ NOT_ONE = (
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"))
-    yield running
-    running.stop()
-
-
-@pytest.fixture(scope="module")
 def client(running: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
         yield client

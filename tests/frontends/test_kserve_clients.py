@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -17,23 +17,6 @@ from kserve_scripted import RECORD
 from tritonclient.utils import InferenceServerException
 
 VALUES = np.arange(8, dtype=np.float32).reshape(2, 4)
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"))
-    yield running
-    running.stop()
-
-
-@pytest.fixture(scope="module", params=["http", "grpc"])
-def client(running: Running, request: pytest.FixtureRequest) -> Iterator[Any]:
-    if request.param == "http":
-        with triton_http.InferenceServerClient(running.http) as client:
-            yield client
-    else:
-        with triton_grpc.InferenceServerClient(running.grpc) as client:
-            yield client
 
 
 def module_of(client: Any) -> Any:

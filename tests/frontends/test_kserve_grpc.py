@@ -24,13 +24,6 @@ STRICT = (("triton_grpc_error", "true"),)
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"))
-    yield running
-    running.stop()
-
-
-@pytest.fixture(scope="module")
 def channel(running: Running) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(running.grpc) as channel:
         yield channel

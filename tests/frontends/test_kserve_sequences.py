@@ -76,16 +76,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     running.stop()
 
 
-@pytest.fixture(scope="module", params=["http", "grpc"])
-def client(running: Running, request: pytest.FixtureRequest) -> Iterator[Any]:
-    if request.param == "http":
-        with triton_http.InferenceServerClient(running.http) as client:
-            yield client
-    else:
-        with triton_grpc.InferenceServerClient(running.grpc) as client:
-            yield client
-
-
 def x(module: Any, value: int) -> list[Any]:
     made = module.InferInput("X", [1, 1], "INT32")
     made.set_data_from_numpy(np.array([[value]], np.int32))

@@ -31,13 +31,6 @@ DEFAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"))
-    yield running
-    running.stop()
-
-
 @pytest.fixture
 def client(running: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:

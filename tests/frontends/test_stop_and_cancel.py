@@ -26,13 +26,6 @@ from llmbackend.frontends.inference import InferenceGate
 LONG = "n=1000 sleep=20"
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"))
-    yield running
-    running.stop()
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left(running: Running) -> Iterator[None]:
     yield

@@ -39,13 +39,6 @@ MODEL_TIMES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"))
-    yield running
-    running.stop()
-
-
 @pytest.fixture
 def client(running: Running) -> Iterator[httpx.Client]:
     """Settings as they were at the start, before and after."""

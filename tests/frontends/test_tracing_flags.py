@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -126,13 +125,6 @@ def test_the_command_line_takes_all_of_them() -> None:
         *("--grpc-keepalive-time", "--grpc-max-connection-age", "--grpc-max-connection-age-grace"),
     ):
         assert flag in text
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    running = Running(tmp_path_factory.mktemp("host"))
-    yield running
-    running.stop()
 
 
 @pytest.mark.parametrize("shared", [True, False])

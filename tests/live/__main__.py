@@ -87,7 +87,11 @@ def _ours(scratch: Path) -> Iterator[Server]:
 
 
 def _copy_of_models(target: Path) -> Path:
+    """The models, and `sequence_oldest`: `sequence_direct` with the other strategy."""
     shutil.copytree(HERE / "models", target, ignore=shutil.ignore_patterns("__pycache__", "ruff.toml"))
+    shutil.copytree(target / "sequence_direct", target / "sequence_oldest")
+    config = target / "sequence_oldest" / "config.pbtxt"
+    config.write_text(config.read_text().replace("direct { }", "oldest { max_candidate_sequences: 4 }"))
     return target
 
 

@@ -21,9 +21,6 @@ from llmbackend.core.backend_api import (
     InstanceGroupKind,
     MetricFamily,
     MetricKind,
-    Request,
-    ResponseFactory,
-    TritonError,
     unsupported,
 )
 
@@ -98,25 +95,7 @@ class TritonInstance:
         self.kind = InstanceGroupKind(f"KIND_{arguments['model_instance_kind']}")
         self.device_id = int(arguments["model_instance_device_id"])
 
-    def report_statistics(
-        self,
-        request: Request,
-        success: bool,
-        exec_start_ns: int,
-        compute_start_ns: int,
-        compute_end_ns: int,
-        exec_end_ns: int,
-    ) -> None: ...
+    def _count_nothing(self, *_: Any, **__: Any) -> None:
+        """A report that Triton makes for itself."""
 
-    def report_batch_statistics(
-        self, batch_size: int, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int
-    ) -> None: ...
-
-    def report_response_statistics(
-        self,
-        factory: ResponseFactory,
-        response_start_ns: int,
-        compute_output_start_ns: int,
-        response_end_ns: int,
-        error: TritonError | None = None,
-    ) -> None: ...
+    report_statistics = report_batch_statistics = report_response_statistics = _count_nothing

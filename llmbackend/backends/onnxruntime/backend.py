@@ -1,21 +1,29 @@
 """The `onnxruntime` backend's entry points, nothing else.
 
-For: the host, which finds them by name. Does not know: how a session is run. Invariant: Finalize accepts a state that
-is None.
+For: the host, which finds them by name. Does not know: how a session is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from llmbackend.core.backend_api import Backend, Model, ModelInstance, Request, check_api_version
+from llmbackend.backends.entry_points import (
+    TRITONBACKEND_Initialize,
+    TRITONBACKEND_ModelFinalize,
+    TRITONBACKEND_ModelInstanceExecute,
+    TRITONBACKEND_ModelInstanceFinalize,
+)
+from llmbackend.core.backend_api import Model, ModelInstance
 
 from .instance_state import InstanceState
 from .model_state import ModelState
 
-
-def TRITONBACKEND_Initialize(backend: Backend) -> None:
-    check_api_version(backend)
+__all__ = [
+    "TRITONBACKEND_Initialize",
+    "TRITONBACKEND_ModelFinalize",
+    "TRITONBACKEND_ModelInitialize",
+    "TRITONBACKEND_ModelInstanceExecute",
+    "TRITONBACKEND_ModelInstanceFinalize",
+    "TRITONBACKEND_ModelInstanceInitialize",
+]
 
 
 def TRITONBACKEND_ModelInitialize(model: Model) -> None:
@@ -24,17 +32,5 @@ def TRITONBACKEND_ModelInitialize(model: Model) -> None:
         model.state.auto_complete(model)
 
 
-def TRITONBACKEND_ModelFinalize(model: Model) -> None:
-    model.state = None
-
-
 def TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None:
     instance.state = InstanceState(instance, instance.model.state)
-
-
-def TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequence[Request]) -> None:
-    instance.state.execute(requests)
-
-
-def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:
-    instance.state = None

@@ -66,15 +66,17 @@ class _GreedyStep:
         return SampledTokens(self._token_ids.numpy())
 
 
-def mixed_requests(count: int, seed: int) -> list[InferRequest]:
-    """Greedy and drawn ones of mixed lengths, every other with a beginning that others share."""
+def mixed_requests(count: int, seed: int, greedy: bool = False) -> list[InferRequest]:
+    """Of mixed lengths and ways to sample, or plainly greedy; every other with a beginning that others share."""
     draw = np.random.default_rng(seed)
     shared = tuple(draw.integers(0, VOCAB_SIZE, 20).tolist())
     return [
         InferRequest(
             request_id=f"r{i}",
             prompt_token_ids=(shared if i % 2 else ()) + tuple(draw.integers(0, VOCAB_SIZE, 1 + i * 7 % 30).tolist()),
-            sampling=SamplingParams(
+            sampling=SamplingParams(max_tokens=int(draw.integers(3, 18)), temperature=0.0)
+            if greedy
+            else SamplingParams(
                 max_tokens=int(draw.integers(3, 18)),
                 temperature=float(draw.choice([0.0, 0.0, 0.8])),
                 top_k=int(draw.choice([0, 5])),

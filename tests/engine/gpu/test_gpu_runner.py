@@ -53,6 +53,18 @@ def test_tokens_are_those_of_the_cpu_path(how: str, model: Path, expected: dict[
     assert (device.num_graph_replays > 0) == (how != "eager")
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_tokens_stay_when_steps_overlap(how: str, model: Path) -> None:
+    """The engine core launches each step before the one before it is done, or even begun."""
+    requests = mixed_requests(9, seed=4, greedy=True)
+    expected, _ = tokens_of(config_for(model), ModelRunner(config_for(model)), requests)
+    config = config_for(model, **HOW[how])
+    runner = gpu_runner(config, FakeDevice(), sampling=GreedyOnDevice())
+    tokens, preemptions = tokens_of(config, runner, requests)
+    assert tokens == expected
+    assert (preemptions > 0) == (how == "preemption and small chunks")
+
+
 # --- steps that overlap -----------------------------------------------------------------------------------------------
 
 
