@@ -5,25 +5,14 @@ For: the host, which finds them by name. Does not know: how a session is run.
 
 from __future__ import annotations
 
-from llmbackend.backends.entry_points import (
-    TRITONBACKEND_Initialize,
-    TRITONBACKEND_ModelFinalize,
-    TRITONBACKEND_ModelInstanceExecute,
-    TRITONBACKEND_ModelInstanceFinalize,
-)
+from llmbackend.backends.entry_points import TRITONBACKEND_Initialize as TRITONBACKEND_Initialize
+from llmbackend.backends.entry_points import TRITONBACKEND_ModelFinalize as TRITONBACKEND_ModelFinalize
+from llmbackend.backends.entry_points import TRITONBACKEND_ModelInstanceExecute as TRITONBACKEND_ModelInstanceExecute
+from llmbackend.backends.entry_points import TRITONBACKEND_ModelInstanceFinalize as TRITONBACKEND_ModelInstanceFinalize
 from llmbackend.core.backend_api import Model, ModelInstance
 
 from .instance_state import InstanceState
 from .model_state import ModelState
-
-__all__ = [
-    "TRITONBACKEND_Initialize",
-    "TRITONBACKEND_ModelFinalize",
-    "TRITONBACKEND_ModelInitialize",
-    "TRITONBACKEND_ModelInstanceExecute",
-    "TRITONBACKEND_ModelInstanceFinalize",
-    "TRITONBACKEND_ModelInstanceInitialize",
-]
 
 
 def TRITONBACKEND_ModelInitialize(model: Model) -> None:
