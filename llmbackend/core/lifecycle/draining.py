@@ -1,8 +1,9 @@
 """Letting running requests end before a server stops, and cutting off those that do not.
 
-For: InferenceServer.stop. Does not know: signals, protocols, how models are unloaded. Invariants: waiting ends at the
-deadline, whatever a backend does; a request that is cut is answered with an error, so that its client sees an end and
-not a connection that breaks; a sequence that runs is waited for until its client ends it or it was idle for too long.
+For: InferenceServer.stop, and the life cycle of a single model. Does not know: signals, protocols, how models are
+unloaded. Invariants: where there is a deadline, waiting ends at it, whatever a backend does; a request that is cut is
+answered with an error, so that its client sees an end and not a connection that breaks; a sequence that runs is waited
+for until its client ends it or it was idle for too long.
 Log lines of the wait are Triton's (golden 52, 53).
 """
 
@@ -24,6 +25,8 @@ IDS_NAMED = 20
 """How many requests of a model version are named in the log when they are cut."""
 ID_CHARACTERS_SHOWN = 64
 
+FIRST_DRAIN_LOG_S = 10.0
+LONGEST_DRAIN_LOG_S = 600.0
 CUT_REASON = "Server is stopping: the exit timeout expired before the request was finished"
 
 
@@ -71,6 +74,15 @@ def wait_until_unloaded(
         if left_s <= 0:
             return False
         operations.wait_for_zero(min(left_s, 1.0))
+
+
+def wait_for_last_request(model: LoadedModel) -> None:
+    """As long as it takes; a model that takes long is named in the log, ever more rarely."""
+    wait_s = FIRST_DRAIN_LOG_S
+    while not model.in_flight.wait_for_zero(wait_s):
+        count = model.in_flight.count
+        log.warning("Model '%s' (version %d) still drains: %d in-flight inferences", model.name, model.version, count)
+        wait_s = min(2 * wait_s, LONGEST_DRAIN_LOG_S)
 
 
 def cut(models: Iterable[LoadedModel]) -> None:

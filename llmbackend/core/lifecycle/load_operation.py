@@ -17,7 +17,8 @@ from llmbackend.core.repository.model_dependencies import circles, in_levels, pa
 from llmbackend.core.repository.model_repository import ModelSpec
 
 from .ensemble_fitness import EnsembleFitness
-from .model_lifecycle import LoadError, ModelLifecycle
+from .load_errors import LoadError
+from .model_lifecycle import ModelLifecycle
 
 log = logging.getLogger(__name__)
 

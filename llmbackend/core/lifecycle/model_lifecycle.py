@@ -11,44 +11,34 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from llmbackend.core.errors import ErrorCode, TritonError, as_triton_error, internal, unavailable
+from llmbackend.core.errors import TritonError, as_triton_error, unavailable
 from llmbackend.core.models.in_flight import InFlight
 from llmbackend.core.models.instance_update import is_update
 from llmbackend.core.models.model import LoadedModel
 from llmbackend.core.repository.model_repository import ModelSpec
 
-from .draining import wait_until_unloaded
-from .model_versions import UNLOADED, ModelEntry, ModelState, VersionEntry, ready_model, stop_serving
+from .draining import wait_for_last_request, wait_until_unloaded
+from .load_errors import LoadError, error_of, what_failed
+from .model_lookup import ModelLookup
+from .model_versions import UNLOADED, ModelEntry, ModelState, VersionEntry, stop_serving
 
 log = logging.getLogger(__name__)
 
 STOPPING = "Server is stopping"
 OUTDATED = "Newer operation has been applied to the model lifecycle, current load operation is out-dated."
-FIRST_DRAIN_LOG_S = 10.0
-LONGEST_DRAIN_LOG_S = 600.0
 ModelFactory = Callable[[ModelSpec, int], LoadedModel]
 """Makes and loads one version; raises TritonError."""
 
 
-class LoadError(TritonError):
-    """No version of a model was changed, because of `reason`. INVALID_ARG."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"load failed for model '{name}': {reason}", ErrorCode.INVALID_ARG)
-        self.reason = reason.rstrip("\n")
-
-
-class ModelLifecycle:
+class ModelLifecycle(ModelLookup):
     def __init__(self, make_model: ModelFactory, load_thread_count: int, load_retry_count: int) -> None:
+        super().__init__()
         self._make_model = make_model
         self._retries = load_retry_count
         self._pool = ThreadPoolExecutor(max(load_thread_count, 1), thread_name_prefix="model-load")
-        self._lock = threading.Lock()
-        self._models: dict[str, ModelEntry] = {}
-        self._draining: set[LoadedModel] = set()
         self._operations = InFlight()  # loads and retirements under way
         self._is_closing = False
 
@@ -78,7 +68,7 @@ class ModelLifecycle:
             else self._pool.submit(self._build, spec, version)
             for version in spec.versions
         }
-        errors = {version: error for version, future in futures.items() if (error := _error_of(future)) is not None}
+        errors = {version: error for version, future in futures.items() if (error := error_of(future)) is not None}
         models = {version: future.result() for version, future in futures.items() if version not in errors}
         with self._lock:
             entry = self._models[spec.key]
@@ -96,7 +86,7 @@ class ModelLifecycle:
             raise LoadError(spec.key, f"{OUTDATED}\n")
         if errors:
             log.info("failed to load '%s'", spec.key)
-            raise LoadError(spec.key, _what_failed(errors, updated))
+            raise LoadError(spec.key, what_failed(errors, updated))
         log.info("successfully loaded '%s'", spec.key)
 
     def unload(self, name: str) -> None:
@@ -123,57 +113,6 @@ class ModelLifecycle:
             return False
         self._pool.shutdown()
         return True
-
-    # --- look-up ----------------------------------------------------------------------------------------------------
-
-    def names(self) -> list[str]:
-        with self._lock:
-            return sorted(self._models)
-
-    def versions(self, name: str) -> dict[int, tuple[ModelState, str]]:
-        """State and reason of each known version, ascending; {} for a model that was never loaded."""
-        with self._lock:
-            entry = self._models.get(name)
-            versions = entry.versions if entry is not None else {}
-            return {number: (version.state, version.reason) for number, version in sorted(versions.items())}
-
-    def loaded_spec(self, name: str) -> ModelSpec | None:
-        """What the serving versions were loaded from; None when nothing serves."""
-        with self._lock:
-            entry = self._models.get(name)
-            return entry.spec if entry is not None else None
-
-    def acquire(self, name: str, version: int = -1) -> LoadedModel:
-        """A READY model with its `in_flight` entered; the caller leaves it. -1 = the highest READY version.
-
-        Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts.
-        """
-        with self._lock:
-            model = ready_model(self._models, name, version)
-            model.in_flight.enter()
-            return model
-
-    def get(self, name: str, version: int = -1) -> LoadedModel:
-        """As `acquire`, for those who only read what stays valid after an unload."""
-        with self._lock:
-            return ready_model(self._models, name, version)
-
-    def ready_models(self, name: str = "") -> list[LoadedModel]:
-        """Every serving version (of one model, or of all), sorted by name and version."""
-        with self._lock:
-            found = [
-                version.model
-                for model_name, entry in self._models.items()
-                for version in entry.versions.values()
-                if version.model is not None and version.state is ModelState.READY and name in ("", model_name)
-            ]
-        return sorted(found, key=lambda model: (model.name, model.version))
-
-    def live_models(self) -> list[LoadedModel]:
-        """Serving and draining ones: all that may hold requests."""
-        ready = self.ready_models()
-        with self._lock:
-            return ready + [model for model in self._draining if model not in ready]
 
     def left_behind(self) -> dict[str, int]:
         """Counts that are 0 while nothing is loaded or unloaded."""
@@ -264,7 +203,7 @@ class ModelLifecycle:
         if agents is not None:
             agents.unloading()
         try:
-            _wait_until_drained(model)
+            wait_for_last_request(model)
             model.finalize()
             log.info("successfully unloaded '%s' version %d", model.key, model.version)
         except Exception:
@@ -286,29 +225,3 @@ def _updatable(version: VersionEntry, spec: ModelSpec) -> LoadedModel | None:
     if model is None or version.state is not ModelState.READY or not model.is_elastic:
         return None
     return model if is_update(model.spec, spec, model.version) else None
-
-
-def _what_failed(errors: Mapping[int, TritonError], updated: Collection[int]) -> str:
-    """A version that could not be changed in place still serves."""
-    states = {version: ModelState.READY if version in updated else ModelState.UNAVAILABLE for version in errors}
-    return "".join(
-        f"version {version} is at {states[version].value} state: {error.status};\n" for version, error in errors.items()
-    )
-
-
-def _wait_until_drained(model: LoadedModel) -> None:
-    """As long as it takes; a model that takes long is named in the log, ever more rarely."""
-    wait_s = FIRST_DRAIN_LOG_S
-    while not model.in_flight.wait_for_zero(wait_s):
-        count = model.in_flight.count
-        log.warning("Model '%s' (version %d) still drains: %d in-flight inferences", model.name, model.version, count)
-        wait_s = min(2 * wait_s, LONGEST_DRAIN_LOG_S)
-
-
-def _error_of(future: Future[LoadedModel]) -> TritonError | None:
-    error = future.exception()
-    if error is None:
-        return None
-    if not isinstance(error, Exception):
-        return internal(f"{type(error).__name__}: {error}")
-    return as_triton_error(error)

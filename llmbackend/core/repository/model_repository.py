@@ -27,10 +27,11 @@ from llmbackend.core.config.model_config_rules import validate_config
 from llmbackend.core.errors import ErrorCode, TritonError, internal, invalid_argument
 from llmbackend.core.messages import LoadParameters
 
+from .agent_chain import AgentChain
 from .load_parameters import FILE_PREFIX, OverrideError, check_load_parameters, check_model_name, write_files
 from .model_files import ModelSource, Signature, config_path, select_versions, signature_of
 from .model_names import SEPARATOR, identifier
-from .repository_agents import AgentChain, AgentManager
+from .repository_agents import AgentManager
 
 log = logging.getLogger(__name__)
 
