@@ -61,11 +61,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensor_parallel_size: devices that one engine spans, from `device` on. max_num_batched_tokens: the token budget of a
     step. speculative_config None = no speculation. async_scheduling: the next step is launched before the tokens of the
     last one are read, where the device works beside the host and no speculation makes it unknown what a step will give;
-    None = wherever it can be, False = nowhere. engine_python: the
-    Python that runs the engine's process, "" = the host's own. num_threads 0 = all cores. quantization "int8": weights
-    per output channel, activations per token, in whole numbers of 8 bits. enforce_eager: on CPU the model's modules
-    compute, and not one native program; on a GPU there are no graphs. kernels "torch": plain torch in the place of all
-    own kernels. step_timeout_s:
+    None = wherever it can be, False = nowhere. engine_python: the Python that runs the engine's process, "" = the
+    host's own. num_threads 0 = all cores. quantization: weights per output channel and activations per token in 8 bits,
+    "int8" whole numbers, "fp8" floats (e4m3, on a GPU). enforce_eager: on CPU the model's modules compute, and not one
+    native program; on a GPU there are no graphs. kernels "torch": plain torch in the place of all own kernels.
+    step_timeout_s:
     an engine whose step takes longer hangs, and is replaced; load_timeout_s: the same for loading.
     enable_lora, lora_modules: adapters by name, folders that PEFT wrote, of at most max_lora_rank; the model then runs
     as modules. max_engine_failures: how many may die in a row without finishing a step before the model is given up.
@@ -96,7 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transport: Literal["process", "inline"] = "process"
     engine_python: str = ""
     num_threads: int = 0
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "fp8"] | None = None
     enforce_eager: bool = False
     kernels: Literal["auto", "torch"] = "auto"
     load_format: Literal["safetensors", "dummy"] = "safetensors"
@@ -113,6 +113,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         self._at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.tensor_parallel_size > 1:
+            self._check_parallel()
         self._at_least("block_size", self.block_size, 1)
         self._at_least("max_num_seqs", self.max_num_seqs, 1)
         self._at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
@@ -146,6 +148,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         for size in self.cudagraph_capture_sizes or ():
             self._at_least("cudagraph_capture_sizes", size, 1)
+
+    def _check_parallel(self) -> None:
+        """An engine over several devices forks a process for each."""
+        wrong = {
+            "model": self.model == "mock",
+            "transport": self.transport != "process",
+            "speculative_config": self.speculative_config is not None,
+            "enable_lora": self.enable_lora,
+        }
+        for name, is_wrong in wrong.items():
+            if is_wrong:
+                value = getattr(self, name)
+                shown = f"'{value}'" if isinstance(value, str) else "set"
+                raise ValueError(
+                    f"engine argument 'tensor_parallel_size' is {self.tensor_parallel_size}, expected 1 where '{name}' "
+                    f"is {shown}"
+                )
 
     @staticmethod
     def _at_least(name: str, value: int, minimum: int) -> None:

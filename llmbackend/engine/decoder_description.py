@@ -20,6 +20,7 @@ from torch import nn
 from .attention.interface import AttentionOptions
 from .cpu.native_linear import NativeLinear
 from .gpu.dense_weights import DenseWeight
+from .gpu.quantized_weights import QuantizedLinear
 
 
 class UnrecognisedError(Exception):
@@ -232,6 +233,8 @@ def _activation(module: Any) -> str:
 def _projection(linear: Any) -> Projection:
     if isinstance(linear, NativeLinear):
         return Projection(linear.packed, linear.float_bias)
+    if isinstance(linear, QuantizedLinear):
+        return Projection(linear.quantized, None if linear.bias is None else linear.bias.detach().float())
     if type(linear) is not nn.Linear:
         raise UnrecognisedError(f"{type(linear).__name__} is no plain linear layer")
     bias = None if linear.bias is None else linear.bias.detach().float()

@@ -17,6 +17,7 @@ import numpy as np
 
 from .config import EngineConfig
 from .fault_injection import Faults, with_faults
+from .gpu.parallel.followers import Followers
 from .infer_request import EngineStats, FinishReason, InferRequest, ModelInfo, StepOutput, StepResult, TokenLogprobs
 from .kv_cache import KVCacheManager
 from .process import lean_imports
@@ -29,10 +30,17 @@ from .steps_in_flight import Progress, StepsInFlight
 logger = logging.getLogger(__name__)
 
 
-def make_runner(config: EngineConfig) -> Runner:
-    """The model that `config` names. Raises ValueError, OSError or RuntimeError with a text for the user."""
-    runner = _make_sound_runner(config)
+def make_runner(config: EngineConfig, followers: Followers | None = None) -> Runner:
+    """The model that `config` names; followers: the other ranks, where its tensor_parallel_size is not 1. Raises
+    ValueError, OSError or RuntimeError with a text for the user."""
+    runner = _make_sound_runner(config) if followers is None else _make_parallel_runner(config, followers)
     return with_faults(runner, Faults(config.fault_directory)) if config.fault_directory else runner
+
+
+def _make_parallel_runner(config: EngineConfig, followers: Followers) -> Runner:
+    from .gpu.parallel.start import start_rank_0
+
+    return start_rank_0(config, followers)
 
 
 def _make_sound_runner(config: EngineConfig) -> Runner:

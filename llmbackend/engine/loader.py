@@ -27,6 +27,7 @@ from .cpu.native_linear import swap_linears
 from .cpu.packed_linear import pack_linears
 from .decoder_description import Decoder, UnrecognisedError, describe
 from .gpu.dense_weights import join_neighbours
+from .gpu.quantized_weights import check_device, quantize_linears
 from .kernels.library import NativeEngine
 from .kernels.library import load as load_library
 from .kernels.weights import TYPE_OF
@@ -72,15 +73,19 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
     dense = device.type != "cpu" if dense is None else dense
     hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     check_config(hf_config)
+    _check_quantization(config, hf_config, dense)
     max_model_len = _max_model_len(config, hf_config.get_text_config(decoder=True))
     model = _instantiate(config, hf_config, device)
     loras = None
     if config.lora_modules:
         loras = add_adapters(model, config.lora_modules, config.max_lora_rank, config.max_num_seqs, device)
-    model = model.to(device).eval()
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
+    if dense and config.quantization is not None:
+        check_device(config.quantization, device, dtype)
+        quantize_linears(model, model.get_output_embeddings(), config.quantization, device)
+    model = model.to(device).eval()
     engine = None if dense else _native_engine(config, device, dtype)
     linear_kind = _join_linears(config, model) if dense else _swap_linears(config, model, dtype, engine)
     checked = check_model(model)
@@ -112,16 +117,25 @@ def _native_engine(config: EngineConfig, device: torch.device, dtype: torch.dtyp
     if device.type == "cpu" and dtype in TYPE_OF and config.kernels != "torch":
         library = load_library()
     if library is None:
-        _refuse_quantization(config)
+        if config.quantization is not None:
+            raise ValueError(
+                f"engine argument 'quantization' is '{config.quantization}', which needs the native CPU kernels"
+            )
         return None
     return NativeEngine(library, config.num_threads or len(os.sched_getaffinity(0)))
 
 
-def _refuse_quantization(config: EngineConfig) -> None:
-    if config.quantization is not None:
+def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> None:
+    """Raises ValueError for a checkpoint in fewer bits: neither path multiplies by such weights."""
+    stored = getattr(hf_config, "quantization_config", None)
+    if stored is not None:
+        method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", stored)
         raise ValueError(
-            f"engine argument 'quantization' is '{config.quantization}', which needs the native CPU kernels"
+            f"engine argument 'model' is '{config.model}', whose weights are quantised by '{method}', expected plain "
+            "ones: the engine argument 'quantization' quantises them when it loads them"
         )
+    if config.quantization == "fp8" and not dense:
+        raise ValueError("engine argument 'quantization' is 'fp8', expected 'int8' or null on device 'cpu'")
 
 
 def _swap_linears(config: EngineConfig, model: Any, dtype: torch.dtype, engine: NativeEngine | None) -> str:
@@ -134,9 +148,8 @@ def _swap_linears(config: EngineConfig, model: Any, dtype: torch.dtype, engine: 
 
 
 def _join_linears(config: EngineConfig, model: Any) -> str:
-    _refuse_quantization(config)
     join_neighbours(model)
-    return "torch"
+    return f"torch {config.quantization}" if config.quantization else "torch"
 
 
 def _describe(model: Any, checked: CheckedModel, max_model_len: int) -> tuple[Decoder | None, str]:

@@ -108,7 +108,7 @@ def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
         ({"dtype": "int8"}, "'dtype' is 'int8', expected 'auto' or 'float32' or 'bfloat16' or 'float16'"),
         ({"pipeline_parallel_size": 2}, "'pipeline_parallel_size' is 2, only 1 is supported"),
         ({"tensor_parallel_size": 0}, "'tensor_parallel_size' is 0, expected at least 1"),
-        ({"quantization": "awq"}, "'quantization' is 'awq', expected 'int8' or null"),
+        ({"quantization": "awq"}, "'quantization' is 'awq', expected 'int8' or 'fp8' or null"),
         ({"speculative_config": {"method": "eagle"}}, "'speculative_config' is {'method': 'eagle'}"),
         ({"speculative_config": {"method": "eagle"}}, "Invalid enum value 'eagle' - at `$.method`"),
         ({"speculative_config": {"model": "x"}}, "Object contains unknown field `model`"),

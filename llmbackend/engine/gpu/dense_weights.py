@@ -8,12 +8,12 @@ a program reads as one matrix: nothing is there twice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import nn
 
-_NEIGHBOURS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+NEIGHBOURS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one input, by the names that transformers gives them, in the order in which programs want their outputs."""
 
 
@@ -36,6 +36,25 @@ class DeviceWeight(Protocol):
     def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """out [T, n] = x [T, k] · thisᵀ + bias [n], all in the model's dtype; by `matmul` where that is a product of
         plain matrices."""
+
+
+@runtime_checkable
+class SplittableWeight(DeviceWeight, Protocol):
+    """One that ranks can have parts of."""
+
+    def part(self, start: int, n: int) -> Self:
+        """Rows start .. start + n - 1, in the same memory."""
+
+    def rows(self, rows: torch.Tensor) -> Self:
+        """A copy of these rows."""
+
+    def columns(self, columns: range) -> Self:
+        """A copy of these columns."""
+
+    def above(self, other: Self) -> Self:
+        """A copy with the other's rows below."""
+
+    def to(self, device: torch.device) -> Self: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,13 +87,25 @@ class DenseWeight:
             return None
         return DenseWeight(above.as_strided((self.n + other.n, self.k), (self.k, 1)))
 
+    def rows(self, rows: torch.Tensor) -> DenseWeight:
+        return DenseWeight(self.tensor[rows])
+
+    def columns(self, columns: range) -> DenseWeight:
+        return DenseWeight(self.tensor[:, columns.start : columns.stop].clone())
+
+    def above(self, other: DenseWeight) -> DenseWeight:
+        return DenseWeight(torch.cat((self.tensor, other.tensor)))
+
+    def to(self, device: torch.device) -> DenseWeight:
+        return DenseWeight(self.tensor.to(device))
+
 
 @torch.no_grad()
 def join_neighbours(model: nn.Module) -> None:
     """Moves the weights of layers that read the same input into one piece of memory, a group at a time, and makes the
     layers' own parameters views of it; what they had is given back to the allocator."""
     for parent in model.modules():
-        for names in _NEIGHBOURS:
+        for names in NEIGHBOURS:
             layers = [getattr(parent, name, None) for name in names]
             # Exact types only: a subclass may keep something else in its weight.
             linears = [layer for layer in layers if type(layer) is nn.Linear]

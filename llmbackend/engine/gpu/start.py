@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def start_on_cuda(config: EngineConfig, loaded: LoadedModel, start_s: float) -> GpuRunner:
     """As `start`, with what there is for an NVIDIA GPU."""
-    return start(config, loaded, CudaDevice(loaded.device), *_choose(config, loaded), start_s)
+    return start(config, loaded, CudaDevice(loaded.device), *choose(config, loaded), start_s)
 
 
 def start(
@@ -64,7 +64,8 @@ def start(
     return GpuRunner(engine, _info(config, loaded, device, num_blocks, how, start_s))
 
 
-def _choose(config: EngineConfig, loaded: LoadedModel) -> tuple[Ops, Matmul, Sampling]:
+def choose(config: EngineConfig, loaded: LoadedModel) -> tuple[Ops, Matmul, Sampling]:
+    """The best there is for the device that the model is on."""
     sampling = HostSampling(config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids)
     return TorchOps(), library_matmul, sampling
 

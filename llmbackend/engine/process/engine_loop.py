@@ -16,6 +16,7 @@ import zmq
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore, make_runner
 from llmbackend.engine.fault_injection import Faults, FaultyLink, Link
+from llmbackend.engine.gpu.parallel.followers import Followers
 from llmbackend.engine.infer_request import EngineInput, EngineStarted
 
 logger = logging.getLogger(__name__)
@@ -24,10 +25,11 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_input = msgspec.msgpack.Decoder(EngineInput).decode
 
 
-def load(config: EngineConfig, socket: Link) -> EngineCore | None:
-    """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None."""
+def load(config: EngineConfig, socket: Link, followers: Followers | None = None) -> EngineCore | None:
+    """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None. followers: the
+    other ranks of an engine over several devices."""
     try:
-        core = EngineCore(config, make_runner(config))
+        core = EngineCore(config, make_runner(config, followers))
     except Exception as error:
         text = str(error)
         if not isinstance(error, ValueError | OSError | RuntimeError | ImportError):

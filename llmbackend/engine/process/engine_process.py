@@ -18,11 +18,13 @@ import signal
 import socket
 import sys
 import threading
+from multiprocessing.connection import Connection
 
 import msgspec
 import zmq
 
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.gpu.parallel.followers import Followers, fork_followers
 
 from . import lean_imports
 from .engine_loop import load, run
@@ -76,17 +78,28 @@ def _run_engine(config: EngineConfig, endpoint: str, lifeline_fd: int, output_fd
     for standard in (sys.stdout.fileno(), sys.stderr.fileno()):
         os.dup2(output_fd, standard)
     os.close(output_fd)
+    followers = _fork_followers(config, lifeline_fd) if config.tensor_parallel_size > 1 else None
     _end_with_host(lifeline_fd)
     logging.basicConfig(level=logging.INFO, format="engine %(process)d %(levelname)s %(message)s")
     with zmq.Context() as context, context.socket(zmq.PAIR) as link:
         link.set_hwm(0)
         link.linger = LINGER_MS
         link.connect(endpoint)
-        core = load(config, link)
+        core = load(config, link, followers)
         if core is not None:
             gc.collect()
             gc.freeze()  # what loading made stays; the collector need not walk over it again
             run(core, link, config.fault_directory)
+
+
+def _fork_followers(config: EngineConfig, lifeline_fd: int) -> Followers:
+    def run(rank: int, link: Connection) -> None:
+        from llmbackend.engine.gpu.parallel.start import follow
+
+        logging.basicConfig(level=logging.INFO, format=f"rank {rank} %(process)d %(levelname)s %(message)s")
+        follow(config, rank, link)
+
+    return fork_followers(config.tensor_parallel_size, run, [lifeline_fd])
 
 
 def _end_with_host(lifeline_fd: int) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...attention.kv_cache import LayerShape
 from ...decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection
-from ..dense_weights import DenseWeight, DeviceWeight, Matmul
+from ..dense_weights import DenseWeight, DeviceWeight, Matmul, SplittableWeight
 from .collectives import Collectives
 
 
@@ -136,8 +137,8 @@ class Sharding:
     def _mlp(self, mlp: Mlp) -> Mlp:
         """gate and up side by side, as programs want them."""
         part = self._part(mlp.gate.weight.n, "columns of its MLP")
-        gate, up = _dense(mlp.gate)[part.start : part.stop], _dense(mlp.up)[part.start : part.stop]
-        both = DenseWeight(torch.cat((gate, up)).to(self._device))
+        rows = torch.arange(part.start, part.stop)
+        both = _splittable(mlp.gate).rows(rows).above(_splittable(mlp.up).rows(rows)).to(self._device)
         return replace(
             mlp,
             gate=Projection(both.part(0, len(part)), self._bias(mlp.gate, part)),
@@ -161,18 +162,13 @@ class Sharding:
         )
 
     def _rows(self, projection: Projection, rows: torch.Tensor) -> Projection:
-        bias = projection.bias
-        return Projection(
-            DenseWeight(_dense(projection)[rows].to(self._device)),
-            None if bias is None else bias[rows].to(self._device),
-        )
+        weight, bias = _splittable(projection).rows(rows), projection.bias
+        return Projection(weight.to(self._device), None if bias is None else bias[rows].to(self._device))
 
     def _columns(self, projection: Projection, columns: range) -> Projection:
-        local = _dense(projection)[:, columns.start : columns.stop].clone().to(self._device)
+        local = _splittable(projection).columns(columns).to(self._device)
         bias = projection.bias
-        return Projection(
-            SummedWeight(DenseWeight(local), self._ranks), None if bias is None else bias.to(self._device)
-        )
+        return Projection(SummedWeight(local, self._ranks), None if bias is None else bias.to(self._device))
 
     def _bias(self, projection: Projection, part: range) -> torch.Tensor | None:
         return None if projection.bias is None else projection.bias[part.start : part.stop].to(self._device)
@@ -201,6 +197,12 @@ def _heads(heads: range, head_dim: int) -> torch.Tensor:
     return torch.arange(heads.start * head_dim, heads.stop * head_dim)
 
 
+def _splittable(projection: Projection) -> Any:
+    """A SplittableWeight: gate and up are of one kind, which their type does not say."""
+    assert isinstance(projection.weight, SplittableWeight), "a model that was loaded for programs has such weights"
+    return projection.weight
+
+
 def _dense(projection: Projection) -> torch.Tensor:
-    assert isinstance(projection.weight, DenseWeight), "a model that was loaded for programs has dense weights"
+    assert isinstance(projection.weight, DenseWeight), "a head is never quantised"
     return projection.weight.tensor

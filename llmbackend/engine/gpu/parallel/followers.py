@@ -1,0 +1,149 @@
+"""The processes of ranks 1 and up, as rank 0 has them: forked, told the same as each other, and never left behind.
+
+For: the engine's process, which is rank 0. Does not know: models, steps, torch.
+Invariants: they are forked before the engine's process starts a thread or touches a device, so that a fork costs
+milliseconds and shares what is imported; the kernel ends a follower when the engine's process ends, however it ends; a
+follower that ends while steps are computed ends the engine's process, since the others wait for it in vain: whoever
+supervises that process starts a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import NoReturn
+
+import msgspec
+
+from .messages import Message, Stop
+
+logger = logging.getLogger(__name__)
+
+LOST_EXIT_CODE = 70
+"""Of an engine's process whose ranks cannot go on together."""
+CLOSE_TIMEOUT_S = 3.0
+_PR_SET_PDEATHSIG = 1
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    rank: int
+    pid: int
+    link: Connection
+
+
+class Followers:
+    """One thread uses it, beside the one of `watch`."""
+
+    def __init__(self, followers: Sequence[Follower]) -> None:
+        self._followers = tuple(followers)
+        self._watcher: threading.Thread | None = None
+        self._is_closing = False
+
+    def tell(self, message: Message) -> None:
+        data = _encode(message)
+        for follower in self._followers:
+            follower.link.send_bytes(data)
+
+    def expect_loaded(self) -> None:
+        """Waits until each has its model. Raises ValueError with the reason of one that cannot."""
+        for follower in self._followers:
+            try:
+                error = follower.link.recv_bytes().decode()
+            except EOFError:
+                raise ValueError(f"rank {follower.rank} ended while it loaded the model") from None
+            if error:
+                raise ValueError(error)
+
+    def watch(self) -> None:
+        """From now on the end of a follower is the end of this process."""
+        self._watcher = threading.Thread(target=self._await_end, name="llm-followers", daemon=True)
+        self._watcher.start()
+
+    def abandon(self, reason: str) -> NoReturn:
+        """Ends this process, and with it the followers, at once: their devices may wait for each other for ever."""
+        logger.error("%s: this engine ends", reason)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(LOST_EXIT_CODE)
+
+    def stop(self) -> None:
+        """Has them end; returns at once."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            self.tell(Stop())
+
+    def reap(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Waits for their end, and forces it after a while. They were told to stop, or are of no more use."""
+        self._is_closing = True
+        deadline_s = time.monotonic() + timeout_s
+        for follower in self._followers:
+            # The link reads end of file when the process is gone.
+            with contextlib.suppress(EOFError, OSError):
+                while follower.link.poll(max(deadline_s - time.monotonic(), 0.0)):
+                    follower.link.recv_bytes()
+                os.kill(follower.pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(follower.pid, 0)
+        if self._watcher is not None:
+            self._watcher.join()
+        for follower in self._followers:
+            follower.link.close()
+
+    def _await_end(self) -> None:
+        wait([follower.link for follower in self._followers])
+        if self._is_closing:
+            return
+        for follower in self._followers:
+            pid, status = os.waitpid(follower.pid, os.WNOHANG)
+            if pid:
+                self.abandon(f"rank {follower.rank} ended with {os.waitstatus_to_exitcode(status)}")
+        self.abandon("a follower closed its link")
+
+
+def fork_followers(size: int, run: Callable[[int, Connection], None], not_theirs: Sequence[int]) -> Followers:
+    """Ranks 1 .. size - 1, each of which does `run(rank, link)` and ends. not_theirs: descriptors to close there."""
+    parent, followers = os.getpid(), list[Follower]()
+    for rank in range(1, size):
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            _end_with(parent)
+            ours.close()
+            for descriptor in (*not_theirs, *(follower.link.fileno() for follower in followers)):
+                os.close(descriptor)
+            _run(rank, Connection(theirs.detach()), run)
+        theirs.close()
+        followers.append(Follower(rank, pid, Connection(ours.detach())))
+    return Followers(followers)
+
+
+def _run(rank: int, link: Connection, run: Callable[[int, Connection], None]) -> NoReturn:
+    """Nothing of the parent's stack is unwound here, and nothing of its is flushed or closed."""
+    try:
+        run(rank, link)
+    except BaseException:
+        logger.exception("rank %d failed", rank)
+        os._exit(1)
+    os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """The kernel ends this process when its parent ends."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "a follower cannot be bound to its engine")
+    if os.getppid() != parent:  # it ended before
+        os._exit(1)
