@@ -29,7 +29,8 @@ RECORD = np.dtype(
         ("stop_end", np.int64),
     ]
 )
-WORDS = tl.constexpr(len(RECORD))
+NUM_WORDS = RECORD.itemsize // 8
+WORDS = tl.constexpr(NUM_WORDS)
 TEMPERATURE, SEED, TOP_K, TOP_P, MIN_P, NUM_LOGPROBS, HAS_EDITS, MIN_TOKENS = (tl.constexpr(i) for i in range(8))
 REPETITION, FREQUENCY, PRESENCE, BIAS_BEGIN, BIAS_END, STOP_BEGIN, STOP_END = (tl.constexpr(i) for i in range(8, 15))
 
