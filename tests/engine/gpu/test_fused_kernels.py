@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from compile_kernels import compile_in_process
+from fused_launches import launch_operations
 
 from llmbackend.engine.gpu.ops import PADDING_SLOT, LayerCache, NormSpec, RotarySpec, StepLayout
 from llmbackend.engine.gpu.triton_ops import TritonOps
@@ -221,3 +223,13 @@ def test_no_tokens_are_no_launch() -> None:
     OPS.residual_norm(torch.zeros(0, 8), torch.zeros(0, 8), None, 1.0, None, torch.zeros(0, 8))
     OPS.gate(torch.zeros(0, 8), "silu", torch.zeros(0, 4))
     assert np.isnan(cache.keys.numpy()).all()
+
+
+def test_compiles_for_hopper_and_spills_nothing() -> None:
+    (kernels,) = compile_in_process(launch_operations, 90).values()
+    assert {kernel.name for kernel in kernels} == {
+        "embed_kernel", "residual_norm_kernel", "rotary_kernel", "gate_kernel"
+    }  # fmt: skip
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.registers <= 80, kernel

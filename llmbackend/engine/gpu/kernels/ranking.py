@@ -50,7 +50,7 @@ def middle(low, high, SHIFT: tl.constexpr):
     """A number above `low` and below `high`, which differ by more than one: half-way between their logits, if it can
     be, for logits lie closer to each other in numbers than in bits."""
     half = least_key(logit_of(low, SHIFT) * 0.5 + logit_of(high, SHIFT) * 0.5, SHIFT)
-    border = least_key(logit_of(high, SHIFT), SHIFT)
+    border = (high >> SHIFT) << SHIFT
     between = (low >> 1) + (high >> 1) + (low & high & 1)
     best = tl.where((half > low) & (half < high), half, tl.where((border > low) & (border < high), border, between))
     return best
