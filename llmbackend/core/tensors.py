@@ -138,6 +138,9 @@ def to_wire(tensor: Tensor) -> bytes:
     """The raw little-endian bytes of a tensor; BYTES elements carry a uint32 length before each."""
     if tensor.datatype != "BYTES":
         return np.ascontiguousarray(tensor.data).tobytes()
+    if tensor.data.size == 1:  # a token's text
+        item = _to_bytes(tensor.data.item())
+        return struct.pack("<I", len(item)) + item
     parts: list[bytes] = []
     for element in tensor.data.ravel():
         item = _to_bytes(element)

@@ -8,7 +8,7 @@ knows the model, checks them. Source: grpc_service.proto and Triton's infer_hand
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -70,7 +70,8 @@ def decode_request(message: Any, options: RequestOptions, callback: ResponseCall
     Raises TritonError for an input without data or with two kinds of it.
     """
     inputs, shared = _inputs(message)
-    special = [output for output in message.outputs if len(output.parameters)]
+    outputs = message.outputs
+    special = [output for output in outputs if output.parameters]
     places = {output.name: place for output in special if (place := place_from_proto(output)) is not None}
     classes = {output.name: count for output in special if (count := classes_from_proto(output))}
     return InferenceRequest(
@@ -79,7 +80,7 @@ def decode_request(message: Any, options: RequestOptions, callback: ResponseCall
         model_version=model_version(message.model_version),
         id=message.id,
         inputs=tuple(inputs),
-        requested_outputs=tuple(dict.fromkeys(output.name for output in message.outputs)),
+        requested_outputs=tuple(dict.fromkeys([output.name for output in outputs])),
         parameters=options.parameters,
         correlation_id=options.correlation_id,
         flags=options.flags,
@@ -95,10 +96,11 @@ def _inputs(message: Any) -> tuple[list[RawTensor], list[SharedInput]]:
     """Those with data, and those in shared memory. `raw_input_contents` has an entry for each of the former."""
     inputs: list[RawTensor] = []
     shared: list[SharedInput] = []
+    raws = message.raw_input_contents
     for tensor in message.inputs:
-        place = place_from_proto(tensor) if len(tensor.parameters) else None
+        place = place_from_proto(tensor) if tensor.parameters else None
         if place is None:
-            inputs.append(_input(message, tensor, len(inputs)))
+            inputs.append(_input(message, tensor, raws, len(inputs)))
         elif tensor.HasField("contents"):
             raise invalid_argument(
                 f"unexpected 'content' provided when using shared memory for input tensor '{tensor.name}' for model "
@@ -114,8 +116,7 @@ def _datatype(tensor: Any) -> str:
     return datatype if datatype in NUMPY_DTYPE else UNKNOWN_DATATYPE
 
 
-def _input(message: Any, tensor: Any, index: int) -> RawTensor:
-    raws = message.raw_input_contents
+def _input(message: Any, tensor: Any, raws: Sequence[bytes], index: int) -> RawTensor:
     if raws and tensor.HasField("contents"):
         raise invalid_argument(
             f"contents field must not be specified when using raw_input_contents for {_where(message, tensor)}"

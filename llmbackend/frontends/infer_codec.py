@@ -16,7 +16,7 @@ from llmbackend.core.messages import InferenceRequest, InferenceResponse, Respon
 from llmbackend.core.tensors import to_wire
 
 from .infer_tensors import Inputs, RequestedOutputs
-from .json_reader import as_array, as_object, as_string, dump, member, parse, parsing
+from .json_reader import array_member, as_object, as_string, dump, parse, parsing
 from .json_tensors import has_nan_or_inf, json_from_tensor
 from .request_parameters import options_from_json
 
@@ -60,10 +60,8 @@ def decode_request(
     with parsing("parameters"):
         as_object(parameters)
     options = options_from_json(parameters)
-    with parsing("inputs"):
-        items = as_array(member(document, "inputs"))
     inputs = Inputs(name, body.raw)
-    inputs.read(items)
+    inputs.read(array_member(document, "inputs"))
     outputs = RequestedOutputs.read(document)
     request = InferenceRequest(
         model_name=name,

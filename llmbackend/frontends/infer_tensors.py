@@ -15,10 +15,11 @@ from llmbackend.core.errors import invalid_argument
 from llmbackend.core.messages import RawTensor, SharedInput
 from llmbackend.core.tensors import NUMPY_DTYPE, Place, Tensor
 
-from .json_reader import as_array, as_bool, as_object, as_string, as_unsigned, member, parsing
+from .json_reader import array_member, as_array, as_bool, as_object, as_unsigned, parsing, string_member
 from .json_tensors import tensor_from_json
 from .shared_memory_params import CLASSIFICATION, REGION, check_output_parameters, classes_from_json, place_from_json
 
+_NONE: dict[str, Any] = {}
 _ONE_SOURCE = (
     "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
     "'shared_memory_region' in 'parameters'. But "
@@ -42,14 +43,13 @@ class Inputs:
             raise invalid_argument(f"unexpected additional input data for model '{self._model_name}'")
 
     def _add(self, item: Any) -> None:
-        with parsing("name"):
-            name = as_string(member(item, "name"))
-        with parsing("datatype"):
-            datatype = as_string(member(item, "datatype"))
+        name = string_member(item, "name")
+        datatype = string_member(item, "datatype")
         if datatype not in NUMPY_DTYPE:
             raise invalid_argument(f"invalid datatype for input {name}")
+        dims = array_member(item, "shape")
         with parsing("shape"):
-            shape = tuple(as_unsigned(dim) for dim in as_array(member(item, "shape")))
+            shape = tuple(map(as_unsigned, dims))
         parameters = _parameters_of(item)
         _check_one_source(item, parameters)
         if REGION in parameters:
@@ -75,19 +75,21 @@ class Inputs:
 
 
 def _parameters_of(item: Any) -> Mapping[str, Any]:
-    if not isinstance(item, dict) or "parameters" not in item:
-        return {}
+    parameters = item.get("parameters", _NONE) if type(item) is dict else _NONE
+    if type(parameters) is dict:
+        return parameters
     with parsing("parameters"):
-        return as_object(item["parameters"])
+        return as_object(parameters)
 
 
 def _check_one_source(item: Any, parameters: Mapping[str, Any]) -> None:
+    if ("data" in item) + ("binary_data_size" in parameters) + (REGION in parameters) == 1:
+        return
     sources = ["data"] if "data" in item else []
     sources += [key for key in ("binary_data_size", REGION) if key in parameters]
     if not sources:
         raise invalid_argument(_ONE_SOURCE + "no field is set")
-    if len(sources) > 1:
-        raise invalid_argument(_ONE_SOURCE + "set " + " ".join(f"'{source}'" for source in sources))
+    raise invalid_argument(_ONE_SOURCE + "set " + " ".join(f"'{source}'" for source in sources))
 
 
 class RequestedOutputs:
@@ -112,8 +114,7 @@ class RequestedOutputs:
     def _add(self, item: Any) -> None:
         parameters = _parameters_of(item)
         check_output_parameters(parameters)
-        with parsing("name"):
-            name = as_string(member(item, "name"))
+        name = string_member(item, "name")
         self.names[name] = None
         if CLASSIFICATION in parameters and (count := classes_from_json(parameters)):
             self.classes[name] = count

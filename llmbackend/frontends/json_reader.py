@@ -104,6 +104,24 @@ def member(value: Any, key: str) -> Any:
     return value[key]
 
 
+def string_member(value: Any, key: str) -> str:
+    """Raises TritonError INTERNAL "Unable to parse '<key>': …" unless `value` is an object with a string there."""
+    found = value.get(key) if type(value) is dict else None
+    if type(found) is str:
+        return found
+    with parsing(key):
+        return as_string(member(value, key))
+
+
+def array_member(value: Any, key: str) -> list[Any]:
+    """As `string_member`, for an array."""
+    found = value.get(key) if type(value) is dict else None
+    if type(found) is list:
+        return found
+    with parsing(key):
+        return as_array(member(value, key))
+
+
 def as_string(value: Any) -> str:
     if isinstance(value, str):
         return value

@@ -89,7 +89,7 @@ class ResponseStream:
         self._backlog = backlog
         self._on_response = on_response or self._wake
         self._waiting_bytes = 0
-        self._ready: deque[Item] = deque()
+        self._ready: deque[tuple[Item, int]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._ended = False
         self.on_overflow: Callable[[], None] | None = None
@@ -108,7 +108,7 @@ class ResponseStream:
             if self.on_overflow is not None:
                 self.on_overflow()
         self._ended = is_final(item[1])
-        self._ready.append(item)
+        self._ready.append((item, size))
         self._waiting_bytes += size
         self._backlog.waiting_bytes += size
         self._on_response()
@@ -136,13 +136,13 @@ class ResponseStream:
 
     def pop(self) -> Item:
         """The oldest response that is here. Raises IndexError when none is."""
-        item = self._ready.popleft()
-        self._release(size_bytes(item) if self._ready else self._waiting_bytes)
+        item, size = self._ready.popleft()
+        self._release(size)
         return item
 
     def pop_all(self) -> list[Item]:
         """All responses that are here already, without waiting: lets a frontend merge them into one write."""
-        items = list(self._ready)
+        items = [item for item, _ in self._ready]
         self._ready.clear()
         self._release(self._waiting_bytes)
         return items

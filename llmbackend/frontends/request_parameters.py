@@ -39,6 +39,8 @@ class RequestOptions:
 
 
 _NO_OPTIONS: Final = RequestOptions()
+_EMPTY_FINAL_RESPONSE: Final = RequestOptions(empty_final_response=True)
+_EMPTY_FINAL_ALONE: Final = frozenset({EMPTY_FINAL})
 _JSON_KEYS: Final = frozenset(
     {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "binary_data_output"}
 )
@@ -110,6 +112,8 @@ def options_from_proto(parameters: Mapping[str, InferParameter]) -> RequestOptio
         if choice is None or choice not in _GRPC_TYPES.get(key, _GRPC_CUSTOM_TYPES):
             raise _wrong_proto_type(key)
         values[key] = getattr(parameter, choice)
+    if values.keys() == _EMPTY_FINAL_ALONE:  # what NVIDIA's client in C++ always sends
+        return _EMPTY_FINAL_RESPONSE if values[EMPTY_FINAL] else _NO_OPTIONS
     if int(values.get("priority", 0)) < 0:
         raise invalid_argument("invalid value for 'priority', expected value >= 0.")
     if int(values.get("timeout", 0)) < 0:

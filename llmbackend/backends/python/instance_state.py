@@ -33,7 +33,7 @@ from .wire_messages import pack_request, unpack_response
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Outcome:
     """What an execute call gave: an error's text, or the packed responses, each None where the stub has told or will
     tell the request's end itself; the numbers of the requests to reschedule; when the model began and ended."""

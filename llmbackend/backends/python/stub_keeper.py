@@ -56,6 +56,8 @@ class StubKeeper:
 
     def get(self) -> StubServices:
         """The stub, once it is ready. Raises TritonError UNAVAILABLE while it can not be started."""
+        if self._is_ready and self._has_served and self._stub is not None:
+            return self._stub  # it may die the next moment in any case
         with self._changed:
             self._changed.wait_for(lambda: self._is_ready or self._failure or self._is_closed)
             if not self._is_ready or self._stub is None:
