@@ -111,6 +111,7 @@ ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "enable_prompt_embeds": (False,),
     "hf_config_path": (None,),
     "hf_overrides": ({}, None),
+    "kv_offloading_backend": ("native", None),
     "kv_transfer_config": (None,),
     "logits_processor_pattern": (None,),
     "logits_processors": (None,),

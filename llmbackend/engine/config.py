@@ -57,7 +57,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     None = 1 GiB on CPU, and on a GPU what is free beside the weights, the largest step and the graphs, as long as
     gpu_memory_utilization of its memory, a share, is not passed. kv_cache_dtype "fp8": keys and values in 8 bits, on a
     GPU. cudagraph_capture_sizes: the batch sizes that decode steps on a GPU are captured for; None = see graphs.ladder.
-    batch_invariant: a GPU's matrix products sum in an order that does not depend on the batch.
+    batch_invariant: a GPU's matrix products sum in an order that does not depend on the batch. kv_offloading_size: GiB
+    of host memory for KV blocks that a GPU has no room for; num_host_kv_blocks: the same as a number of blocks.
     tensor_parallel_size: devices that one engine spans, from `device` on. max_num_batched_tokens: the token budget of a
     step. speculative_config None = no speculation. async_scheduling: the next step is launched before the tokens of the
     last one are read, where the device works beside the host and no speculation makes it unknown what a step will give;
@@ -86,6 +87,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_memory_utilization: float = 0.9
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     batch_invariant: bool = False
+    kv_offloading_size: float | None = None
+    num_host_kv_blocks: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
@@ -119,6 +122,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._at_least("max_num_seqs", self.max_num_seqs, 1)
         self._at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         self._at_least("num_threads", self.num_threads, 0)
+        self._check_offloading()
         self._at_least("mock_steps_in_flight", self.mock_steps_in_flight, 0)
         self._at_least("max_engine_failures", self.max_engine_failures, 1)
         for name in ("step_timeout_s", "load_timeout_s"):
@@ -165,6 +169,43 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     f"engine argument 'tensor_parallel_size' is {self.tensor_parallel_size}, expected 1 where '{name}' "
                     f"is {shown}"
                 )
+
+    @property
+    def offloads_kv(self) -> bool:
+        """Whether KV blocks go to host memory when the device has no room for them."""
+        return bool(self.kv_offloading_size or self.num_host_kv_blocks)
+
+    def num_host_blocks(self, block_bytes: int) -> int:
+        """KV blocks of that size to keep in host memory. Raises ValueError when there is no room for one."""
+        if self.num_host_kv_blocks is not None or not self.kv_offloading_size:
+            return self.num_host_kv_blocks or 0
+        num_blocks = int(self.kv_offloading_size * 2**30) // block_bytes
+        if num_blocks < 1:
+            raise ValueError(
+                f"engine argument 'kv_offloading_size' is {self.kv_offloading_size:g}, expected at least "
+                f"{block_bytes / 2**30:.3g} GiB, the size of one block of {self.block_size} tokens"
+            )
+        return num_blocks
+
+    def _check_offloading(self) -> None:
+        size = self.kv_offloading_size
+        if size is not None and not 0 <= size < math.inf:
+            raise ValueError(f"engine argument 'kv_offloading_size' is {size:g}, expected a number of at least 0")
+        if self.num_host_kv_blocks is not None:
+            self._at_least("num_host_kv_blocks", self.num_host_kv_blocks, 0)
+        if not self.offloads_kv:
+            return
+        name = "kv_offloading_size" if size else "num_host_kv_blocks"
+        if not self.enable_prefix_caching:
+            raise ValueError(
+                f"engine argument '{name}' is set, expected 'enable_prefix_caching' to be true with it: "
+                "blocks are found again as prefixes"
+            )
+        if self.device == "cpu" and self.model != "mock":
+            raise ValueError(
+                f"engine argument '{name}' is set, expected null or 0 with device 'cpu', whose KV cache is in host "
+                "memory: 'kv_cache_memory_bytes' is its size"
+            )
 
     @staticmethod
     def _at_least(name: str, value: int, minimum: int) -> None:

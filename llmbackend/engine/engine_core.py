@@ -24,7 +24,7 @@ from .process import lean_imports
 from .scheduler import Scheduler
 from .sequence import Rows, Sequence, refusal
 from .speculation import Speculator, runs_that_hold
-from .step import OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
+from .step import OffloadingRunner, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
 from .steps_in_flight import Progress, StepsInFlight
 
 logger = logging.getLogger(__name__)
@@ -75,13 +75,29 @@ def _steps_in_flight(config: EngineConfig, runner: Runner, rows: Rows) -> StepsI
     return StepsInFlight(runner, rows) if isinstance(runner, OverlappingRunner) else None
 
 
+def _offloading_runner(config: EngineConfig, runner: Runner) -> OffloadingRunner | None:
+    """The runner, if it keeps KV blocks in host memory. Raises ValueError when it cannot and should."""
+    if runner.info.num_host_blocks and isinstance(runner, OffloadingRunner):
+        return runner
+    if config.offloads_kv:
+        raise ValueError(
+            "engine argument 'kv_offloading_size' or 'num_host_kv_blocks' is set, expected null or 0: this model's "
+            f"runner on '{runner.info.device}' keeps no KV blocks in host memory"
+        )
+    return None
+
+
 class EngineCore:
     def __init__(self, config: EngineConfig, runner: Runner) -> None:
         self.info: ModelInfo = runner.info
         self._runner = runner
         self._table = RowTable(config.max_num_seqs, self.info.max_model_len, self.info.block_size)
         self._rows = Rows(self._table, runner)
-        self._kv_cache = KVCacheManager(self.info.num_blocks, self._table, config.enable_prefix_caching)
+        self._offloading_runner = _offloading_runner(config, runner)
+        num_host_blocks = self.info.num_host_blocks if self._offloading_runner else 0
+        self._kv_cache = KVCacheManager(
+            self.info.num_blocks, self._table, config.enable_prefix_caching, num_host_blocks
+        )
         self._scheduler = Scheduler(self._rows, self._kv_cache, config.max_num_batched_tokens)
         speculation = config.speculative_config
         self._speculator = Speculator(speculation, self._table) if speculation else None
@@ -176,6 +192,7 @@ class EngineCore:
         if plan is None:
             return None
         plan = self._with_drafts(plan)
+        self._copy_blocks()
         return self._write(plan, self._execute(plan), planned_s)
 
     def _run_ahead(self, in_flight: StepsInFlight) -> Progress | None:
@@ -185,6 +202,7 @@ class EngineCore:
             plan = self._plan(bool(in_flight))
             if plan is None:
                 break
+            self._copy_blocks()
             if self._is_launch_failed:
                 self._is_launch_failed = False
                 return self._write(plan, self._execute_one_by_one(plan), planned_s)
@@ -195,6 +213,13 @@ class EngineCore:
                 logger.exception("a step of %d rows failed to start; running its rows one by one", len(plan.rows))
                 self._is_launch_failed = True
         return in_flight.collect() if in_flight else None
+
+    def _copy_blocks(self) -> None:
+        """Has the runner make the copies between device and host that the next step relies on. They are made once, so
+        that an exception is the end of the engine."""
+        if self._offloading_runner is not None:
+            for copies in self._kv_cache.host_tier.take_copies():
+                self._offloading_runner.copy_blocks(copies)
 
     def _plan(self, in_flight: bool = False) -> StepPlan | None:
         schedule = self._scheduler.schedule(in_flight)
@@ -332,6 +357,7 @@ class EngineCore:
         return now_s - began_s, progress.forward_s, progress.sample_s
 
     def _stats(self, step_s: float = 0.0, forward_s: float = 0.0, sample_s: float = 0.0) -> EngineStats:
+        host_tier = self._kv_cache.host_tier
         return EngineStats(
             num_requests_running=self._scheduler.num_running,
             num_requests_waiting=self._scheduler.num_waiting,
@@ -348,6 +374,10 @@ class EngineCore:
             last_forward_s=forward_s,
             last_sample_s=sample_s,
             num_invariant_breaches=self._num_invariant_breaches,
+            num_host_blocks=host_tier.num_blocks,
+            num_cached_host_blocks=host_tier.num_cached_blocks,
+            num_offloaded_blocks=host_tier.num_offloaded,
+            num_reloaded_blocks=host_tier.num_reloaded,
             prefix_cache_queries=self._scheduler.num_queried_tokens,
             prefix_cache_hits=self._scheduler.num_hit_tokens,
         )

@@ -21,7 +21,16 @@ from typing import Final, Protocol
 import numpy as np
 
 from .infer_request import InferRequest, ModelInfo
-from .step import BROKEN_LOGITS, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
+from .step import (
+    BROKEN_LOGITS,
+    KVCopies,
+    OffloadingRunner,
+    OverlappingRunner,
+    RowTable,
+    Runner,
+    SampledTokens,
+    StepPlan,
+)
 
 POISON: Final = "poison"
 
@@ -78,6 +87,10 @@ class FaultyRunner:
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         self._fail_before(plan)
         return self._spoilt(plan, self._runner.execute(plan, table))
+
+    def copy_blocks(self, copies: KVCopies) -> None:
+        assert isinstance(self._runner, OffloadingRunner)
+        self._runner.copy_blocks(copies)
 
     def close(self) -> None:
         self._runner.close()

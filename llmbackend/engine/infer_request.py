@@ -94,6 +94,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_free_blocks: those that the prefix cache keeps for nobody in particular are among them. prefix_cache_queries and
     prefix_cache_hits: tokens of the requests that were admitted, and how many of them needed no computing.
+    num_host_blocks: KV blocks in host memory, of which num_cached_host_blocks hold a text; num_offloaded_blocks and
+    num_reloaded_blocks count what was copied there and back.
     num_drafts: speculations of one row in one step; num_draft_tokens: their tokens; num_accepted_tokens: those that
     held. last_step_s: the last step as a whole, where steps overlap from the end of the one before it; last_forward_s
     and last_sample_s: its two computing parts.
@@ -114,6 +116,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     last_forward_s: float = 0.0
     last_sample_s: float = 0.0
     num_invariant_breaches: int = 0
+    num_host_blocks: int = 0
+    num_cached_host_blocks: int = 0
+    num_offloaded_blocks: int = 0
+    num_reloaded_blocks: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
 
@@ -158,6 +164,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float
     description: str = ""
     """One line for the log: device, dtype, threads, instruction set."""
+    num_host_blocks: int = 0
+    """KV blocks in host memory, beside num_blocks."""
 
 
 class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from collections import OrderedDict
 
 import numpy as np
 
+from .host_tier import HostTier
 from .prefix_cache import Key, Parent, Prefix, PrefixCache
 from .step import Int32Array, RowTable
 
@@ -31,7 +32,9 @@ class KVCacheManager:
     """Owner of the free stack, the cached blocks and the counts of holders, and the one writer of
     `table.block_table`."""
 
-    def __init__(self, num_blocks: int, table: RowTable, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, table: RowTable, enable_prefix_caching: bool = True, num_host_blocks: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = table.block_size
         self._table = table
@@ -41,7 +44,8 @@ class KVCacheManager:
         self._free: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = num_blocks
         self._is_on = enable_prefix_caching
-        self._prefixes = PrefixCache(num_blocks)
+        self._prefixes = PrefixCache(num_blocks + num_host_blocks)
+        self.host_tier = HostTier(self._prefixes, num_blocks, num_host_blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()
         # Of each row: how many of its blocks the prefix cache knows (they, or others of the same text), and the
         # identity of the last of them. `take` begins anew.
@@ -92,24 +96,29 @@ class KVCacheManager:
 
     def find(self, token_ids: Int32Array, salt: str) -> Prefix:
         """The computed beginning of a text that a row without blocks may take; never its last token, whose logits are
-        wanted."""
+        wanted. Blocks from num_blocks on are in host memory."""
         num_full = (len(token_ids) - 1) // self.block_size if self._is_on else 0
         data = token_ids[: num_full * self.block_size].tobytes()
         return self._prefixes.find(salt, data, self._bytes_per_block)
 
     def num_in_use(self, prefix: Prefix) -> int:
         """How many of its blocks some row holds, so that taking them makes no free block fewer."""
-        return int(np.count_nonzero(self._holders[prefix.blocks])) if prefix.blocks else 0
+        blocks = [block for block in prefix.blocks if block < self.num_blocks]
+        return int(np.count_nonzero(self._holders[blocks])) if blocks else 0
 
     def take(self, row: int, prefix: Prefix) -> int:
         """Gives a row without blocks the beginning that was found, and returns how many tokens that is."""
         count = len(prefix.blocks)
         if self._is_on:
             self._num_known[row], self._parent[row] = count, prefix.parent
+        blocks = np.array(prefix.blocks, np.int32)
+        on_device = blocks < self.num_blocks
         for block in prefix.blocks:
             self._cached.pop(block, None)
-        self._block_table[row, :count] = prefix.blocks
-        self._holders[prefix.blocks] += 1
+        self._holders[blocks[on_device]] += 1
+        if not on_device.all():
+            blocks[~on_device] = self._reload(blocks[~on_device].tolist())
+        self._block_table[row, :count] = blocks
         self._held[row] = count
         return count * self.block_size
 
@@ -150,6 +159,7 @@ class KVCacheManager:
         if is_registered != [False] * self._num_free + [True] * len(self._cached):
             raise AssertionError("a free block is found as a text, or a cached one is not")
         self._prefixes.check()
+        self.host_tier.check()
         self._check_texts()
 
     @property
@@ -175,20 +185,36 @@ class KVCacheManager:
 
     def _take(self, row: int, count: int) -> None:
         held = int(self._held[row])
+        self._block_table[row, held : held + count] = self._allocate(count)
+        self._held[row] = held + count
+
+    def _reload(self, host_numbers: list[int]) -> Int32Array:
+        """Brings texts back from host memory, into new blocks with one holder each."""
+        self.host_tier.hold(host_numbers)
+        blocks = self._allocate(len(host_numbers))
+        for number, block in zip(host_numbers, blocks.tolist(), strict=True):
+            self.host_tier.reload(number, block)
+        return blocks
+
+    def _allocate(self, count: int) -> Int32Array:
+        """That many blocks, which are there, with one holder each."""
         from_stack = min(count, self._num_free)
         top = self._num_free - from_stack
         blocks = self._free[top : self._num_free][::-1]
         if from_stack < count:
             blocks = np.concatenate([blocks, np.array([self._reuse() for _ in range(count - from_stack)], np.int32)])
-        self._block_table[row, held : held + count] = blocks
         self._holders[blocks] = 1
         self._num_free = top
-        self._held[row] = held + count
+        return blocks
 
     def _reuse(self) -> int:
-        """Takes the cached block that nobody has used for the longest time."""
+        """Takes the cached block that nobody has used for the longest time; its text goes on in host memory, if there
+        is any."""
         block, _ = self._cached.popitem(last=False)
-        self._prefixes.forget(block)
+        if self.host_tier.num_blocks:
+            self.host_tier.offload(block)
+        else:
+            self._prefixes.forget(block)
         return block
 
     def _keep_cached(self, unused: Int32Array) -> Int32Array:

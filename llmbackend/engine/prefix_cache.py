@@ -32,6 +32,8 @@ class Prefix:
 
 
 class PrefixCache:
+    """Over blocks 0..num_blocks-1, wherever their memory is."""
+
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[Key, int] = {}
         self._identity_of = [NOT_REGISTERED] * num_blocks
@@ -90,6 +92,19 @@ class PrefixCache:
             self._key_of[block] = None
             self._living.remove(self._identity_of[block])
             self._identity_of[block] = NOT_REGISTERED
+
+    def is_found(self, block: int) -> bool:
+        """Whether a registered block still has the one before it, without which nobody finds it."""
+        key = self._key_of[block]
+        return key is not None and (isinstance(key[0], str) or key[0] in self._living)
+
+    def move(self, block: int, target: int) -> None:
+        """What was found in `block` is found in `target` from now on, and so is what comes after it."""
+        key = self._key_of[block]
+        assert key is not None and target not in self, f"block {block} cannot be moved to {target}"
+        self._block_of[key] = target
+        self._key_of[target], self._identity_of[target] = key, self._identity_of[block]
+        self._key_of[block], self._identity_of[block] = None, NOT_REGISTERED
 
     def check(self) -> None:
         """Raises AssertionError unless each known key leads to a block that says the same of itself."""

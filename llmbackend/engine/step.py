@@ -128,6 +128,16 @@ class SampledTokens:
     sample_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class KVCopies:
+    """Whole KV blocks to copy, all at once: blocks[i] of the device and host_blocks[i] of the host, int32 [n] both.
+    to_host: from the device to the host, else back. No two have the same target."""
+
+    to_host: bool
+    blocks: Int32Array
+    host_blocks: Int32Array
+
+
 class Runner(Protocol):
     """A loaded model with its KV memory (info.num_blocks blocks of info.block_size slots). One thread calls it.
 
@@ -190,3 +200,12 @@ class OverlappingRunner(Runner, Protocol):
     def collect(self) -> tuple[int, SampledTokens]:
         """Waits for the oldest launched step: its id and what it sampled. What it raises is the end of this runner:
         the device is in an unknown state."""
+
+
+@runtime_checkable
+class OffloadingRunner(Runner, Protocol):
+    """A runner with info.num_host_blocks KV blocks in host memory, for what the device has no room for."""
+
+    def copy_blocks(self, copies: KVCopies) -> None:
+        """Copies blocks in order with other copies and with steps, launched or executed: after all that came before it,
+        and before all that follow. May return before it is done. What it raises is the end of this runner."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
@@ -107,7 +109,11 @@ def drawn(seed: int) -> Callable[[], bool]:
     return lambda: bool(draw.integers(2))
 
 
-PACES: dict[str, Callable[[], bool]] = {"fast": lambda: True, "slow": lambda: False, "drawn": drawn(1)}
+PACES: dict[str, Callable[[], Callable[[], bool]]] = {
+    "fast": lambda: lambda: True,
+    "slow": lambda: lambda: False,
+    "drawn": lambda: drawn(1),
+}
 
 
 def make_overlapping(
@@ -115,9 +121,26 @@ def make_overlapping(
 ) -> EngineCore:
     config = EngineConfig(model="mock", mock_steps_in_flight=in_flight, **arguments)
     runner = runner_class(config)
-    runner.is_fast = PACES[pace]
+    runner.is_fast = PACES[pace]()
     return EngineCore(config, runner)
 
 
 def device_of(core: EngineCore) -> Any:
     return core._runner
+
+
+@contextmanager
+def devices_closed() -> Iterator[None]:
+    """The threads of all mock devices that are made inside end with it."""
+    runners: list[OverlappingMockRunner] = []
+    make = OverlappingMockRunner.__init__
+
+    def noted(runner: OverlappingMockRunner, config: EngineConfig) -> None:
+        make(runner, config)
+        runners.append(runner)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OverlappingMockRunner, "__init__", noted)
+        yield
+    for runner in runners:
+        runner.close()

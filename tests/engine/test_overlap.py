@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from mock_devices import FailingDevice, PacedDevice, device_of, make_overlapping
+from mock_devices import FailingDevice, PacedDevice, device_of, devices_closed, make_overlapping
 from mock_engine import Outcomes, ends_with_eos, expect_oracle, make_core, make_request, random_requests, run_to_end
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore, make_runner
 from llmbackend.engine.fault_injection import Faults, with_faults
 from llmbackend.engine.infer_request import InferRequest, StepOutput
-from llmbackend.engine.mock.mock_device import OverlappingMockRunner
 from llmbackend.engine.mock.mock_model import mock_generate
 from llmbackend.engine.step import OverlappingRunner, RowTable, SampledTokens, StepPlan
 
@@ -26,19 +25,9 @@ OPTIONS = list(product([1, 7, 512], [1, 4, 32], [None, 96], [1, 3, 32], [False, 
 
 
 @pytest.fixture(autouse=True)
-def devices_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test's device threads end with it."""
-    runners: list[OverlappingMockRunner] = []
-    make = OverlappingMockRunner.__init__
-
-    def noted(runner: OverlappingMockRunner, config: EngineConfig) -> None:
-        make(runner, config)
-        runners.append(runner)
-
-    monkeypatch.setattr(OverlappingMockRunner, "__init__", noted)
-    yield
-    for runner in runners:
-        runner.close()
+def devices_end() -> Iterator[None]:
+    with devices_closed():
+        yield
 
 
 def expect_all(outcomes: Outcomes, requests: list[InferRequest]) -> None:

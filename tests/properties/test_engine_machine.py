@@ -27,6 +27,8 @@ from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 
 MAX_MODEL_LEN = 40
 EAGER = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1, max_step_tokens=16)
+CACHING = ((True, 0), (True, 4), (True, 30), (False, 0))
+"""Whether there is a prefix cache, and how many blocks of host memory it has beside the device's."""
 NOT_NUMBERS = "its logits are not numbers"
 TOO_LARGE = "the engine's whole KV cache"
 POISONOUS = "ArithmeticError: poisonous"
@@ -110,9 +112,11 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from((5, 3, 1)),
         max_num_batched_tokens=st.sampled_from((64, 8, 3, 1)),
         speculates=st.booleans(),
-        enable_prefix_caching=st.sampled_from((True, True, False)),
+        caching=st.sampled_from(CACHING),
     )
-    def make(self, block_size: int, spare_blocks: int, speculates: bool, **arguments: int) -> None:
+    def make(
+        self, block_size: int, spare_blocks: int, speculates: bool, caching: tuple[bool, int], **arguments: int
+    ) -> None:
         """An engine that speculates has a model that repeats itself, so that drafts hold and fail often."""
         num_kv_blocks = MAX_MODEL_LEN // block_size + spare_blocks
         config = EngineConfig(
@@ -121,6 +125,8 @@ class EngineMachine(RuleBasedStateMachine):
             block_size=block_size,
             num_kv_blocks=num_kv_blocks,
             speculative_config=EAGER if speculates else None,
+            enable_prefix_caching=caching[0],
+            num_host_kv_blocks=caching[1],
             **arguments,
         )
         if speculates:

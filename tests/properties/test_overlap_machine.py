@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from machine_settings import machine_settings
 from mock_devices import FailingDevice
-from test_engine_machine import MAX_MODEL_LEN, EngineMachine
+from test_engine_machine import CACHING, MAX_MODEL_LEN, EngineMachine
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
@@ -19,16 +19,26 @@ class OverlapMachine(EngineMachine):
         steps_in_flight=st.sampled_from((2, 2, 1, 3)),
         max_num_seqs=st.sampled_from((5, 3, 1)),
         max_num_batched_tokens=st.sampled_from((64, 8, 3, 1)),
-        enable_prefix_caching=st.sampled_from((True, True, False)),
+        caching=st.sampled_from(CACHING),
         is_fast=st.booleans(),
     )
-    def make(self, block_size: int, spare_blocks: int, steps_in_flight: int, is_fast: bool, **arguments: int) -> None:  # type: ignore[override]
+    def make(  # type: ignore[override]
+        self,
+        block_size: int,
+        spare_blocks: int,
+        steps_in_flight: int,
+        caching: tuple[bool, int],
+        is_fast: bool,
+        **arguments: int,
+    ) -> None:
         config = EngineConfig(
             model="mock",
             max_model_len=MAX_MODEL_LEN,
             block_size=block_size,
             num_kv_blocks=MAX_MODEL_LEN // block_size + spare_blocks,
             mock_steps_in_flight=steps_in_flight,
+            enable_prefix_caching=caching[0],
+            num_host_kv_blocks=caching[1],
             **arguments,
         )
         device = FailingDevice(config)

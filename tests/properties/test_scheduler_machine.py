@@ -65,16 +65,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_rows=st.sampled_from((4, 2, 1)),
         budget=st.sampled_from((16, 5, 1)),
         caching=st.sampled_from((True, True, False)),
+        num_host_blocks=st.sampled_from((0, 2, 20)),
     )
-    def make(self, block_size: int, spare_blocks: int, num_rows: int, budget: int, caching: bool) -> None:
+    def make(
+        self, block_size: int, spare_blocks: int, num_rows: int, budget: int, caching: bool, num_host_blocks: int
+    ) -> None:
         num_blocks = 12 // block_size + spare_blocks
         config = EngineConfig(model="mock", block_size=block_size, num_kv_blocks=num_blocks, max_num_seqs=num_rows)
         self.runner = MockRunner(config)
         self.table = RowTable(num_rows, MAX_MODEL_LEN, block_size)
-        self.kv_cache = KVCacheManager(num_blocks, self.table, caching)
+        self.kv_cache = KVCacheManager(num_blocks, self.table, caching, num_host_blocks)
         self.caching = caching
         self.slots: list[Text | None] = [None] * (num_blocks * block_size)
         """The text that the KV of each slot belongs to."""
+        self.host_slots: list[Text | None] = [None] * (num_host_blocks * block_size)
         self.rows = Rows(self.table, self.runner)
         self.scheduler = Scheduler(self.rows, self.kv_cache, budget)
         self.budget = budget
@@ -162,6 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._expect_running_first(before, still_running, chunks)
         self._expect_admission_in_order(before, admitted, chunks, bool(preempted))
         self._move(admitted)
+        self._copy_blocks()
         self._expect_own_texts(self.running)
         self._expect_blocks_of_the_step_alone(chunks)
         self._expect_progress(before, schedule, chunks)
@@ -255,6 +260,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         for one in sequences:
             for position in range(self._num_computed(one)):
                 assert self.slots[self._slot(one, position)] == self._text(one, position)
+
+    def _copy_blocks(self) -> None:
+        """Between device and host, in order; what was copied from is nobody's any more."""
+        size = self.kv_cache.block_size
+        for copies in self.kv_cache.host_tier.take_copies():
+            for block, host_block in zip(copies.blocks.tolist(), copies.host_blocks.tolist(), strict=True):
+                on_device, on_host = (
+                    slice(block * size, (block + 1) * size),
+                    slice(host_block * size, (host_block + 1) * size),
+                )
+                if copies.to_host:
+                    self.host_slots[on_host], self.slots[on_device] = self.slots[on_device], [None] * size
+                else:
+                    self.slots[on_device], self.host_slots[on_host] = self.host_slots[on_host], [None] * size
 
     def _move(self, admitted: list[Sequence]) -> None:
         for one in admitted:

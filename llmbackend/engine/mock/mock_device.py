@@ -1,8 +1,9 @@
 """The mock model on a device of its own: a thread that runs launched steps in order, on what they were launched with.
 
 For: everything that steps in flight need to be tested for, without an accelerator. Does not know: torch. Invariants: a
-step takes copies of all it needs when it is launched, and never sees the host's table; what the host says of a token
-that it has not read is only PENDING_TOKEN, and the device then takes what it sampled itself, at that very position.
+step takes copies of all it needs when it is launched, and never sees the host's table, which has moved on by then; what
+the host says of a token that it has not read is only PENDING_TOKEN, and the device then takes what it sampled itself,
+at that very position.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..infer_request import InferRequest, TokenLogprobs
-from ..step import PENDING_TOKEN, Int32Array, RowTable, SampledTokens, StepPlan
+from ..step import PENDING_TOKEN, Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
 from .mock_model import MockRunner, context_slots, scheduled_slots
 
 
@@ -42,7 +43,8 @@ class _DeviceStep:
 
 
 class OverlappingMockRunner(MockRunner):
-    """An OverlappingRunner. `execute` computes where it is called, and needs that nothing is in flight."""
+    """An OverlappingRunner and an OffloadingRunner. `execute` sees the host's table, which stands still while it waits
+    for the device."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -54,7 +56,7 @@ class OverlappingMockRunner(MockRunner):
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         assert not self._launched, "a step is executed while others are in flight"
-        return super().execute(plan, table)
+        return self._device.submit(super().execute, plan, table).result()
 
     def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
         assert len(self._launched) < self.max_steps_in_flight, "more steps are launched than may be in flight"
@@ -70,6 +72,9 @@ class OverlappingMockRunner(MockRunner):
     def collect(self) -> tuple[int, SampledTokens]:
         step_id, result = self._launched.popleft()
         return step_id, result.result()
+
+    def copy_blocks(self, copies: KVCopies) -> None:
+        self._device.submit(super().copy_blocks, copies)
 
     def close(self) -> None:
         self._device.shutdown(cancel_futures=True)

@@ -19,7 +19,7 @@ import numpy as np
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import FinishReason, InferRequest, ModelInfo, TokenLogprobs
 from llmbackend.engine.sampling.random_numbers import splitmix64
-from llmbackend.engine.step import Int32Array, RowTable, SampledTokens, StepPlan
+from llmbackend.engine.step import Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
 
 from .mock_sampler import FloatArray, sample
 
@@ -50,10 +50,12 @@ class MockRunner:
             device="cpu",
             load_s=0.0,
             description="mock model: logits are a hash of the tokens",
+            num_host_blocks=config.num_host_blocks(config.block_size * np.dtype(np.int32).itemsize),
         )
         self._step_s = config.mock_step_ms / 1e3
         self._requests: dict[int, InferRequest] = {}
         self._slots: Int32Array = np.full(num_blocks * config.block_size, -1, np.int32)
+        self._host_blocks: Int32Array = np.full((self.info.num_host_blocks, config.block_size), -1, np.int32)
 
     def add_row(self, row: int, request: InferRequest) -> None:
         for token_id in request.sampling.logit_bias:
@@ -79,6 +81,16 @@ class MockRunner:
             if row_logprobs is not None:
                 logprobs.setdefault(row, []).append(row_logprobs)
         return SampledTokens(np.array(token_ids, np.int32), logprobs)
+
+    def copy_blocks(self, copies: KVCopies) -> None:
+        """As an OffloadingRunner; a copied block's source is spoilt, because nobody may read it any more."""
+        blocks = self._slots.reshape(-1, self.info.block_size)
+        if copies.to_host:
+            self._host_blocks[copies.host_blocks] = blocks[copies.blocks]
+            blocks[copies.blocks] = -1
+        else:
+            blocks[copies.blocks] = self._host_blocks[copies.host_blocks]
+            self._host_blocks[copies.host_blocks] = -1
 
     def close(self) -> None:
         pass
