@@ -193,18 +193,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"engine argument 'kv_offloading_size' is {size:g}, expected a number of at least 0")
         if self.num_host_kv_blocks is not None:
             self._at_least("num_host_kv_blocks", self.num_host_kv_blocks, 0)
-        if not self.offloads_kv:
-            return
-        name = "kv_offloading_size" if size else "num_host_kv_blocks"
-        if not self.enable_prefix_caching:
+        if self.offloads_kv and not self.enable_prefix_caching:
+            name = "kv_offloading_size" if size else "num_host_kv_blocks"
             raise ValueError(
                 f"engine argument '{name}' is set, expected 'enable_prefix_caching' to be true with it: "
                 "blocks are found again as prefixes"
-            )
-        if self.device == "cpu" and self.model != "mock":
-            raise ValueError(
-                f"engine argument '{name}' is set, expected null or 0 with device 'cpu', whose KV cache is in host "
-                "memory: 'kv_cache_memory_bytes' is its size"
             )
 
     @staticmethod

@@ -58,5 +58,5 @@ class OverlapMachine(EngineMachine):
                 self.core.close()
 
 
-OverlapMachine.TestCase.settings = machine_settings(examples=50, steps=40)
+OverlapMachine.TestCase.settings = machine_settings(examples=30, steps=40)
 TestOverlapMachine = OverlapMachine.TestCase

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from ..infer_request import InferRequest, ModelInfo
-from ..step import RowTable, SampledTokens, StepPlan
+from ..step import KVCopies, RowTable, SampledTokens, StepPlan
 from .device import Device, Event
 from .device_rows import DeviceRows
 from .graphs import DecodeGraphs
+from .host_blocks import HostBlocks
 from .program import GpuProgram
 from .sampling import Sampling, StepSampling
 from .step_message import StepMessage, StepMessages
@@ -29,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """What computes steps. graphs: None, or those that take the place of the program where a step fits one."""
+    """What computes steps. graphs: None, or those that take the place of the program where a step fits one.
+    host_blocks: where KV blocks go that have to make room on the device, if anywhere."""
 
     device: Device
     program: GpuProgram
@@ -37,6 +39,7 @@ class Engine:
     messages: StepMessages
     graphs: DecodeGraphs
     sampling: Sampling
+    host_blocks: HostBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +101,10 @@ class GpuRunner:
             sample_s=launched.end.seconds_since(launched.computed),
         )
         return launched.step_id, sampled
+
+    def copy_blocks(self, copies: KVCopies) -> None:
+        assert self._engine.host_blocks is not None, "there are no host blocks"
+        self._engine.host_blocks.copy(copies)
 
     def close(self) -> None:
         """Waits for what is in flight. The memory of a device that has failed goes with the process."""

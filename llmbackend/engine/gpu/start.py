@@ -7,9 +7,11 @@ config states. So no step of a running engine meets a device that is full.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 
+import msgspec
 import numpy as np
 from torch import nn
 
@@ -23,6 +25,7 @@ from .dense_weights import Matmul
 from .device import CudaDevice, Device
 from .device_rows import DeviceRows
 from .graphs import DecodeGraphs, ladder
+from .host_blocks import HostBlocks
 from .ops import LayerCache, Ops
 from .program import GpuProgram, library_matmul
 from .proof import LONGEST_PROBE, prove
@@ -57,11 +60,17 @@ def start(
         raise ValueError(f"engine argument 'speculative_config' is set, which device '{config.device}' cannot do yet")
     engine = _make_engine(config, loaded, device, ops, matmul, sampling)
     num_blocks = _num_blocks(config, loaded, engine)
-    engine.program.use_caches(_caches(config, loaded, device, num_blocks))
+    caches = _caches(config, loaded, device, num_blocks)
+    engine.program.use_caches(caches)
+    host_blocks = HostBlocks.make(config, device, caches.values())
     capture_s = engine.graphs.capture(_graph_sizes(config))
     how = f"{type(ops).__name__}, graphs of {engine.graphs.sizes or 'no'} sequences in {capture_s:.1f} s"
     logger.info("%s: %d KV blocks of %d tokens, %s", device.name, num_blocks, config.block_size, how)
-    return GpuRunner(engine, _info(config, loaded, device, num_blocks, how, start_s))
+    info = _info(config, loaded, device, num_blocks, how, start_s)
+    if host_blocks is not None:
+        engine = dataclasses.replace(engine, host_blocks=host_blocks)
+        info = msgspec.structs.replace(info, num_host_blocks=host_blocks.num_blocks)
+    return GpuRunner(engine, info)
 
 
 def choose(config: EngineConfig, loaded: LoadedModel) -> tuple[Ops, Matmul, Sampling]:

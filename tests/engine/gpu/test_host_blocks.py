@@ -1,0 +1,100 @@
+"""KV blocks between device and host memory on the accelerator path, and its steps that overlap, through the core.
+
+The fake device does its work as late as it can, so that a copy or a step that reads the host's memory late shows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
+from tiny_models import FAMILIES, save
+
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.gpu import host_blocks
+from llmbackend.engine.gpu.fake_device import FakeDevice
+from llmbackend.engine.gpu.host_blocks import HostBlocks
+from llmbackend.engine.gpu.ops import LayerCache
+from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.model_runner import ModelRunner
+from llmbackend.engine.step import KVCopies
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    save(FAMILIES["qwen2"], path)
+    return path
+
+
+def greedy(requests: list[InferRequest]) -> list[InferRequest]:
+    """What GreedyOnDevice can sample: no penalties, no logprobs."""
+    return [
+        InferRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=SamplingParams(max_tokens=request.sampling.max_tokens, temperature=0.0),
+        )
+        for request in requests
+    ]
+
+
+@pytest.mark.parametrize("num_host_kv_blocks", [0, 3, 40])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_tokens_are_those_of_the_cpu_path(model: Path, overlaps: bool, num_host_kv_blocks: int) -> None:
+    requests = greedy(mixed_requests(9, seed=3))
+    expected, _ = tokens_of(config_for(model), ModelRunner(config_for(model)), requests)
+    config = config_for(
+        model,
+        num_kv_blocks=14,
+        max_num_batched_tokens=24,
+        num_host_kv_blocks=num_host_kv_blocks,
+        async_scheduling=overlaps,
+    )
+    tokens, preemptions = tokens_of(config, gpu_runner(config, sampling=GreedyOnDevice()), requests)
+    assert tokens == expected
+    assert preemptions > 0
+
+
+def test_what_the_device_has_no_room_for_is_copied_back(model: Path) -> None:
+    config = config_for(model, num_kv_blocks=14, num_host_kv_blocks=40)
+    runner = gpu_runner(config)
+    assert runner.info.num_host_blocks == 40
+    core = EngineCore(config, runner)
+    found = []
+    for i in (0, 1, 2, 0):
+        core.add(InferRequest(request_id="r", prompt_token_ids=tuple(range(i, i + 41)), sampling=SamplingParams()))
+        while core.has_work:
+            result = core.step()
+            found += [output.num_cached_tokens for output in result.outputs if output.finish_reason]
+    assert found == [0, 0, 0, 40]
+    assert result.stats.num_reloaded_blocks > 0
+    core.check()
+    core.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_blocks_go_there_and_back_bit_by_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several chunks of host memory, late, and in the order in which they were asked for."""
+    monkeypatch.setattr(host_blocks, "CHUNK_BYTES", 3000)
+    device = FakeDevice()
+    torch.manual_seed(0)
+    caches = [LayerCache(*(torch.randint(0, 200, (6, heads, 4, dim)).to(dtype) for dim in (8, 6))) for heads in (2, 1)]
+    before = [(cache.keys.clone(), cache.values.clone()) for cache in caches]
+    host = HostBlocks(device, caches, 9)
+    host.copy(_copies(True, [0, 1, 5], [8, 0, 4]))
+    host.copy(_copies(False, [2, 0], [8, 4]))
+    assert torch.equal(caches[0].keys, before[0][0]), "nothing is done before somebody waits"
+    device.synchronize()
+    for cache, (keys, values) in zip(caches, before, strict=True):
+        for part, old in ((cache.keys, keys), (cache.values, values)):
+            assert torch.equal(part[2], old[0])
+            assert torch.equal(part[0], old[5])
+            assert torch.equal(part[[1, 3, 4, 5]], old[[1, 3, 4, 5]])
+
+
+def _copies(to_host: bool, blocks: list[int], host_blocks: list[int]) -> KVCopies:
+    return KVCopies(to_host, np.array(blocks, np.int32), np.array(host_blocks, np.int32))
