@@ -66,8 +66,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host's own. num_threads 0 = all cores. quantization: weights per output channel and activations per token in 8 bits,
     "int8" whole numbers, "fp8" floats (e4m3, on a GPU). enforce_eager: on CPU the model's modules compute, and not one
     native program; on a GPU there are no graphs. kernels "torch": plain torch in the place of all own kernels.
-    step_timeout_s:
-    an engine whose step takes longer hangs, and is replaced; load_timeout_s: the same for loading.
+    step_timeout_s: an engine whose step takes longer hangs, and is replaced; load_timeout_s: the same for loading.
     enable_lora, lora_modules: adapters by name, folders that PEFT wrote, of at most max_lora_rank; the model then runs
     as modules. max_engine_failures: how many may die in a row without finishing a step before the model is given up.
     mock_step_ms: what a step of the mock takes at least. mock_steps_in_flight: how many steps may be launched on its
@@ -193,11 +192,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"engine argument 'kv_offloading_size' is {size:g}, expected a number of at least 0")
         if self.num_host_kv_blocks is not None:
             self._at_least("num_host_kv_blocks", self.num_host_kv_blocks, 0)
-        if self.offloads_kv and not self.enable_prefix_caching:
-            name = "kv_offloading_size" if size else "num_host_kv_blocks"
+        if not self.offloads_kv:
+            return
+        name = "kv_offloading_size" if size else "num_host_kv_blocks"
+        if not self.enable_prefix_caching:
             raise ValueError(
                 f"engine argument '{name}' is set, expected 'enable_prefix_caching' to be true with it: "
                 "blocks are found again as prefixes"
+            )
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"engine argument '{name}' is set, expected null or 0 where 'tensor_parallel_size' is above 1"
             )
 
     @staticmethod
