@@ -8,6 +8,7 @@ new ones each time. The last two want `--timeout=0`.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -35,6 +36,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("LLMBACKEND_GPUS", "")  # a test means the same on a machine with GPUs
 
 CONSERVATION = Conservation()
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have made lasts: no collection of garbage, of which tests ask for many, looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
