@@ -1,5 +1,6 @@
 # make serve   installs, then serves the bundled demo model on loopback (HTTP 8000, gRPC 8001, metrics 8002)
-# make test    linters, types, import contract, the whole test suite
+# make test    linters, types, import contract, the whole test suite, smoke
+# make unit    the test suite alone, in two workers (ARGS=tests/core for a part of it, ARGS=-n0 for one process)
 # make smoke   a real server on free ports, every protocol with real clients
 # make real-triton   the backend inside a real Triton (LLMBACKEND_REAL_TRITON=folder; docs/inside_triton.md)
 # make conformance   the golden transcripts of a real Triton replayed against this host
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
-.PHONY: serve test lint unit smoke conformance real-triton chaos soak overload idle fuzz bench clean
+.PHONY: serve test lint unit smoke conformance conformance-live real-triton chaos soak overload idle fuzz bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -30,7 +31,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests mostly wait for processes: two workers, each with a file of its own (ARGS=-n0: one by one, in this process).
+# Half of a test's time is waiting for a process, so two workers share the files; more find no core on a small machine.
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
