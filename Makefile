@@ -33,7 +33,7 @@ lint: $(VENV)/.test
 
 # Half of a test's time is waiting for a process, so two workers share the files; more find no core on a small machine.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 smoke: $(VENV)/.test
 	$(BIN)/python tools/smoke.py
