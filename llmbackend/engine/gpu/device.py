@@ -57,6 +57,10 @@ class Device(Protocol):
     def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Host memory that is copied to and from the device without waiting for it; [size], zeros."""
 
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Part of enqueued work: a copy in host memory, which holds what it should when an event behind it has
+        passed."""
+
     def capture(self, work: Callable[[], None]) -> Graph:
         """Runs the work once and then records it. Nothing else may be enqueued meanwhile."""
 
@@ -117,6 +121,10 @@ class CudaDevice:
 
     def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        # torch gives pinned memory to nobody else before the copy is done.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """The first run compiles kernels and makes the workspaces of libraries, which a capture must not do. Graphs

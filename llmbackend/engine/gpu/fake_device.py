@@ -47,6 +47,9 @@ class FakeDevice:
     def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype)
 
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
     def capture(self, work: Callable[[], None]) -> Graph:
         self.synchronize()
         work()

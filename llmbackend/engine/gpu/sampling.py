@@ -1,13 +1,13 @@
-"""How the runner samples: what it asks of a sampler, and the one that waits for logits and samples on the host.
+"""How the runner samples: on the device, or on the host, which waits for the logits.
 
-For: the runner. Does not know: how logits are made. Invariant: what is sampled becomes part of the device's rows before
-the next step reads them.
+For: the runner. Does not know: how logits are made, how a token is chosen. Invariant: what is sampled becomes part of
+the device's rows before the next step reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,11 @@ import torch
 from ..infer_request import InferRequest
 from ..sampler import Sampler
 from ..step import RowTable, SampledTokens, StepPlan
+from .device import Device
 from .device_rows import DeviceRows
+
+if TYPE_CHECKING:
+    from .device_sampler import DeviceSampler  # needs triton
 
 
 class StepSampling(Protocol):
@@ -72,3 +76,42 @@ class _HostStep:
 
     def result(self) -> SampledTokens:
         return self._sampled
+
+
+class DeviceSampling:
+    """The device's own sampler: the host reads tokens when it wants to, a step behind."""
+
+    max_steps_in_flight = 2
+
+    def __init__(self, sampler: DeviceSampler, device: Device) -> None:
+        self._sampler, self._device = sampler, device
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        self._sampler.add_row(row, request)
+
+    def remove_row(self, row: int) -> None:
+        self._sampler.remove_row(row)
+
+    def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
+        return _DeviceStep(self._sampler, self._device, plan, table)
+
+
+class _DeviceStep:
+    def __init__(self, sampler: DeviceSampler, device: Device, plan: StepPlan, table: RowTable) -> None:
+        self._sampler, self._device = sampler, device
+        self._where = plan.samples(table)
+        self._prepared = sampler.prepare()
+        self._fetched: list[torch.Tensor] = []
+
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows) -> None:
+        where = rows.samples(len(logits))
+        samples = self._prepared.sample(logits, *where, rows.token_table, rows.num_prompt_tokens)
+        rows.put(*where, samples.token_ids)
+        self._fetched = [self._device.fetch(tensor) for tensor in samples.tensors()]
+
+    def result(self) -> SampledTokens:
+        from .device_sampler import HostSamples
+
+        if not self._fetched:
+            return SampledTokens(np.empty(0, np.int32))
+        return self._sampler.result(*self._where, HostSamples.of(self._fetched))

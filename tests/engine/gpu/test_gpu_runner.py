@@ -11,9 +11,10 @@ import torch
 from gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
 from tiny_models import FAMILIES, save
 
+from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu.device import Event
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.model_runner import ModelRunner
 from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan
 
@@ -63,6 +64,35 @@ def test_tokens_stay_when_steps_overlap(how: str, model: Path) -> None:
     tokens, preemptions = tokens_of(config, runner, requests)
     assert tokens == expected
     assert (preemptions > 0) == (how == "preemption and small chunks")
+
+
+def test_the_devices_sampler_gives_the_cpu_paths_tokens_and_logprobs(model: Path) -> None:
+    """On steps that overlap, one request more with each of the first: penalties count what nobody has read."""
+    ways = ({"temperature": 0.0, "logprobs": 2}, {"temperature": 0.9}, {"temperature": 0.8, "frequency_penalty": 1.5})
+    requests = [
+        InferRequest(request_id=f"{i}", prompt_token_ids=(7, 8, 9 + i), sampling=SamplingParams(max_tokens=3, **way))
+        for i, way in enumerate(ways)
+    ]
+    config, found = config_for(model, max_num_seqs=3), []
+    for runner in (ModelRunner(config), gpu_runner(config, FakeDevice(), sampling="device")):
+        core = EngineCore(config, runner)
+        outputs: list[StepOutput] = []
+        for request in requests:
+            core.add(request)
+            outputs += core.step().outputs
+        while core.has_work:
+            outputs += core.step().outputs
+        core.close()
+        outputs.sort(key=lambda output: output.request_id)
+        tokens = [(output.request_id, *output.token_ids) for output in outputs if output.token_ids]
+        found.append((tokens, [entry for output in outputs for entry in output.logprobs]))
+    (tokens, logprobs), (expected_tokens, expected_logprobs) = found[1], found[0]
+    assert tokens == expected_tokens
+    assert len(logprobs) == 3
+    for given, wanted in zip(logprobs, expected_logprobs, strict=True):
+        assert (given.token_id, given.rank) == (wanted.token_id, wanted.rank)
+        assert given.logprob == pytest.approx(wanted.logprob, abs=1e-4)
+        assert [token_id for token_id, _ in given.top] == [token_id for token_id, _ in wanted.top]
 
 
 # --- steps that overlap -----------------------------------------------------------------------------------------------
