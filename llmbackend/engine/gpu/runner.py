@@ -125,7 +125,7 @@ class GpuRunner:
         device.enqueue(lambda: logits.append(_logits(engine, message, graph_size)[:num_samples]))
         computed = device.record()
         if num_samples:
-            device.enqueue(lambda: _sample(sampling, logits[0], engine.rows))
+            device.enqueue(lambda: _sample(engine, sampling, logits[0]))
         end = device.record()
         if self.max_steps_in_flight == 1:
             end.wait()
@@ -142,5 +142,5 @@ def _logits(engine: Engine, message: StepMessage, graph_size: int | None) -> tor
 
 
 @torch.inference_mode()
-def _sample(sampling: StepSampling, logits: torch.Tensor, rows: DeviceRows) -> None:
-    sampling.enqueue(logits, rows)
+def _sample(engine: Engine, sampling: StepSampling, logits: torch.Tensor) -> None:
+    sampling.enqueue(logits, engine.rows, engine.device)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class StepSampling(Protocol):
     """One step's sampling."""
 
-    def enqueue(self, logits: torch.Tensor, rows: DeviceRows) -> None:
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         """Device work: samples from logits [samples, vocab], and puts what it sampled into the rows."""
 
     def result(self) -> SampledTokens:
@@ -69,7 +69,7 @@ class _HostStep:
         self._sampler, self._plan, self._table = sampler, plan, table
         self._sampled = SampledTokens(np.empty(0, np.int32))
 
-    def enqueue(self, logits: torch.Tensor, rows: DeviceRows) -> None:
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         self._sampled = self._sampler.sample(*self._plan.samples(self._table), logits, self._table)
         token_ids = torch.from_numpy(self._sampled.token_ids).to(logits.device)
         rows.put(*rows.samples(len(token_ids)), token_ids)
@@ -83,8 +83,8 @@ class DeviceSampling:
 
     max_steps_in_flight = 2
 
-    def __init__(self, sampler: DeviceSampler, device: Device) -> None:
-        self._sampler, self._device = sampler, device
+    def __init__(self, sampler: DeviceSampler) -> None:
+        self._sampler = sampler
 
     def add_row(self, row: int, request: InferRequest) -> None:
         self._sampler.add_row(row, request)
@@ -93,21 +93,21 @@ class DeviceSampling:
         self._sampler.remove_row(row)
 
     def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
-        return _DeviceStep(self._sampler, self._device, plan, table)
+        return _DeviceStep(self._sampler, plan, table)
 
 
 class _DeviceStep:
-    def __init__(self, sampler: DeviceSampler, device: Device, plan: StepPlan, table: RowTable) -> None:
-        self._sampler, self._device = sampler, device
+    def __init__(self, sampler: DeviceSampler, plan: StepPlan, table: RowTable) -> None:
+        self._sampler = sampler
         self._where = plan.samples(table)
         self._prepared = sampler.prepare()
         self._fetched: list[torch.Tensor] = []
 
-    def enqueue(self, logits: torch.Tensor, rows: DeviceRows) -> None:
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         where = rows.samples(len(logits))
         samples = self._prepared.sample(logits, *where, rows.token_table, rows.num_prompt_tokens)
         rows.put(*where, samples.token_ids)
-        self._fetched = [self._device.fetch(tensor) for tensor in samples.tensors()]
+        self._fetched = [device.fetch(tensor) for tensor in samples.tensors()]
 
     def result(self) -> SampledTokens:
         from .device_sampler import HostSamples

@@ -21,18 +21,18 @@ from ..infer_request import ModelInfo
 from ..loader import LoadedModel
 from ..step import RowTable, StepPlan
 from . import memory
+from .choice import choose
 from .dense_weights import Matmul
 from .device import CudaDevice, Device
 from .device_rows import DeviceRows
 from .graphs import DecodeGraphs, ladder
 from .host_blocks import HostBlocks
 from .ops import LayerCache, Ops
-from .program import GpuProgram, library_matmul
+from .program import GpuProgram
 from .proof import LONGEST_PROBE, prove
 from .runner import Engine, GpuRunner
-from .sampling import HostSampling, Sampling
+from .sampling import Sampling
 from .step_message import StepMessages
-from .torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
@@ -71,12 +71,6 @@ def start(
         engine = dataclasses.replace(engine, host_blocks=host_blocks)
         info = msgspec.structs.replace(info, num_host_blocks=host_blocks.num_blocks)
     return GpuRunner(engine, info)
-
-
-def choose(config: EngineConfig, loaded: LoadedModel) -> tuple[Ops, Matmul, Sampling]:
-    """The best there is for the device that the model is on."""
-    sampling = HostSampling(config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids)
-    return TorchOps(), library_matmul, sampling
 
 
 def _make_engine(

@@ -12,11 +12,15 @@ from .kernels import activation as activation_kernels
 from .kernels import embedding as embedding_kernels
 from .kernels import norm as norm_kernels
 from .kernels import rotary as rotary_kernels
-from .ops import Activation, LayerCache, NormSpec, RotarySpec, StepLayout
+from .kernels.paged_attention import PagedAttention
+from .ops import Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepLayout
 
 
 class TritonOps:
-    """Implements `Ops`. The last dimension of every tensor is contiguous."""
+    """Implements `Ops`. The last dimension of every tensor is contiguous. attention: None where nothing attends."""
+
+    def __init__(self, attention: PagedAttention | None = None) -> None:
+        self._attention = attention
 
     def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor, factor: float, residual: torch.Tensor) -> None:
         if len(token_ids):
@@ -38,6 +42,19 @@ class TritonOps:
     def rotary_and_write(self, qkv: torch.Tensor, layout: StepLayout, spec: RotarySpec, cache: LayerCache) -> None:
         if len(qkv):
             rotary_kernels.rotary_and_write(qkv, layout, spec, cache)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        layout: StepLayout,
+        block_table: torch.Tensor,
+        spec: AttendSpec,
+        cache: LayerCache,
+        out: torch.Tensor,
+    ) -> None:
+        assert self._attention is not None, "these operations were made without attention"
+        if len(qkv):
+            self._attention.attend(qkv, layout, block_table, spec, cache, out)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
         if len(out):

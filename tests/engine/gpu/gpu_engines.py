@@ -10,18 +10,15 @@ import torch
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.gpu.choice import choose
 from llmbackend.engine.gpu.device import Device
 from llmbackend.engine.gpu.device_rows import DeviceRows
-from llmbackend.engine.gpu.device_sampler import DeviceSampler
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.gpu.ops import Ops
-from llmbackend.engine.gpu.program import library_matmul
 from llmbackend.engine.gpu.runner import GpuRunner
-from llmbackend.engine.gpu.sampling import DeviceSampling, HostSampling, Sampling, StepSampling
+from llmbackend.engine.gpu.sampling import Sampling, StepSampling
 from llmbackend.engine.gpu.start import start
-from llmbackend.engine.gpu.torch_ops import TorchOps
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.loader import LoadedModel, load_model
+from llmbackend.engine.loader import load_model
 from llmbackend.engine.step import RowTable, Runner, SampledTokens, StepPlan
 
 VOCAB_SIZE = 96
@@ -33,20 +30,12 @@ def config_for(path: Path, **options: Any) -> EngineConfig:
 
 
 def gpu_runner(
-    config: EngineConfig, device: Device | None = None, ops: Ops | None = None, sampling: Sampling | str = "host"
+    config: EngineConfig, device: Device | None = None, sampling: Sampling | None = None, triton: bool = False
 ) -> GpuRunner:
-    """sampling: itself, or "host" or "device"."""
-    loaded, device = load_model(config, dense=True), device or FakeDevice()
-    if isinstance(sampling, str):
-        sampling = _sampling(sampling, config, loaded, device)
-    return start(config, loaded, device, ops or TorchOps(), library_matmul, sampling, 0.0)
-
-
-def _sampling(where: str, config: EngineConfig, loaded: LoadedModel, device: Device) -> Sampling:
-    limits = config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids
-    if where == "host":
-        return HostSampling(*limits)
-    return DeviceSampling(DeviceSampler(*limits, device.torch_device), device)
+    """triton: with its kernels, under the interpreter."""
+    loaded = load_model(config, dense=True)
+    ops, matmul, own_sampling = choose(config, loaded, triton)
+    return start(config, loaded, device or FakeDevice(), ops, matmul, sampling or own_sampling, 0.0)
 
 
 class GreedyOnDevice:
@@ -68,7 +57,7 @@ class _GreedyStep:
     def __init__(self) -> None:
         self._token_ids = torch.empty(0, dtype=torch.int32)
 
-    def enqueue(self, logits: torch.Tensor, rows: DeviceRows) -> None:
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         self._token_ids = logits.argmax(-1).to(torch.int32)
         rows.put(*rows.samples(len(logits)), self._token_ids)
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
-from tiny_models import FAMILIES, save
+from tiny_models import FAMILIES, SIZES, save
 
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu.device import Event
@@ -66,15 +67,17 @@ def test_tokens_stay_when_steps_overlap(how: str, model: Path) -> None:
     assert (preemptions > 0) == (how == "preemption and small chunks")
 
 
-def test_the_devices_sampler_gives_the_cpu_paths_tokens_and_logprobs(model: Path) -> None:
-    """On steps that overlap, one request more with each of the first: penalties count what nobody has read."""
-    ways = ({"temperature": 0.0, "logprobs": 2}, {"temperature": 0.9}, {"temperature": 0.8, "frequency_penalty": 1.5})
+def test_kernels_give_the_cpu_paths_tokens_and_logprobs(tmp_path: Path) -> None:
+    """All of a step in Triton's kernels, as steps that overlap: penalties count tokens that nobody has read. With each
+    of the first steps comes one request more."""
+    save(tf.Qwen2Config(**SIZES | {"num_hidden_layers": 1}), tmp_path)
+    ways = ({"temperature": 0.0, "logprobs": 2}, {"temperature": 0.8, "frequency_penalty": 1.5})
     requests = [
         InferRequest(request_id=f"{i}", prompt_token_ids=(7, 8, 9 + i), sampling=SamplingParams(max_tokens=3, **way))
         for i, way in enumerate(ways)
     ]
-    config, found = config_for(model, max_num_seqs=3), []
-    for runner in (ModelRunner(config), gpu_runner(config, FakeDevice(), sampling="device")):
+    config, found = config_for(tmp_path, max_num_seqs=2, block_size=16, cudagraph_capture_sizes=(2,)), []
+    for runner in (ModelRunner(config), gpu_runner(config, triton=True)):
         core = EngineCore(config, runner)
         outputs: list[StepOutput] = []
         for request in requests:
