@@ -21,6 +21,9 @@ NUM_SECTIONS = 6
 """rows · query_start · seq_lens · sampled_tokens · sampled_rows · sampled_positions: each of section_words words."""
 
 
+_NONE: Int32Array = np.empty((3, 0), np.int32)
+
+
 def section_words(max_num_seqs: int) -> int:
     return max_num_seqs + 1
 
@@ -51,7 +54,8 @@ class _Changes:
         return self.blocks.size + self.prompts.size + self.token_ids.size
 
     def write(self, words: Int32Array) -> None:
-        np.concatenate((self.blocks.reshape(-1), self.prompts.reshape(-1), self.token_ids), out=words)
+        if len(words):
+            np.concatenate((self.blocks.reshape(-1), self.prompts.reshape(-1), self.token_ids), out=words)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,10 +122,12 @@ class StepMessages:
 
     def sent(self, message: StepMessage, event: Event) -> None:
         """The device will read the message, and has when the event has passed."""
-        rows, columns, values = message.changes.blocks
-        self._mirror[rows, columns] = values
-        self._new_rows.difference_update(message.changes.prompts[0].tolist())
         message.buffer.event = event
+        if message.num_blocks:
+            rows, columns, values = message.changes.blocks
+            self._mirror[rows, columns] = values
+        if message.num_prompts:
+            self._new_rows.difference_update(message.changes.prompts[0].tolist())
 
     def _buffer(self, num_words: int) -> _Buffer:
         """Memory that no step in flight reads: that of the step that was sent the longest time ago."""
@@ -138,16 +144,20 @@ class StepMessages:
         reach = int((table.num_computed_tokens[plan.rows] + plan.num_scheduled_tokens).max())
         width = -(-reach // self._block_size)
         wanted = np.take(table.block_table[:, :width], plan.rows, axis=0)
-        places, columns = np.nonzero(wanted != np.take(self._mirror[:, :width], plan.rows, axis=0))
+        differ = wanted != np.take(self._mirror[:, :width], plan.rows, axis=0)
+        if not differ.any():
+            return _NONE
+        places, columns = np.nonzero(differ)
         return np.stack((plan.rows[places], columns.astype(np.int32), wanted[places, columns]))
 
     def _prompts(self, plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32Array]:
         new = [row for row in plan.rows.tolist() if row in self._new_rows] if self._new_rows else []
+        if not new:
+            return _NONE, _NONE[0]
         rows = np.array(new, np.int32)
         lens = table.num_tokens[rows]
         tokens = [table.token_ids[row, :length] for row, length in zip(new, lens.tolist(), strict=True)]
-        flat = np.concatenate(tokens) if tokens else np.empty(0, np.int32)
-        return np.stack((rows, table.num_prompt_tokens[rows], lens)), flat
+        return np.stack((rows, table.num_prompt_tokens[rows], lens)), np.concatenate(tokens)
 
     def _write_step(self, plan: StepPlan, table: RowTable, num_rows: int, words: Int32Array) -> StepShape:
         sections = words[: self._step_words].reshape(NUM_SECTIONS, self._section_words)

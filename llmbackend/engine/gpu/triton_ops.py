@@ -17,7 +17,8 @@ from .ops import Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepL
 
 
 class TritonOps:
-    """Implements `Ops`. The last dimension of every tensor is contiguous. attention: None where nothing attends."""
+    """Implements `Ops`. The last dimension of every tensor is contiguous. attention: for `attend`, with room for the
+    model's largest step; None where only the others are wanted."""
 
     def __init__(self, attention: PagedAttention | None = None) -> None:
         self._attention = attention
@@ -52,7 +53,8 @@ class TritonOps:
         cache: LayerCache,
         out: torch.Tensor,
     ) -> None:
-        assert self._attention is not None, "these operations were made without attention"
+        if self._attention is None:
+            raise RuntimeError("these operations were made without attention")
         if len(qkv):
             self._attention.attend(qkv, layout, block_table, spec, cache, out)
 

@@ -24,10 +24,11 @@ from ...decoder_description import UnrecognisedError
 from ...loader import LoadedModel, load_model
 from ...process import lean_imports
 from ...step import OverlappingRunner, RowTable
+from ..choice import choose
 from ..device import CudaDevice, Memory
 from ..fake_device import FakeDevice
 from ..quantized_weights import QuantizedLinear, check_device
-from ..start import choose, start
+from ..start import start
 from . import collectives
 from .collectives import ProcessGroup
 from .followers import Followers
