@@ -80,10 +80,12 @@ def run_all(host: LlmHost, count: int, disturb: Callable[[list[Call]], None] | N
     ]
 
 
-@pytest.mark.parametrize("group", ["", TWO])
-def test_kills_change_no_token(tmp_path: Path, group: str) -> None:
+@pytest.mark.parametrize(("group", "steps_in_flight"), [("", 2), (TWO, 0)])
+def test_kills_change_no_token(tmp_path: Path, group: str, steps_in_flight: int) -> None:
+    """One engine whose steps overlap, or two that compute one step at a time."""
     before = children()
     engine = {"transport": "process", "mock_step_ms": 4.0, "max_num_seqs": 6, "num_kv_blocks": 40}
+    engine["mock_steps_in_flight"] = steps_in_flight
 
     def kill_thrice(calls: list[Call]) -> None:
         calls[0].first.wait(10)
