@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import triton
 
-from ..infer_request import InferRequest, TokenLogprobs
+from ..infer_request import InferRequest, SamplingParams, TokenLogprobs
 from ..sampling.logit_edits import RowEdits, row_edits
 from ..step import BROKEN_LOGITS, NO_TOKEN, Int32Array, SampledTokens
 from .kernels import limited_sampling, logit_edits, logprobs, sampling
@@ -174,6 +175,18 @@ class DeviceSampler:
         )
         return PreparedSampling(self._on_device, self._changes(), features)
 
+    def compile(self, dtype: torch.dtype, max_model_len: int) -> None:
+        """Device work: samples once in every way, so that no request waits for a compiler. No row may be taken yet.
+        dtype: of logits, whose rows are vocab_size long; max_model_len: of the table."""
+        numbers: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
+        logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
+        table, zero = torch.ones((1, max_model_len), **numbers), torch.zeros(1, **numbers)
+        ways = SamplingParams(), SamplingParams(top_p=0.5, logprobs=1), SamplingParams(top_p=0.5, presence_penalty=1.0)
+        for way in ways:
+            self.add_row(0, InferRequest(request_id="", prompt_token_ids=(0,), sampling=way))
+            self.sample(logits, zero, zero + 1, table, zero)
+        self.remove_row(0)
+
     def upload(self) -> None:
         """Device work: tells what rows ask for, if anything changed."""
         self.prepare().upload()
@@ -204,10 +217,9 @@ class DeviceSampler:
         asked, own, ranks, top_ids, top = (array.tolist() for array in samples.logprobs)
         found: dict[int, list[TokenLogprobs]] = {}
         for i, (row, token_id) in enumerate(zip(rows.tolist(), samples.token_ids.tolist(), strict=True)):
-            if row in errors or row not in self._logprob_rows:
+            if asked[i] < 0 or row in errors:
                 continue
-            count = max(asked[i], 0)
-            likeliest = tuple(zip(top_ids[i][:count], top[i][:count], strict=True))
+            likeliest = tuple(zip(top_ids[i][: asked[i]], top[i][: asked[i]], strict=True))
             found.setdefault(row, []).append(TokenLogprobs(token_id, own[i], ranks[i], likeliest))
         return SampledTokens(samples.token_ids, found, errors)
 
@@ -256,7 +268,7 @@ class _DeviceState:
     """What lies on the device: the records, and memory for copies of logits while any row asks for edits."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, device
+        self.max_num_seqs, self.vocab_size, self.device = max_num_seqs, vocab_size, device
         self.records = torch.zeros((max_num_seqs, NUM_WORDS), dtype=torch.int64, device=device)
         self.edits = torch.zeros((2, 1), dtype=torch.int32, device=device)
         self._copies = torch.empty((0, vocab_size), device=device)
@@ -352,7 +364,7 @@ class _Step:
         self._slots = self._new((self._num_samples,), torch.int32)
         logit_edits.slots_kernel[(1,)](
             self._rows, self._state.records, self._slots, self._num_samples, count,
-            SAMPLES_PADDED=triton.next_power_of_2(self._num_samples),
+            SAMPLES_PADDED=triton.next_power_of_2(max(self._num_samples, len(self._state.records))),
         )  # fmt: skip
         logit_edits.copy_kernel[self._tiles()](
             self._logits, self._stride, self._slots, self._copies, self._vocab_size, BLOCKS=_BLOCKS_AT_ONCE

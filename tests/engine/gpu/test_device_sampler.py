@@ -161,7 +161,7 @@ def test_plain_rows_are_those_of_the_cpu() -> None:
         assert_same(rows.sample(logits), rows.expected(logits))
 
 
-def test_a_plain_step_is_two_launches_and_only_what_is_asked_for_adds_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     launched: list[str] = []
     run = InterpretedFunction.run
 
@@ -170,6 +170,11 @@ def test_a_plain_step_is_two_launches_and_only_what_is_asked_for_adds_some(monke
         return run(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", counted)
+    return launched
+
+
+def test_a_plain_step_is_two_launches_and_only_what_is_asked_for_adds_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = count_launches(monkeypatch)
     plain: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 2}, {"temperature": 0.0}]
     logits = make_logits("usual", 3, 40)
     for extra, more in (({}, set()), ({"top_k": 3}, {"draw_limited_kernel"}), ({"logprobs": 1}, {"logprobs_kernel"})):
@@ -287,6 +292,14 @@ def request(**sampling: Any) -> InferRequest:
 def test_a_bad_parameter_is_refused_by_name(sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DeviceSampler(1, 50, EOS, "cpu").add_row(0, request(**sampling))
+
+
+def test_all_that_steps_launch_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = DeviceSampler(1, 50, EOS, "cpu")
+    launched = count_launches(monkeypatch)
+    sampler.compile(torch.float32, 16)
+    assert {"choose_kernel", "draw_limited_kernel", "edit_kernel", "logprobs_kernel"} <= set(launched)
+    assert sampler.is_plain
 
 
 def test_compiles_for_hopper_and_spills_nothing() -> None:

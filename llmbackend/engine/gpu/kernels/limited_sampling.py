@@ -37,7 +37,7 @@ DEPTH = tl.constexpr(110.0)
 """So far below the peak a float32 weight is zero."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_samples"])
 def draw_limited_kernel(
     logits, stride, copies, slots, rows, positions, records, peaks, masses, listed, found, token_ids,
     vocab_size, num_blocks, num_samples,

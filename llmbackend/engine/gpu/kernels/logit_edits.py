@@ -31,7 +31,7 @@ _TOKENS_AT_ONCE = tl.constexpr(1024)
 _IN_PROMPT = tl.constexpr(1 << 30)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_samples", "num_copies"])
 def slots_kernel(rows, records, slots, num_samples, num_copies, SAMPLES_PADDED: tl.constexpr):
     """Gives copies to the samples that need one, in their order."""
     samples = tl.arange(0, SAMPLES_PADDED)
@@ -54,7 +54,7 @@ def copy_kernel(logits, stride, slots, copies, vocab_size, BLOCKS: tl.constexpr)
     tl.store(copies + slot * vocab_size + ids, x.to(tl.float32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["values"])
 def edit_kernel(
     rows, positions, records, slots, copies, counts, ids, values, token_table, table_stride, num_prompt_tokens,
     vocab_size,

@@ -27,7 +27,7 @@ _ANY_WEIGHT = tl.constexpr(-1.0)
 _LEAST = tl.constexpr(-3.4028234663852886e38)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top_width"])
 def logprobs_kernel(
     logits, stride, rows, records, peaks, unit_masses, listed, found, token_ids,
     asked, own_logprobs, ranks, norms, top_keys, top_width, vocab_size, num_blocks,

@@ -19,7 +19,7 @@ from .sampling_rows import MIN_P, NUM_LOGPROBS, SEED, TEMPERATURE, TOP_K, TOP_P,
 BLOCKS_AT_ONCE = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_samples"])
 def summarise_kernel(
     logits, stride, copies, slots, rows, records, peaks, masses, unit_masses, vocab_size, num_blocks, num_samples,
     BLOCKS: tl.constexpr, EDITED: tl.constexpr, UNIT_MASSES: tl.constexpr,
@@ -53,7 +53,7 @@ def _mass(x, peak):
     return tl.sum(tl.exp(tl.minimum(x - base[:, None], 0.0)).to(tl.float64), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_samples"])
 def choose_kernel(
     logits, stride, copies, slots, rows, positions, records, peaks, masses, token_ids,
     vocab_size, num_blocks, num_samples,
