@@ -397,7 +397,7 @@ class _Step:
             self._logits, self._stride, self._copies, self._slots, self._rows, self._positions, self._state.records,
             self._peaks, self._masses, *self._scratch(), self.token_ids,
             self._vocab_size, self._num_blocks, self._num_samples,
-            BLOCKS_PADDED=self._padded, SHIFT=self._shift, EDITED=self._edited, num_warps=8,
+            BLOCKS_PADDED=self._padded, SHIFT=self._shift, EDITED=self._edited, num_warps=16,
         )  # fmt: skip
 
     def logprobs(self) -> DeviceLogprobs:
@@ -410,7 +410,7 @@ class _Step:
         logprobs.logprobs_kernel[(samples,)](
             self._logits, self._stride, self._rows, self._state.records, self._peaks, self._unit_masses,
             *self._scratch(), self.token_ids, asked, own, ranks, norms, keys, collected,
-            self._vocab_size, self._num_blocks, BLOCKS_PADDED=self._padded, SHIFT=self._shift, num_warps=8,
+            self._vocab_size, self._num_blocks, BLOCKS_PADDED=self._padded, SHIFT=self._shift, num_warps=16,
         )  # fmt: skip
         logits = self._logits[:, : self._vocab_size]
         if collected or not most:

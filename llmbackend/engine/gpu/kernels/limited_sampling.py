@@ -33,6 +33,9 @@ from .sampling_rows import MIN_P, SEED, TEMPERATURE, TOP_K, TOP_P, number, unifo
 NO_WEIGHT = tl.constexpr(1e-300)
 """Below every float32 weight but zero."""
 
+SLACK = tl.constexpr(1e-5)
+"""Far more than sums of the same weights differ by."""
+
 DEPTH = tl.constexpr(110.0)
 """So far below the peak a float32 weight is zero."""
 
@@ -75,6 +78,8 @@ def draw_limited_kernel(
     if bounded == 0:
         block_masses = tl.load(masses + place, mask=blocks < num_blocks, other=0.0)
         total = tl.sum(over_peak(block_masses, scaled_peaks, peak), axis=0)
+        # All that is lighter than this weighs less than what top_p leaves over, were it the whole vocabulary.
+        least = tl.maximum(least, _bound(peak, (1.0 - top_p - SLACK) * total / vocab_size))
 
     few = tl.maximum(num_blocks // 4, 1)
     guess = peak_of_rank(scaled_peaks, tl.where((top_k > 0) & (top_k <= num_blocks), top_k, few), least, SHIFT)
@@ -136,10 +141,10 @@ def _found(found, count, peak, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _bound(peak, min_p):
-    """A logit below which no weight reaches min_p, or is anything at all; a little lower than need be."""
-    depth = tl.log(tl.maximum(min_p.to(tl.float32), 1e-37)) - 1e-3
-    depth = tl.where(min_p > 1e-37, depth, -DEPTH)
+def _bound(peak, weight):
+    """A logit below which none has this weight, or any at all; a little lower than need be, and below the peak."""
+    depth = tl.log(tl.maximum(tl.minimum(weight, 1.0).to(tl.float32), 1e-37)) - 1e-3
+    depth = tl.where(weight > 1e-37, depth, -DEPTH)
     bound = peak + depth - tl.abs(peak) * 1e-6
     return tl.maximum(bound, -3.4e38)
 
