@@ -21,21 +21,14 @@ class RowRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A plan and what is new in the table; all arrays are int32 in the machine's order.
-
-    plan: rows, num_scheduled_tokens, sample_rows and, if there are any, num_draft_tokens, one after the other. counts:
-    num_tokens, num_prompt_tokens, num_computed_tokens of these rows. new_starts, new_counts: where the new tokens of
-    each row begin and how many they are; new_token_ids: all of them. new_blocks: rows, columns and ids.
-    """
+    """A plan and what is new in the table. words: int32 in the machine's order, as table_mirror.py lays them out."""
 
     step_id: int
-    plan: bytes
-    counts: bytes
-    new_starts: bytes
-    new_counts: bytes
-    new_token_ids: bytes
-    new_blocks: bytes
+    num_rows: int
+    num_tokens: int
+    """New ones, whichever steps compute them."""
     has_drafts: bool
+    words: bytes
 
 
 class Collect(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -4,13 +4,16 @@ For: rank 0's runner, which tells, and followers, which keep a table of their ow
 step computes. Invariants: after `apply`, a mirror holds for the plan's rows what `Runner.execute` may read of the
 table; a message costs array operations and bytes in proportion to what is new, for a decode step some tens of bytes for
 each row.
+Layout of a message: sections of a word for each row, and then the new tokens and the new blocks. Sections: rows ·
+num_scheduled_tokens · sample_rows · num_tokens · num_prompt_tokens · num_computed_tokens · where the row's new tokens
+begin · how many they are · num_draft_tokens, if there are any. Blocks: rows · columns · ids.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ...step import PENDING_TOKEN, BoolArray, Int32Array, RowTable, StepPlan
+from ...step import PENDING_TOKEN, Int32Array, RowTable, StepPlan
 from .messages import Step
 
 
@@ -27,18 +30,20 @@ class TableSender:
 
     def step(self, step_id: int, plan: StepPlan, table: RowTable) -> Step:
         rows, drafts = plan.rows, plan.num_draft_tokens
-        arrays = [rows, plan.num_scheduled_tokens, plan.sample_rows.astype(np.int32)]
         starts, counts, token_ids = self._new_tokens(plan, table)
-        return Step(
-            step_id=step_id,
-            plan=_bytes(*arrays, *([] if drafts is None else [drafts])),
-            counts=_bytes(table.num_tokens[rows], table.num_prompt_tokens[rows], table.num_computed_tokens[rows]),
-            new_starts=_bytes(starts),
-            new_counts=_bytes(counts),
-            new_token_ids=_bytes(token_ids),
-            new_blocks=_bytes(*self._new_blocks(plan, table)),
-            has_drafts=drafts is not None,
+        sections = (
+            rows,
+            plan.num_scheduled_tokens,
+            plan.sample_rows,
+            table.num_tokens[rows],
+            table.num_prompt_tokens[rows],
+            table.num_computed_tokens[rows],
+            starts,
+            counts,
+            *([] if drafts is None else [drafts]),
         )
+        words = np.concatenate((*sections, token_ids, *self._new_blocks(plan, table)), dtype=np.int32)
+        return Step(step_id, len(rows), len(token_ids), drafts is not None, words.tobytes())
 
     def _new_tokens(self, plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32Array, Int32Array]:
         """Tokens that nobody has read yet are told again, and so are drafts."""
@@ -53,35 +58,36 @@ class TableSender:
         return starts, counts, token_ids
 
     def _new_blocks(self, plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Up to the last block of the longest row: what lies behind a shorter row's is stale, and harmless."""
         rows = plan.rows
-        num_positions = table.num_computed_tokens[rows] + plan.num_scheduled_tokens
-        used = -(-num_positions // table.block_size)
-        width = int(used.max())
+        reach = int((table.num_computed_tokens[rows] + plan.num_scheduled_tokens).max())
+        width = -(-reach // table.block_size)
         if width > self._known_blocks.shape[1]:
             known = np.full((len(self._known_blocks), table.block_table.shape[1]), -1, np.int32)
             known[:, : self._known_blocks.shape[1]] = self._known_blocks
             self._known_blocks = known
         current = table.block_table[rows, :width]
-        is_new = (current != self._known_blocks[rows, :width]) & (np.arange(width) < used[:, None])
-        indices, columns = np.nonzero(is_new)
-        blocks = current[indices, columns]
-        self._known_blocks[rows[indices], columns] = blocks
-        return rows[indices], columns.astype(np.int32), blocks
+        places = np.flatnonzero(current != self._known_blocks[rows, :width])
+        indices, columns = np.divmod(places, width)
+        new_rows, new_columns, blocks = rows[indices], columns.astype(np.int32), current.reshape(-1)[places]
+        self._known_blocks[new_rows, new_columns] = blocks
+        return new_rows, new_columns, blocks
 
 
 def apply(step: Step, table: RowTable) -> StepPlan:
     """Brings a follower's table up to date. Returns the plan."""
-    parts = _arrays(step.plan, 4 if step.has_drafts else 3)
-    rows = parts[0]
-    sample_rows: BoolArray = parts[2] != 0
-    plan = StepPlan(rows, parts[1], sample_rows, parts[3] if step.has_drafts else None)
-    table.num_tokens[rows], table.num_prompt_tokens[rows], table.num_computed_tokens[rows] = _arrays(step.counts, 3)
-    [starts], [counts] = _arrays(step.new_starts, 1), _arrays(step.new_counts, 1)
+    words, num_sections = np.frombuffer(step.words, np.int32), 9 if step.has_drafts else 8
+    split = num_sections * step.num_rows
+    sections = words[:split].reshape(num_sections, -1)
+    token_ids, blocks = words[split : split + step.num_tokens], words[split + step.num_tokens :].reshape(3, -1)
+    rows, scheduled, samples, num_tokens, num_prompt_tokens, num_computed_tokens, starts, counts = sections[:8]
+    table.num_tokens[rows] = num_tokens
+    table.num_prompt_tokens[rows] = num_prompt_tokens
+    table.num_computed_tokens[rows] = num_computed_tokens
     owners, columns = _ragged(starts, counts)
-    table.token_ids[rows[owners], columns] = _arrays(step.new_token_ids, 1)[0]
-    block_rows, block_columns, blocks = _arrays(step.new_blocks, 3)
-    table.block_table[block_rows, block_columns] = blocks
-    return plan
+    table.token_ids[rows[owners], columns] = token_ids
+    table.block_table[blocks[0], blocks[1]] = blocks[2]
+    return StepPlan(rows, scheduled, samples != 0, sections[8] if step.has_drafts else None)
 
 
 def _ragged(starts: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
@@ -89,11 +95,3 @@ def _ragged(starts: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Ar
     owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     firsts = np.cumsum(counts, dtype=np.int32) - counts
     return owners, np.arange(len(owners), dtype=np.int32) - firsts[owners] + starts[owners]
-
-
-def _bytes(*arrays: Int32Array) -> bytes:
-    return b"".join(array.astype(np.int32, copy=False).tobytes() for array in arrays)
-
-
-def _arrays(data: bytes, count: int) -> list[Int32Array]:
-    return list(np.frombuffer(data, np.int32).reshape(count, -1))
