@@ -86,6 +86,20 @@ def test_instances_share_one_queue(tmp_path: Path) -> None:
         assert host.metric("vllm:request_success_total", finished_reason="length") == 24
 
 
+def test_an_instance_per_gpu_is_an_engine_per_gpu_for_one_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engines would compute on: the mock model computes nowhere."""
+    monkeypatch.setenv("LLMBACKEND_GPUS", "0,1,2")
+    group = "instance_group [ { kind: KIND_GPU, gpus: [ 0, 2 ], count: 2 } ]"
+    with llm_host(tmp_path, group, max_num_seqs=2) as host:
+        [model] = host.server._lifecycle.ready_models()
+        assert sorted(engine.config.device for engine in model.state._engines) == ["cuda:0"] * 2 + ["cuda:2"] * 2
+        calls = [host.start(text_input=f"{index}", sampling=SHORT) for index in range(12)]
+        assert all(call.wait().error is None for call in calls)
+        assert_nothing_left(host)
+
+
 def test_whatever_is_cancelled_when_each_request_ends_once_and_nothing_stays(tmp_path: Path) -> None:
     draw = random.Random(1)
     group = "instance_group [ { kind: KIND_CPU, count: 2 } ]"
