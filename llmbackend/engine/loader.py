@@ -40,6 +40,9 @@ _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 # limit.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
+_DEQUANTIZED = ("fp8", "mxfp4")
+"""Methods by which a checkpoint may be quantised: transformers gives its weights back as plain ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -126,14 +129,18 @@ def _native_engine(config: EngineConfig, device: torch.device, dtype: torch.dtyp
 
 
 def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> None:
-    """Raises ValueError for a checkpoint in fewer bits: neither path multiplies by such weights."""
+    """Raises ValueError for weights in a form that neither path multiplies by. What transformers can turn into plain
+    ones as it reads them, it is told to."""
     stored = getattr(hf_config, "quantization_config", None)
     if stored is not None:
-        method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", stored)
-        raise ValueError(
-            f"engine argument 'model' is '{config.model}', whose weights are quantised by '{method}', expected plain "
-            "ones: the engine argument 'quantization' quantises them when it loads them"
-        )
+        settings = stored if isinstance(stored, dict) else vars(stored)
+        method = str(settings.get("quant_method"))
+        if method not in _DEQUANTIZED:
+            raise ValueError(
+                f"engine argument 'model' is '{config.model}', whose weights are quantised by '{method}', expected "
+                f"plain ones, or {' or '.join(_DEQUANTIZED)}: the engine argument 'quantization' quantises plain ones"
+            )
+        settings["dequantize"] = True
     if config.quantization == "fp8" and not dense:
         raise ValueError("engine argument 'quantization' is 'fp8', expected 'int8' or null on device 'cpu'")
 

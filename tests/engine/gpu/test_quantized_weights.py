@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
 from test_gpu_program import BLOCK_SIZE, all_logits, load, program, prompts
 from test_parallel_program import on_ranks
 from test_parallel_program import program as program_of_rank
-from tiny_models import FAMILIES, save
+from tiny_models import FAMILIES, SIZES, save
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.gpu.program import library_matmul
@@ -117,7 +119,30 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'quantization' is 'fp8', expected 'int8' or null on device 'cpu'"):
         load_model(EngineConfig(model=str(tmp_path), quantization="fp8", transport="inline"))
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="whose weights are quantised by 'fp8', expected plain ones"):
+    with pytest.raises(ValueError, match="whose weights are quantised by 'compressed-tensors', expected plain ones"):
         load_model(EngineConfig(model=str(tmp_path), transport="inline"))
+
+
+def test_a_checkpoint_in_fp8_is_read_as_what_it_stands_for(tmp_path: Path) -> None:
+    """With scales for blocks of 128 by 128, as DeepSeek and Qwen publish them."""
+    config = tf.LlamaConfig(**SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4})
+    model = save(config, tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, weight in list(weights.items()):
+        if "_proj" in name:
+            blocks = weight.reshape(weight.shape[0] // 128, 128, weight.shape[1] // 128, 128)
+            scale = blocks.abs().amax(dim=(1, 3)) / 448
+            weights[name] = (blocks / scale[:, None, :, None]).reshape(weight.shape).to(torch.float8_e4m3fn)
+            weights[f"{name}_scale_inv"] = scale
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    stored = json.loads((tmp_path / "config.json").read_text())
+    stored["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    loaded = load(tmp_path)
+    assert loaded.dtype == torch.float32
+    for tokens, logits in zip(prompts()[:2], all_logits(program(loaded), prompts()), strict=False):
+        with torch.inference_mode():
+            exact = model(tokens[None].long()).logits[0]
+        assert torch.nn.functional.cosine_similarity(logits.flatten(), exact.flatten(), dim=0) > 0.97
