@@ -143,8 +143,8 @@ class StepMessages:
         """Up to the last block of the longest row: what lies behind a shorter row's is stale, and harmless."""
         reach = int((table.num_computed_tokens[plan.rows] + plan.num_scheduled_tokens).max())
         width = -(-reach // self._block_size)
-        wanted = np.take(table.block_table[:, :width], plan.rows, axis=0)
-        differ = wanted != np.take(self._mirror[:, :width], plan.rows, axis=0)
+        wanted = table.block_table[plan.rows, :width]  # np.take would copy the whole slice first
+        differ = wanted != self._mirror[plan.rows, :width]
         if not differ.any():
             return _NONE
         places, columns = np.nonzero(differ)

@@ -48,17 +48,24 @@ def wakeup() -> Iterator[Wakeup]:
 
 
 @pytest.fixture(scope="module")
-def nursery(model: Path, wakeup: Wakeup) -> Iterator[Nursery]:
-    """Its process is there, and with it the first engine, before a test begins."""
+def nursery(model: Path) -> Iterator[Nursery]:
     nursery = Nursery(config_for(model, tensor_parallel_size=2))
-    start(nursery, wakeup).close()
     yield nursery
     nursery.close()
 
 
+@pytest.fixture(scope="module")
+def first(nursery: Nursery, wakeup: Wakeup) -> Iterator[list[ProcessTransport]]:
+    """An engine, and with it the nursery's process, that is there before the first test begins, which takes it."""
+    engines = [start(nursery, wakeup)]
+    yield engines
+    for engine in engines:
+        engine.close()
+
+
 @pytest.fixture
-def engine(nursery: Nursery, wakeup: Wakeup) -> Iterator[ProcessTransport]:
-    engine = start(nursery, wakeup)
+def engine(first: list[ProcessTransport], nursery: Nursery, wakeup: Wakeup) -> Iterator[ProcessTransport]:
+    engine = first.pop() if first else start(nursery, wakeup)
     yield engine
     engine.close()
 
