@@ -55,6 +55,7 @@ class InstanceState:
         self._model_key = (instance.model.name, instance.model.version)
         config = instance.model.config
         self._batches = config.max_batch_size > 0
+        self._has_sequences = config.HasField("sequence_batching")
         self._states = sorted(state_outputs(config))
         self._settings = (_arguments(instance, config_to_json(config)), config.model_transaction_policy.decoupled)
         self._keeper = StubKeeper(instance.name, partial(model_state.launch, instance.name), self._prepare)
@@ -79,16 +80,12 @@ class InstanceState:
         outcome = self._run(stub, requests, numbers)
         # Counted before the answer leaves: who has an answer finds it in the statistics.
         self._account(requests, outcome, exec_start_ns)
-        if outcome.error is not None:
-            self._fail(stub, numbers, outcome.error)
-        for number, response in zip(numbers, outcome.responses, strict=False):
-            if response is not None:
-                self._answer(stub, number, response, outcome.parts)
-        for request, number in zip(requests, numbers, strict=True):
-            if number in outcome.rescheduled:
-                _reschedule(request, stub.take(number))
-            else:
-                request.release()
+        if self._has_sequences:  # the next request of a sequence may come, and its state be set, until the release
+            self._answer_all(stub, numbers, outcome)
+            _give_back(stub, requests, numbers, outcome.rescheduled)
+        else:  # who sends the answer waits for this interpreter: the less is left to do after it, the sooner it leaves
+            _give_back(stub, requests, numbers, outcome.rescheduled)
+            self._answer_all(stub, numbers, outcome)
 
     def _prepare(self, stub: StubServices) -> None:
         self._model_state.load(stub)
@@ -111,6 +108,13 @@ class InstanceState:
             log.exception("instance '%s' could not execute", self._instance.name)
             text = f"{type(error).__name__}: {error}"
         return _Outcome(text, (), (), start_ns, time.monotonic_ns())
+
+    def _answer_all(self, stub: StubServices, numbers: Sequence[int], outcome: _Outcome) -> None:
+        if outcome.error is not None:
+            self._fail(stub, numbers, outcome.error)
+        for number, response in zip(numbers, outcome.responses, strict=False):
+            if response is not None:
+                self._answer(stub, number, response, outcome.parts)
 
     def _fail(self, stub: StubServices, numbers: Sequence[int], text: str) -> None:
         for number in numbers:
@@ -144,6 +148,16 @@ class InstanceState:
             return 1
         first = next(iter(request.inputs.values()), None)
         return first.shape[0] if first is not None and first.shape else 1
+
+
+def _give_back(
+    stub: StubServices, requests: Sequence[Request], numbers: Sequence[int], rescheduled: Sequence[int]
+) -> None:
+    for request, number in zip(requests, numbers, strict=True):
+        if number in rescheduled:
+            _reschedule(request, stub.take(number))
+        else:
+            request.release()
 
 
 def _reschedule(request: Request, responder: Responder | None) -> None:
