@@ -1,27 +1,39 @@
-"""Launches of the attention kernels in the shapes of real models, to be compiled: see compile_kernels.py."""
+"""Launches of attention and of the batch-invariant product in the shapes of real models, to be compiled: see
+compile_kernels.py."""
 
 from __future__ import annotations
 
 import torch
 
+from llmbackend.engine.gpu.kernels.invariant_matmul import invariant_matmul
 from llmbackend.engine.gpu.kernels.paged_attention import PagedAttention
 from llmbackend.engine.gpu.ops import AttendSpec, LayerCache, StepLayout
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOKENS, BLOCK_SIZE = 8, 32
+LLAMA = AttendSpec(32, 8, 128, 0.1, 0, 0.0, None)
+GEMMA = AttendSpec(16, 8, 256, 0.1, 4096, 50.0, None)
 
 
-def launch_attention(capability: int) -> None:
-    """A model of 8B; its float8 cache, where the hardware knows the type; window, soft cap and wide heads; sinks."""
-    launch(AttendSpec(32, 8, 128, 0.1, 0, 0.0, None))
-    if capability >= 90:
-        launch(AttendSpec(32, 8, 128, 0.1, 0, 0.0, None), cache_dtype=FP8)
-        launch(AttendSpec(16, 8, 256, 0.1, 4096, 50.0, None))
-        launch(AttendSpec(64, 8, 64, 0.1, 128, 0.0, torch.zeros(64)))
+def launch_plain(_capability: int) -> None:
+    launch(LLAMA)
 
 
-def launch_exact_attention(capability: int) -> None:
-    launch(AttendSpec(32, 8, 128, 0.1, 0, 0.0, None), exact_chunks=True)
+def launch_wide(_capability: int) -> None:
+    """Heads of 256, a window, a soft cap and a float8 cache."""
+    launch(GEMMA, cache_dtype=FP8)
+
+
+def launch_exact(_capability: int) -> None:
+    launch(LLAMA, exact_chunks=True)
+
+
+def launch_products(_capability: int) -> None:
+    """Of few rows, more and many."""
+    weight, bias = torch.zeros(160, 512, dtype=BF16), torch.zeros(160, dtype=BF16)
+    for num_rows in (1, 200, 300):
+        x = torch.zeros(num_rows, 512, dtype=BF16)
+        invariant_matmul(x, weight, bias, torch.zeros(num_rows, 160, dtype=BF16))
 
 
 def launch(

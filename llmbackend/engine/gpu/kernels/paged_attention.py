@@ -65,8 +65,8 @@ def choose_tiles(head_dim: int, dtype: torch.dtype, exact_chunks: bool) -> Tiles
     keys = 64 if padded <= (128 if tall else 64) else 32
     if exact_chunks:
         return Tiles(keys, rows=16, warps=4, stages=5, decode_warps=4, decode_stages=5)
-    if tall and padded <= 128:
-        return Tiles(keys, rows=128, warps=8, stages=3, decode_warps=4, decode_stages=5)
+    if tall:
+        return Tiles(keys, rows=128 if padded <= 128 else 64, warps=8, stages=3, decode_warps=4, decode_stages=5)
     return Tiles(keys, rows=64, warps=4, stages=3, decode_warps=4, decode_stages=5)
 
 
@@ -269,7 +269,9 @@ def decode_kernel(
     end = tl.cdiv(length, SPLIT)
     if (share > 0) & (first + share >= end):
         return
-    stored = _stored_before(sequence, query_start, seq_lens, window, HAS_WINDOW, SPLIT, AT_ONCE)
+    stored = 0
+    if end - first > 1:
+        stored = _stored_before(sequence, query_start, seq_lens, window, HAS_WINDOW, SPLIT, AT_ONCE)
     alone = (end - first <= 1) | (stored + end - first > capacity)
     if alone & (share > 0):
         return
@@ -308,6 +310,7 @@ def decode_kernel(
         totals = workspace + place * HEAD_DIM + in_place
         tops = workspace + places.to(tl.int64) * HEADS * HEAD_DIM + (place + heads) * 2
         if alone & (split > first):
+            tl.debug_barrier()  # other threads of this program stored it
             so_far = tl.load(totals, mask=real, other=0.0)
             so_far_top = tl.load(tops, mask=in_group < GROUP, other=0.0)
             so_far_weight = tl.load(tops + 1, mask=in_group < GROUP, other=0.0)
@@ -539,6 +542,11 @@ class PagedAttention:
     ) -> None:
         """As Ops.attend."""
         _check(qkv, spec, cache, out)
+        num_sequences = layout.query_start.shape[0] - 1
+        if num_sequences > self._max_num_seqs or self._places(spec) < self._max_num_seqs:
+            raise ValueError(
+                f"{num_sequences} sequences, {spec.num_heads} heads of {spec.head_dim}: more than promised"
+            )
         tiles = choose_tiles(spec.head_dim, qkv.dtype, self._exact_chunks)
         if layout.max_query_len > 1:
             self._prefill(tiles, qkv, layout, block_table, spec, cache, out)
@@ -582,7 +590,7 @@ class PagedAttention:
         out: torch.Tensor,
     ) -> None:
         num_sequences = layout.query_start.shape[0] - 1
-        places = self._workspace.numel() // (spec.num_heads * (spec.head_dim + 2))
+        places = self._places(spec)
         capacity = places - self._max_num_seqs
         head_tiles = spec.num_kv_heads * triton.cdiv(spec.num_heads // spec.num_kv_heads, 16)
         max_splits = _max_splits(layout.max_seq_len, spec.window)
@@ -635,6 +643,9 @@ class PagedAttention:
             num_warps=2,
             enable_fp_fusion=False,
         )
+
+    def _places(self, spec: AttendSpec) -> int:
+        return self._workspace.numel() // (spec.num_heads * (spec.head_dim + 2))
 
     def _tensors(
         self, qkv: torch.Tensor, layout: StepLayout, block_table: torch.Tensor, spec: AttendSpec, cache: LayerCache

@@ -1,0 +1,48 @@
+"""Attention and the batch-invariant product compile to machine code, fit the device and use the instruction that their
+laws rest on."""
+
+from __future__ import annotations
+
+from attention_launches import launch_exact, launch_plain, launch_products, launch_wide
+from compile_kernels import Compiled, compile_in_process
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+ATTENTION = {"prefill_kernel", "decode_kernel", "combine_kernel"}
+
+
+def _by_name(kernels: list[Compiled]) -> dict[str, Compiled]:
+    assert {kernel.name for kernel in kernels} == ATTENTION
+    return {kernel.name: kernel for kernel in kernels}
+
+
+def test_attention_fits_ampere_and_hopper() -> None:
+    """Prefill keeps the sums of a split and those merged so far, which wait outside the loop: before Hopper, a few of
+    them in local memory."""
+    for capability, kernels in compile_in_process(launch_plain, 80, 90).items():
+        prefill = _by_name(kernels)["prefill_kernel"]
+        assert prefill.products[0][0] == {80: 2, 90: 3}[capability]
+        for kernel in kernels:
+            assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
+            assert kernel.stack_bytes <= (64 if capability == 80 and kernel is prefill else 0), kernel
+
+
+def test_heads_of_256_fit_hopper() -> None:
+    for kernel in _by_name(compile_in_process(launch_wide, 90)[90]).values():
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
+
+
+def test_exact_chunks_are_computed_by_the_instruction_of_decode() -> None:
+    kernels = _by_name(compile_in_process(launch_exact, 90)[90])
+    assert kernels["prefill_kernel"].products == kernels["decode_kernel"].products != ()
+
+
+def test_products_of_any_number_of_rows_are_one_instruction() -> None:
+    for capability, kernels in compile_in_process(launch_products, 80, 90).items():
+        assert len(kernels) == 3
+        assert {generation for kernel in kernels for generation, _, _ in kernel.products} == {
+            2 if capability == 80 else 3
+        }
+        for kernel in kernels:
+            assert kernel.stack_bytes == 0, kernel
+            assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel
