@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -99,7 +98,8 @@ class DeviceSampler:
     temperature, the order of equal logits and top_k are the same bit by bit. Weights are float32 exponentials (the
     device's may differ from the CPU's in the last bits) and are summed in float64 in another order: where a draw, or
     the end of top_p or min_p, falls within some 1e-6 of a border between two tokens, either may be chosen. On one
-    device the same logits give the same token, whatever else is sampled.
+    device the same logits give the same token whatever else is sampled; what neighbours ask for may change which
+    build of a kernel runs, and with it float64 sums in their last bit, and nothing else.
 
     A step in which no row asks for limits, edits or logprobs is two launches of a shape that follows from the number of
     samples alone (`is_plain`), and can be captured after `upload`.
@@ -116,6 +116,7 @@ class DeviceSampler:
         self._rows["top_p"], self._rows["num_logprobs"], self._rows["repetition_penalty"] = 1.0, -1, 1.0
         self._edits: dict[int, RowEdits] = {}
         self._dirty: set[int] = set(range(max_num_seqs))
+        self._unused = True
         self._unsent: list[_Changes] = []
         self._edits_changed = True
         self._limited: set[int] = set()
@@ -129,6 +130,7 @@ class DeviceSampler:
         if wants.logprobs is not None and not 0 <= wants.logprobs <= self._vocab_size:
             raise ValueError(f"'logprobs' is {wants.logprobs}, expected 0 to {self._vocab_size}")
         self.remove_row(row)
+        self._unused = False
         record = self._rows[row]
         greedy = wants.temperature < _GREEDY_TEMPERATURE
         record["temperature"] = 0.0 if greedy else np.float32(wants.temperature)
@@ -175,17 +177,22 @@ class DeviceSampler:
         )
         return PreparedSampling(self._on_device, self._changes(), features)
 
-    def compile(self, dtype: torch.dtype, max_model_len: int) -> None:
-        """Device work: samples once in every way, so that no request waits for a compiler. No row may be taken yet.
-        dtype: of logits, whose rows are vocab_size long; max_model_len: of the table."""
-        numbers: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
-        logits = torch.zeros((1, self._vocab_size), dtype=dtype, device=self._device)
-        table, zero = torch.ones((1, max_model_len), **numbers), torch.zeros(1, **numbers)
+    @property
+    def is_unused(self) -> bool:
+        """Whether no row was ever taken."""
+        return self._unused
+
+    def compile(self, logits: torch.Tensor, token_table: torch.Tensor, num_prompt_tokens: torch.Tensor) -> None:
+        """Device work: samples once in every way while no row is taken yet, so that no request waits for a compiler,
+        and memory for as many samples as these was there once. Arguments as of `sample`."""
+        rows = torch.arange(len(logits), dtype=torch.int32, device=self._device)
         ways = SamplingParams(), SamplingParams(top_p=0.5, logprobs=1), SamplingParams(top_p=0.5, presence_penalty=1.0)
         for way in ways:
-            self.add_row(0, InferRequest(request_id="", prompt_token_ids=(0,), sampling=way))
-            self.sample(logits, zero, zero + 1, table, zero)
-        self.remove_row(0)
+            for row in range(len(logits)):
+                self.add_row(row, InferRequest(request_id="", prompt_token_ids=(), sampling=way))
+            self.sample(logits, rows, torch.ones_like(rows), token_table, num_prompt_tokens)
+        for row in range(len(logits)):
+            self.remove_row(row)
 
     def upload(self) -> None:
         """Device work: tells what rows ask for, if anything changed."""

@@ -105,6 +105,9 @@ class _DeviceStep:
 
     def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         where = rows.samples(len(logits))
+        if logits.is_cuda and self._sampler.is_unused:
+            # This is the largest step, by which memory is measured when the engine starts.
+            self._sampler.compile(logits, rows.token_table, rows.num_prompt_tokens)
         samples = self._prepared.sample(logits, *where, rows.token_table, rows.num_prompt_tokens)
         rows.put(*where, samples.token_ids)
         self._fetched = [device.fetch(tensor) for tensor in samples.tensors()]

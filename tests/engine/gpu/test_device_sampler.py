@@ -220,12 +220,12 @@ def test_a_broken_row_gets_an_error_and_the_others_go_on() -> None:
 
 
 def test_equal_logits_go_to_the_lowest_id() -> None:
-    logits = torch.zeros(1, 1000)
-    logits[0, [700, 300, 999]] = 2.0
+    logits = torch.zeros(1, 400)
+    logits[0, [399, 300, 301]] = 2.0
     logits[0, [10, 20]] = -0.0
-    sampled = Rows([{"temperature": 0.0, "logprobs": 6}], 1000).sample(logits)
+    sampled = Rows([{"temperature": 0.0, "logprobs": 6}], 400).sample(logits)
     assert sampled.token_ids.tolist() == [300]
-    assert [token_id for token_id, _ in sampled.logprobs[0][0].top] == [300, 700, 999, 0, 1, 2]
+    assert [token_id for token_id, _ in sampled.logprobs[0][0].top] == [300, 301, 399, 0, 1, 2]
     assert sampled.logprobs[0][0].rank == 1
 
 
@@ -289,11 +289,13 @@ def test_a_bad_parameter_is_refused_by_name(sampling: dict[str, Any], message: s
 
 
 def test_all_that_steps_launch_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = DeviceSampler(1, 50, EOS, "cpu")
+    sampler = DeviceSampler(1, 6, EOS, "cpu")
     launched = count_launches(monkeypatch)
-    sampler.compile(torch.float32, 16)
+    assert sampler.is_unused
+    sampler.compile(torch.zeros(1, 6), torch.ones(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     assert {"choose_kernel", "draw_limited_kernel", "edit_kernel", "logprobs_kernel"} <= set(launched)
     assert sampler.is_plain
+    assert not sampler.is_unused
 
 
 def test_compiles_for_hopper_and_spills_nothing() -> None:
