@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
 from llmbackend.engine.infer_request import EngineStats, InferRequest, ModelInfo, SamplingParams
 from llmbackend.engine.offline import Engine
 
@@ -147,6 +147,8 @@ def run_bench(
     asked.
     """
     arguments = {"model": model, "dtype": dtype, "seed": seed, **engine_arguments}
+    if arguments.get("device", "cpu") != "cpu":
+        arguments = {**GPU_DEFAULTS, **arguments}
     items = read_workload(workload_path)
     result = _run(arguments, items)
     _print(result, workload_path.name)

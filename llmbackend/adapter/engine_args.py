@@ -22,7 +22,7 @@ import msgspec
 from tritonclient.grpc import model_config_pb2
 
 from llmbackend.core.backend_api import Model, ModelConfig, invalid_argument, shown
-from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
 from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
 from llmbackend.gpus import supported_gpus
 
@@ -70,7 +70,8 @@ _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
-    """engine: the arguments of every instance, before its kind decides the device (DevicePlacement).
+    """engine: the arguments of every instance, before its kind decides the device (DevicePlacement). given: those that
+    the model says.
 
     The others are config.pbtxt parameters; 0 = no limit. max_queue_size: requests the model's queue holds before it
     refuses with UNAVAILABLE. max_prompt_tokens: longer prompts are refused. max_output_tokens: max_tokens is cut to it.
@@ -79,11 +80,20 @@ class ModelArguments:
     """
 
     engine: EngineConfig
+    given: frozenset[str] = frozenset()
     max_queue_size: int = 4096
     max_prompt_tokens: int = 0
     max_output_tokens: int = 0
     request_timeout_s: float = 0.0
     stall_timeout_s: float = STALL_TIMEOUT_S
+
+    def with_device_defaults(self, config: EngineConfig) -> EngineConfig:
+        """The arguments of an instance whose device is known."""
+        if config.device == "cpu":
+            return config
+        return msgspec.structs.replace(
+            config, **{name: value for name, value in GPU_DEFAULTS.items() if name not in self.given}
+        )
 
 
 _OWN_PARAMETERS: dict[str, Callable[[str], float]] = {
@@ -126,7 +136,7 @@ def read_model_arguments(model: Model) -> ModelArguments:
         raise invalid_argument(str(error)) from error
     if (only_there := GPU_ONLY & arguments.keys()) and (engine.device == "cpu" or not supported_gpus()):
         logger.warning("'%s': no effect on a CPU: %s", version_directory, ", ".join(sorted(only_there)))
-    return ModelArguments(engine, **_read_own_parameters(parameters))
+    return ModelArguments(engine, frozenset(arguments), **_read_own_parameters(parameters))
 
 
 def with_lora_names(config: ModelConfig, names: Sequence[str]) -> ModelConfig:

@@ -98,7 +98,7 @@ class ModelState:
 
         Raises TritonError INTERNAL with the engine's reason.
         """
-        config = self._placement.place(self._arguments.engine, instance)
+        config = self._arguments.with_device_defaults(self._placement.place(self._arguments.engine, instance))
         try:
             engine = Engine(next(self._engine_numbers), config, partial(self._make_manager, config))
         except RuntimeError as error:

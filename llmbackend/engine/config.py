@@ -7,11 +7,14 @@ vllm_backend is understood). Does not know: where the values came from. Invarian
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Final, Literal
 
 import msgspec
 
 DEFAULT_LOOKUP = 3
+GPU_DEFAULTS: Final[Mapping[str, int]] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+"""What whoever makes the config of an engine on a GPU takes where nobody says (vLLM's defaults there)."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

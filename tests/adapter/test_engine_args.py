@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -186,3 +187,12 @@ def test_a_mindie_config_is_understood_and_model_json_wins_over_it(model: Path) 
     assert (engine.model, engine.max_model_len, engine.block_size) == (str(model / "weights"), 2560, 128)
     assert (engine.max_num_seqs, engine.max_num_batched_tokens) == (4, 8192)
     assert "cannot be read" in refusal(model, engine_config_path="nowhere.json")
+
+
+def test_an_engine_on_a_gpu_has_the_defaults_of_gpus_where_the_model_does_not_say(model: Path) -> None:
+    model_json(model, model="mock", max_num_seqs=8)
+    arguments = read(model)
+    on_cpu, on_gpu = (msgspec.structs.replace(arguments.engine, device=device) for device in ("cpu", "cuda:1"))
+    assert arguments.with_device_defaults(on_cpu) == on_cpu
+    config = arguments.with_device_defaults(on_gpu)
+    assert (config.device, config.max_num_seqs, config.max_num_batched_tokens) == ("cuda:1", 8, 8192)
