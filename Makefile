@@ -1,6 +1,6 @@
 # make serve   installs, then serves the bundled demo model on loopback (HTTP 8000, gRPC 8001, metrics 8002)
 # make test    linters, types, import contract, the whole test suite, smoke
-# make unit    the test suite alone, in two workers (ARGS=tests/core for a part of it, ARGS=-n0 for one process)
+# make unit    the test suite alone (ARGS=tests/core for a part of it)
 # make smoke   a real server on free ports, every protocol with real clients
 # make real-triton   the backend inside a real Triton (LLMBACKEND_REAL_TRITON=folder; docs/inside_triton.md)
 # make conformance   the golden transcripts of a real Triton replayed against this host
@@ -31,9 +31,8 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Half of a test's time is waiting for a process, so two workers share the files; more find no core on a small machine.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 smoke: $(VENV)/.test
 	$(BIN)/python tools/smoke.py
