@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .ops import PADDING_SLOT, StepLayout
+from .ops import Ops, StepLayout
 from .step_message import NUM_SECTIONS, StepMessage, StepShape, section_words
 
 
@@ -22,9 +22,10 @@ class DeviceRows:
     [max_num_seqs, max_blocks_per_seq]: as of RowTable."""
 
     def __init__(
-        self, device: torch.device, max_num_seqs: int, max_model_len: int, block_size: int, max_words: int
+        self, device: torch.device, ops: Ops, max_num_seqs: int, max_model_len: int, block_size: int, max_words: int
     ) -> None:
         """max_words: of a usual message. Raises torch.OutOfMemoryError."""
+        self._ops = ops
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._block_size = block_size
         self.token_table = torch.zeros((max_num_seqs, max_model_len), **numbers)
@@ -33,6 +34,8 @@ class DeviceRows:
         self._message = torch.zeros(max_words, **numbers)
         self._step_words = NUM_SECTIONS * section_words(max_num_seqs)
         self._sections = self._message[: self._step_words].view(NUM_SECTIONS, -1)
+        self._inputs = torch.zeros((3, max_num_seqs), **numbers)
+        """Token ids, positions and slots of steps with one token of each sequence."""
         self._places = torch.arange(section_words(max_num_seqs), **numbers)
         self.forget_step()
 
@@ -64,23 +67,19 @@ class DeviceRows:
         rows, query_start, seq_lens, sampled_tokens, sampled_rows, _ = self._sections
         rows, seq_lens = rows[: shape.num_rows], seq_lens[: shape.num_rows]
         query_start = query_start[: shape.num_rows + 1]
-        token_rows, positions = rows, seq_lens - 1
-        if shape.num_tokens != shape.num_rows:
-            sequence = torch.repeat_interleave(query_start.diff(), output_size=shape.num_tokens)
-            places = torch.arange(shape.num_tokens, dtype=torch.int32, device=rows.device)
-            token_rows = rows[sequence]
-            positions = seq_lens[sequence] - query_start[1:][sequence] + places
-        is_padding = positions < 0
-        positions = positions.clamp(min=0)
-        blocks = self.block_table[token_rows, positions // self._block_size]
-        slots = blocks * self._block_size + positions % self._block_size
+        if shape.num_tokens == shape.num_rows:
+            token_ids, positions, slots = self._inputs[:, : shape.num_rows]
+            tables = self.token_table, self.block_table, self._block_size
+            self._ops.next_inputs(rows, seq_lens, *tables, token_ids, positions, slots)
+        else:
+            token_ids, positions, slots = self._ragged_inputs(rows, query_start, seq_lens, shape.num_tokens)
         return StepLayout(
             rows=rows,
             query_start=query_start,
             seq_lens=seq_lens,
-            token_ids=self.token_table[token_rows, positions],
+            token_ids=token_ids,
             positions=positions,
-            slots=slots.masked_fill(is_padding, PADDING_SLOT),
+            slots=slots,
             sampled_tokens=sampled_tokens[: shape.num_samples],
             sampled_rows=sampled_rows[: shape.num_samples],
             max_query_len=shape.max_query_len,
@@ -92,9 +91,19 @@ class DeviceRows:
         return self._sections[4, :count], self._sections[5, :count]
 
     def put(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """What was sampled becomes a part of the rows; int32 [samples] each. A broken row's token, which is none, is
-        stored as one that there is: the step that would read it may be under way before anybody knows."""
-        self.token_table[rows, positions] = token_ids.clamp(min=0)
+        """What was sampled becomes a part of the rows; int32 [samples] each."""
+        self._ops.put_tokens(rows, positions, token_ids, self.token_table)
+
+    def _ragged_inputs(
+        self, rows: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids, positions and slots of a step without padding."""
+        sequence = torch.repeat_interleave(query_start.diff(), output_size=num_tokens)
+        places = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
+        token_rows, positions = rows[sequence], seq_lens[sequence] - query_start[1:][sequence] + places
+        blocks = self.block_table[token_rows, positions // self._block_size]
+        slots = blocks * self._block_size + positions % self._block_size
+        return self.token_table[token_rows, positions], positions, slots
 
     def _add_rows(self, words: torch.Tensor, num_rows: int, num_tokens: int) -> None:
         rows, num_prompt_tokens, lens = words[: 3 * num_rows].view(3, -1)

@@ -134,3 +134,24 @@ class Ops(Protocol):
 
     def gate(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
         """out = activation(gate) * up for gate_up [T, 2 * n], gates in the first half; out [T, n]."""
+
+    def next_inputs(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        token_table: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """The batch of a step with one token of each sequence, its last: the three last arguments [n], from the tables
+        (of RowTable) and rows and seq_lens [n]. All int32. A sequence of length 0 is padding: token 0 at
+        position 0, for PADDING_SLOT."""
+
+    def put_tokens(
+        self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, token_table: torch.Tensor
+    ) -> None:
+        """token_table[rows[i], positions[i]] = max(token_ids[i], 0), all int32: a broken row's token, which is none, is
+        stored as one that there is, since the step that would read it may be under way before anybody knows."""

@@ -161,12 +161,14 @@ class GpuProgram:
         self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, None, None)
         x = self._sampled.matrix(len(tokens), self._width)
         self._ops.residual_norm(residual, None, None, 1.0, self._norm, x, tokens)
-        logits = self._product(self._head, x, self._logit_memory)
-        if self._logit_factor == 1.0 and not self._logit_softcap:
+        return self._finished(self._product(self._head, x, self._logit_memory))
+
+    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._wide_logits is None:
             return logits
-        scaled = logits.float() * self._logit_factor
-        cap = self._logit_softcap
-        return torch.tanh(scaled / cap) * cap if cap else scaled
+        wide, cap = self._wide_logits.matrix(*logits.shape).copy_(logits), self._logit_softcap
+        wide.mul_(self._logit_factor)
+        return wide.div_(cap).tanh_().mul_(cap) if cap else wide
 
     def _product(self, linear: _Linear, x: torch.Tensor, buffer: _Buffer) -> torch.Tensor:
         out = buffer.matrix(len(x), linear.n)
@@ -188,6 +190,8 @@ class GpuProgram:
         self._gated = buffer(tokens, gate_up // 2)
         self._sampled = buffer(samples, width)
         self._logit_memory = buffer(samples, self._head.n)
+        is_plain = self._logit_factor == 1.0 and not self._logit_softcap
+        self._wide_logits = None if is_plain else buffer(samples, self._head.n, torch.float32)
 
     def _layer(self, layer: Layer, cache: LayerCache) -> _Layer:
         attention = layer.attention

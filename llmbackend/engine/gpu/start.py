@@ -88,7 +88,7 @@ def _make_engine(
     program.use_caches(_caches(config, loaded, device, few))
     limits = config.max_num_seqs, loaded.max_model_len, config.block_size
     messages = StepMessages(device, *limits, sampling.max_steps_in_flight)
-    rows = DeviceRows(device.torch_device, *limits, messages.max_words)
+    rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words)
     graphs = DecodeGraphs(device, program, rows, loaded.max_model_len)
     return Engine(device, program, rows, messages, graphs, sampling)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from .ops import Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepLayout
+from .ops import PADDING_SLOT, Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepLayout
 
 _KEYS_AT_ONCE = 256
 # 64 MB of float32.
@@ -74,6 +74,28 @@ class TorchOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
         out.copy_(active * up)
+
+    def next_inputs(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        token_table: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        is_padding = seq_lens == 0
+        torch.clamp(seq_lens - 1, min=0, out=positions)
+        token_ids.copy_(token_table[rows, positions].masked_fill(is_padding, 0))
+        places = block_table[rows, positions // block_size] * block_size + positions % block_size
+        slots.copy_(places.masked_fill(is_padding, PADDING_SLOT))
+
+    def put_tokens(
+        self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, token_table: torch.Tensor
+    ) -> None:
+        token_table[rows, positions] = token_ids.clamp(min=0)
 
 
 class _Softmax:

@@ -12,6 +12,7 @@ from .kernels import activation as activation_kernels
 from .kernels import embedding as embedding_kernels
 from .kernels import norm as norm_kernels
 from .kernels import rotary as rotary_kernels
+from .kernels import row_tables
 from .kernels.paged_attention import PagedAttention
 from .ops import Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepLayout
 
@@ -61,3 +62,22 @@ class TritonOps:
     def gate(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
         if len(out):
             activation_kernels.gate(gate_up, activation == "gelu_tanh", out)
+
+    def next_inputs(
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        token_table: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        row_tables.next_inputs(rows, seq_lens, token_table, block_table, block_size, token_ids, positions, slots)
+
+    def put_tokens(
+        self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, token_table: torch.Tensor
+    ) -> None:
+        if len(rows):
+            row_tables.put_tokens(rows, positions, token_ids, token_table)

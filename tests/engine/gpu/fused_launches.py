@@ -22,6 +22,9 @@ def launch_operations(_capability: int) -> None:
         (256, 0, False, torch.float16),
     ):
         _launch_rotary(head_dim, rotary_dim, whole, cache_dtype)
+    ints, table = torch.zeros(TOKENS, dtype=torch.int32), torch.zeros((TOKENS, 32), dtype=torch.int32)
+    TritonOps().next_inputs(ints, ints, table, table, 16, ints, ints, ints)
+    TritonOps().put_tokens(ints, ints, ints, table)
 
 
 def _launch_for(width: int) -> None:

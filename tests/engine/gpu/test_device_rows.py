@@ -9,8 +9,10 @@ import torch
 from llmbackend.engine.flat_step import flatten
 from llmbackend.engine.gpu.device_rows import DeviceRows
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.gpu.ops import PADDING_SLOT, StepLayout
+from llmbackend.engine.gpu.ops import PADDING_SLOT, Ops, StepLayout
 from llmbackend.engine.gpu.step_message import StepMessage, StepMessages
+from llmbackend.engine.gpu.torch_ops import TorchOps
+from llmbackend.engine.gpu.triton_ops import TritonOps
 from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 70, 4, 90
@@ -19,14 +21,14 @@ MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 70, 4, 90
 class Host:
     """A table under churn, and the device's rows that follow it. Two steps are under way at a time."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ops: Ops) -> None:
         self.draw = np.random.default_rng(seed)
         self.table = RowTable(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
         self.table.block_table[:] = self.draw.integers(0, NUM_BLOCKS, self.table.block_table.shape)
         self.device = FakeDevice()
         limits = MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE
         self.messages = StepMessages(self.device, *limits, 2)
-        self.rows = DeviceRows(torch.device("cpu"), *limits, self.messages.max_words)
+        self.rows = DeviceRows(torch.device("cpu"), ops, *limits, self.messages.max_words)
         self.live: set[int] = set()
         self.known = self.table.token_ids.copy()
         """The table with what the device sampled and the host has not read."""
@@ -80,9 +82,9 @@ class Host:
         self.device.enqueue(lambda: self.rows.put(*where))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_batch_is_that_of_the_hosts_table(seed: int) -> None:
-    host, found = Host(seed), []
+@pytest.mark.parametrize(("seed", "ops"), [(0, TorchOps()), (1, TorchOps()), (2, TorchOps()), (3, TritonOps())])
+def test_the_batch_is_that_of_the_hosts_table(seed: int, ops: Ops) -> None:
+    host, found = Host(seed, ops), []
     for _ in range(40):
         host.churn()
         decode = bool(host.draw.integers(2))
@@ -148,7 +150,7 @@ def check(layout: StepLayout, expected: dict[str, np.ndarray], rows: np.ndarray)
 
 
 def test_only_what_changed_is_told_again() -> None:
-    host = Host(0)
+    host = Host(0, TorchOps())
     for row in range(MAX_NUM_SEQS):
         host.admit(row)
     host.table.num_computed_tokens[:] = host.table.num_tokens - 1
@@ -163,7 +165,7 @@ def test_only_what_changed_is_told_again() -> None:
 
 
 def test_many_long_prompts_at_once_get_memory_of_their_own() -> None:
-    host = Host(1)
+    host = Host(1, TorchOps())
     for row in range(MAX_NUM_SEQS):
         host.admit(row)
         host.table.num_tokens[row] = 60
@@ -177,8 +179,10 @@ def test_many_long_prompts_at_once_get_memory_of_their_own() -> None:
     np.testing.assert_array_equal(host.rows.token_table[:, :60].numpy(), host.known[:, :60])
 
 
-def test_a_token_that_is_none_is_stored_as_one_that_exists() -> None:
-    rows = Host(2).rows
+@pytest.mark.parametrize("ops", [TorchOps(), TritonOps()])
+def test_a_token_that_is_none_is_stored_as_one_that_exists(ops: Ops) -> None:
+    rows = Host(2, ops).rows
+    rows.token_table[2, 5] = 7
     where = torch.tensor([2], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
     rows.put(*where, torch.tensor([-1], dtype=torch.int32))
     assert rows.token_table[2, 5] == 0
