@@ -99,10 +99,8 @@ def _caches(config: EngineConfig, loaded: LoadedModel, device: Device, num_block
 
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel, engine: Engine) -> int:
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
     dtype = memory.kv_dtype(config, loaded.dtype, engine.device)
-    graph_bytes = _graph_bytes(config, engine)
+    graph_bytes = _graph_bytes(config, engine) if config.num_kv_blocks is None else 0
     engine.device.trim()
     _run_largest_step(config, loaded, engine)
     bytes_per_block = memory.block_bytes(loaded.layer_shapes, config.block_size, dtype)
@@ -110,7 +108,8 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, engine: Engine) -> in
 
 
 def _run_largest_step(config: EngineConfig, loaded: LoadedModel, engine: Engine) -> None:
-    """As many tokens and samples as a step can have, in the first block. What it took stays taken (Device.memory)."""
+    """As many tokens and samples as a step can have, in the first block. What it took stays taken (Device.memory), and
+    kernels that were compiled for it are there when the first request comes."""
     num_tokens = config.max_num_batched_tokens
     num_rows = min(config.max_num_seqs, num_tokens)
     count = max(1, min(num_tokens // num_rows, loaded.max_model_len - 1))
@@ -118,6 +117,8 @@ def _run_largest_step(config: EngineConfig, loaded: LoadedModel, engine: Engine)
     table.num_tokens[:] = count
     rows = np.arange(num_rows, dtype=np.int32)
     plan = StepPlan(rows, np.full(num_rows, count, np.int32), np.ones(num_rows, np.bool_))
+    if engine.device.torch_device.type == "cuda":
+        engine.device.enqueue(lambda: engine.sampling.compile(engine.program.logit_dtype, loaded.max_model_len))
     GpuRunner(engine, _info(config, loaded, engine.device, 1, "", 0.0)).execute(plan, table)
 
 

@@ -228,7 +228,8 @@ def test_no_tokens_are_no_launch() -> None:
 def test_compiles_for_hopper_and_spills_nothing() -> None:
     (kernels,) = compile_in_process(launch_operations, 90).values()
     assert {kernel.name for kernel in kernels} == {
-        "embed_kernel", "residual_norm_kernel", "rotary_kernel", "gate_kernel", "next_inputs_kernel", "put_tokens_kernel"
+        "embed_kernel", "residual_norm_kernel", "rotary_kernel", "gate_kernel", "next_inputs_kernel",
+        "put_tokens_kernel",
     }  # fmt: skip
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel

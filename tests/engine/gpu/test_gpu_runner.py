@@ -76,7 +76,10 @@ def test_kernels_give_the_cpu_paths_tokens_and_logprobs(tmp_path: Path) -> None:
         InferRequest(request_id=f"{i}", prompt_token_ids=(7, 9 + i), sampling=SamplingParams(max_tokens=2, **way))
         for i, way in enumerate(ways)
     ]
-    config, found = config_for(tmp_path, max_num_seqs=2, block_size=16, cudagraph_capture_sizes=(2,)), []
+    config, found = (
+        config_for(tmp_path, max_num_seqs=2, block_size=16, max_num_batched_tokens=4, cudagraph_capture_sizes=(2,)),
+        [],
+    )
     for runner in (ModelRunner(config), gpu_runner(config, triton=True)):
         core = EngineCore(config, runner)
         outputs: list[StepOutput] = []
