@@ -24,7 +24,7 @@ from .process import lean_imports
 from .scheduler import Scheduler
 from .sequence import Rows, Sequence, refusal
 from .speculation import Speculator, runs_that_hold
-from .step import OffloadingRunner, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
+from .step import Int32Array, OffloadingRunner, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
 from .steps_in_flight import Progress, StepsInFlight
 
 logger = logging.getLogger(__name__)
@@ -276,30 +276,40 @@ class EngineCore:
                 f"the runner sampled {len(sampled.token_ids)} tokens, the plan asked for {plan.num_samples}"
             )
         table, rows = self._table, plan.rows[plan.sample_rows]
-        positions = table.num_tokens[rows].tolist()
-        starts, counts = runs_that_hold(plan, sampled.token_ids, table)
+        positions: Int32Array = table.num_tokens[rows]
         table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
-        table.num_tokens[rows] += counts
-        # Drafts that held are there already.
-        table.token_ids[rows, table.num_tokens[rows] - 1] = sampled.token_ids[starts + counts - 1]
-        if plan.num_draft_tokens is not None and self._speculator is not None:
-            table.num_computed_tokens[rows] = table.num_tokens[rows] - 1
-            self._num_accepted_tokens += int(counts.sum()) - len(rows)
-            self._speculator.learn(rows, plan.num_draft_tokens[plan.sample_rows], counts - 1)
-        token_ids = sampled.token_ids.tolist()
-        runs = zip(starts.tolist(), counts.tolist(), strict=True)
+        if plan.num_draft_tokens is None:
+            table.num_tokens[rows] += 1
+            table.token_ids[rows, positions] = sampled.token_ids
+            new_token_ids = sampled.token_ids[:, np.newaxis].tolist()
+        else:
+            new_token_ids = self._write_runs(plan, plan.num_draft_tokens[plan.sample_rows], sampled.token_ids)
         return Progress(
             plan.rows,
             table.num_computed_tokens[plan.rows],
             rows.tolist(),
-            positions,
-            [token_ids[start : start + count] for start, count in runs],
+            positions.tolist(),
+            new_token_ids,
             planned_s,
             sampled.logprobs,
             sampled.errors,
             sampled.forward_s,
             sampled.sample_s,
         )
+
+    def _write_runs(self, plan: StepPlan, num_drafts: Int32Array, token_ids: Int32Array) -> list[list[int]]:
+        """Moves the sampled rows on by the drafts that held and the token behind them; the new tokens of each."""
+        assert self._speculator is not None
+        table, rows = self._table, plan.rows[plan.sample_rows]
+        starts, counts = runs_that_hold(plan, token_ids, table)
+        table.num_tokens[rows] += counts
+        # Drafts that held are there already.
+        table.token_ids[rows, table.num_tokens[rows] - 1] = token_ids[starts + counts - 1]
+        table.num_computed_tokens[rows] = table.num_tokens[rows] - 1
+        self._num_accepted_tokens += int(counts.sum()) - len(rows)
+        self._speculator.learn(rows, num_drafts, counts - 1)
+        tokens = token_ids.tolist()
+        return [tokens[a : a + count] for a, count in zip(starts.tolist(), counts.tolist(), strict=True)]
 
     def _commit(self, progress: Progress) -> list[StepOutput]:
         """Ends the rows that failed and those that are over; what the others computed may serve others."""

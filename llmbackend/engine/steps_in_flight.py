@@ -20,7 +20,7 @@ from .sequence import Rows
 from .step import PENDING_TOKEN, Int32Array, OverlappingRunner, StepPlan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Progress:
     """What a step brought to the rows that still live, which are moved on.
 
