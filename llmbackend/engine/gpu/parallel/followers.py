@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 LOST_EXIT_CODE = 70
 """Of an engine's process whose ranks cannot go on together."""
 CLOSE_TIMEOUT_S = 3.0
+GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -50,7 +51,7 @@ class Followers:
     def __init__(self, followers: Sequence[Follower]) -> None:
         self._followers = tuple(followers)
         self._watcher: threading.Thread | None = None
-        self._is_closing = False
+        self._closing = threading.Event()
 
     def tell(self, message: Message) -> None:
         data = _encode(message)
@@ -58,7 +59,7 @@ class Followers:
             follower.link.send_bytes(data)
 
     def expect_loaded(self) -> None:
-        """Waits until each has its model. Raises ValueError with the reason of one that cannot."""
+        """Waits until each has its part of the model. Raises ValueError with the reason of one that cannot."""
         for follower in self._followers:
             try:
                 error = follower.link.recv_bytes().decode()
@@ -82,13 +83,13 @@ class Followers:
 
     def stop(self) -> None:
         """Has them end; returns at once."""
-        self._is_closing = True
+        self._closing.set()
         with contextlib.suppress(OSError):
             self.tell(Stop())
 
     def reap(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Waits for their end, and forces it after a while. They were told to stop, or are of no more use."""
-        self._is_closing = True
+        self._closing.set()
         deadline_s = time.monotonic() + timeout_s
         for follower in self._followers:
             # The link reads end of file when the process is gone.
@@ -104,14 +105,17 @@ class Followers:
             follower.link.close()
 
     def _await_end(self) -> None:
-        wait([follower.link for follower in self._followers])
-        if self._is_closing:
+        """A follower that says why it cannot start leaves rank 0 a while to say the same."""
+        ready = wait([follower.link for follower in self._followers])
+        if self._closing.is_set():
             return
-        for follower in self._followers:
-            pid, status = os.waitpid(follower.pid, os.WNOHANG)
-            if pid:
-                self.abandon(f"rank {follower.rank} ended with {os.waitstatus_to_exitcode(status)}")
-        self.abandon("a follower closed its link")
+        for follower in (follower for follower in self._followers if follower.link in ready):
+            reason = f"rank {follower.rank} ended"
+            with contextlib.suppress(EOFError, OSError):
+                reason = follower.link.recv_bytes().decode()
+                if self._closing.wait(GRACE_S):
+                    return
+            self.abandon(reason)
 
 
 def fork_followers(size: int, run: Callable[[int, Connection], None], not_theirs: Sequence[int]) -> Followers:
