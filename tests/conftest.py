@@ -30,7 +30,8 @@ settings.load_profile("suite")
 
 # Kernels run in Triton's interpreter. Triton reads this when it is imported, which torch's compiler does on its own, so
 # that the conftest beside the tests of kernels would come too late.
-os.environ["TRITON_INTERPRET"] = "1"
+if not os.environ.get("LLMBACKEND_TEST_DEVICE"):  # tests/engine/gpu/kernel_device.py
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 os.environ.setdefault("LLMBACKEND_GPUS", "")  # a test means the same on a machine with GPUs

@@ -25,8 +25,12 @@ def better_interpreter() -> Iterator[None]:
     element, of which numpy makes no int since 2.4. And a kernel's call of a helper does not put the interpreted
     language in place once more, which takes a third of the time: triton's own helpers (max, zeros, …) see to their
     module once, and it stays; ours have the kernel's."""
+    from triton import knobs
     from triton.runtime import interpreter
 
+    if not knobs.runtime.interpret:
+        yield
+        return
     patch = interpreter._patch_lang_tensor
     modules: set[str] = set()
 

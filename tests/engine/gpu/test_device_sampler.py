@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from compile_kernels import compile_in_process
+from kernel_device import DEVICE, INTERPRETED
 from sampling_launches import launch_sampling
 from triton.runtime.interpreter import InterpretedFunction
 
@@ -35,7 +36,7 @@ class Rows:
         self.table.token_ids[:, 6] = self.table.token_ids[:, 7]
         self.table.num_prompt_tokens[:], self.table.num_tokens[:] = NUM_PROMPT, NUM_TOKENS
         self.reference = Sampler(count, vocab, EOS)
-        self.sampler = DeviceSampler(count, vocab, EOS, "cpu")
+        self.sampler = DeviceSampler(count, vocab, EOS, DEVICE)
         for row, each in enumerate(parameters):
             prompt = tuple(self.table.token_ids[row, :NUM_PROMPT].tolist())
             request = InferRequest(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(**each))
@@ -46,12 +47,14 @@ class Rows:
         chosen = np.array(rows, np.int32)
         table = self.table
         arrays = (chosen, table.num_tokens[np.maximum(chosen, 0)], table.token_ids, table.num_prompt_tokens)
-        return tuple(torch.from_numpy(array) for array in arrays)
+        return tuple(torch.from_numpy(array).to(DEVICE) for array in arrays)
 
     def sample(self, logits: torch.Tensor, rows: list[int] | None = None) -> SampledTokens:
         tensors = self.tensors(list(range(len(logits))) if rows is None else rows)
-        samples = HostSamples.of(self.sampler.sample(logits, *tensors).tensors())
-        return self.sampler.result(tensors[0].numpy(), tensors[1].numpy(), samples)
+        samples = HostSamples.of(
+            [tensor.cpu() for tensor in self.sampler.sample(logits.to(DEVICE), *tensors).tensors()]
+        )
+        return self.sampler.result(tensors[0].cpu().numpy(), tensors[1].cpu().numpy(), samples)
 
     def expected(self, logits: torch.Tensor) -> SampledTokens:
         rows = np.arange(len(logits), dtype=np.int32)
@@ -61,6 +64,8 @@ class Rows:
 @pytest.fixture
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that a small vocabulary is already searched as a large one is."""
+    if not INTERPRETED:
+        return  # what is compiled stays; the test takes a larger vocabulary
     for module in (ranking, limited_sampling, logprobs, device_sampler):
         monkeypatch.setattr(module, "CANDIDATES", tl.constexpr(32))
 
@@ -114,22 +119,24 @@ def assert_same(found: SampledTokens, expected: SampledTokens) -> None:
 )
 def test_tokens_and_logprobs_are_those_of_the_cpu(kind: str, vocab: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(vocab)
-    rows = Rows([random_parameters(rng, vocab) for _ in range(3)], vocab)
-    logits = make_logits(kind, 3, vocab + 3).to(dtype)
+    count, vocab = (3, vocab) if INTERPRETED else (500, 60 * vocab)
+    rows = Rows([random_parameters(rng, vocab) for _ in range(count)], vocab)
+    logits = make_logits(kind, count, vocab + 3).to(dtype)
     assert_same(rows.sample(logits), rows.expected(logits))
 
 
+SIZE = 1 if INTERPRETED else 100
 LIMITS: list[dict[str, Any]] = [
     {"top_p": 0.8},
-    {"top_k": 200, "top_p": 0.7, "min_p": 1e-5, "logprobs": 90},
-    {"top_k": 150, "min_p": 1e-4, "logprobs": 20},
+    {"top_k": 200 * SIZE, "top_p": 0.7, "min_p": 1e-5, "logprobs": 90 * SIZE},
+    {"top_k": 150 * SIZE, "min_p": 1e-4, "logprobs": 20 * SIZE},
 ]
 
 
 @pytest.mark.usefixtures("few_candidates")
 def test_more_candidates_than_there_is_room_for() -> None:
-    rows = Rows([{"temperature": 1.5, "seed": 3, **limit} for limit in LIMITS], 400)
-    logits = make_logits("flat", len(LIMITS), 400).bfloat16()
+    rows = Rows([{"temperature": 1.5, "seed": 3, **limit} for limit in LIMITS], 400 * SIZE)
+    logits = make_logits("flat", len(LIMITS), 400 * SIZE).bfloat16()
     logits[1] = 1.5
     assert_same(rows.sample(logits), rows.expected(logits))
 
@@ -138,9 +145,10 @@ def test_numbers_are_those_of_the_host() -> None:
     rng = np.random.default_rng(4)
     seeds = rng.integers(0, 2**64, 300, np.uint64)
     positions = rng.integers(0, 2**31, 300).astype(np.int32)
-    found = torch.full((300,), float("nan"), dtype=torch.float64)
-    numbers_kernel[(1,)](torch.from_numpy(seeds.view(np.int64)), torch.from_numpy(positions), found, 300, TILE=512)
-    assert (found.numpy() == uniform(seeds, positions.astype(np.uint64))).all()
+    found = torch.full((300,), float("nan"), dtype=torch.float64, device=DEVICE)
+    arguments = (torch.from_numpy(array).to(DEVICE) for array in (seeds.view(np.int64), positions))
+    numbers_kernel[(1,)](*arguments, found, 300, TILE=512)
+    assert (found.cpu().numpy() == uniform(seeds, positions.astype(np.uint64))).all()
 
 
 @triton.jit
@@ -171,6 +179,7 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter runs")
 def test_a_plain_step_is_two_launches_and_only_what_is_asked_for_adds_some(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = count_launches(monkeypatch)
     plain: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 2}, {"temperature": 0.0}]
@@ -206,9 +215,9 @@ def test_padding_samples_nothing_and_disturbs_nobody() -> None:
     expected = rows.expected(logits[:2])
     logits[2], logits[3] = 1.0, torch.nan
     tensors = rows.tensors([0, 1, 0, -1])
-    token_ids = rows.sampler.sample(logits, *tensors).token_ids
+    token_ids = rows.sampler.sample(logits.to(DEVICE), *tensors).token_ids
     assert token_ids.tolist() == [*expected.token_ids.tolist(), NO_TOKEN, NO_TOKEN]
-    assert len(rows.sampler.sample(logits[:0], *rows.tensors([])).token_ids) == 0
+    assert len(rows.sampler.sample(logits[:0].to(DEVICE), *rows.tensors([])).token_ids) == 0
 
 
 def test_a_broken_row_gets_an_error_and_the_others_go_on() -> None:
@@ -259,9 +268,10 @@ def test_what_a_row_asks_for_is_what_it_asked_for_when_the_step_was_prepared() -
     rows.sampler.remove_row(0)
     rows.sampler.add_row(0, request(temperature=0.0))
     later = rows.sampler.prepare()
-    tensors = rows.tensors([0])
+    tensors, expected = rows.tensors([0]), int(logits.argmax())
+    logits = logits.to(DEVICE)
     assert prepared.sample(logits, *tensors).token_ids.tolist() == [5]
-    assert later.sample(logits, *tensors).token_ids.tolist() == [int(logits.argmax())]
+    assert later.sample(logits, *tensors).token_ids.tolist() == [expected]
 
 
 def test_a_step_that_was_given_up_loses_nothing() -> None:
@@ -285,11 +295,12 @@ def request(**sampling: Any) -> InferRequest:
 )
 def test_a_bad_parameter_is_refused_by_name(sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DeviceSampler(1, 50, EOS, "cpu").add_row(0, request(**sampling))
+        DeviceSampler(1, 50, EOS, DEVICE).add_row(0, request(**sampling))
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter runs")
 def test_all_that_steps_launch_is_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = DeviceSampler(1, 6, EOS, "cpu")
+    sampler = DeviceSampler(1, 6, EOS, DEVICE)
     launched = count_launches(monkeypatch)
     assert sampler.is_unused
     sampler.compile(torch.zeros(1, 6), torch.ones(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
