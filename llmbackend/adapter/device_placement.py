@@ -9,7 +9,6 @@ Source: Triton's instance groups; vllm_backend's rule that an engine over severa
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from importlib import metadata
@@ -19,8 +18,6 @@ import msgspec
 from llmbackend.core.backend_api import InstanceGroupKind, ModelInstance, invalid_argument
 from llmbackend.engine.config import EngineConfig
 from llmbackend.gpus import supported_gpus
-
-logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 """The engine argument 'device' of a model that does not care: a GPU where there is one."""
@@ -63,13 +60,13 @@ class DevicePlacement:
         return "cpu" if config.device == AUTO else config.device
 
     def _least_used(self, width: int, gpus: tuple[int, ...]) -> str:
-        """The first of `width` neighbouring GPUs."""
-        starts = [f"cuda:{gpus[i]}" for i in range(0, len(gpus) - width + 1, width)]
-        if not starts and len(gpus) < width and width > 1:
+        """The first of `width` neighbouring GPUs. Where the driver tells of none, the engine sees for itself."""
+        if gpus and len(gpus) < width:
             raise invalid_argument(
                 f"engine argument 'tensor_parallel_size' is {width}, expected at most {len(gpus)}, the GPUs of this "
                 "host"
             )
+        starts = [f"cuda:{gpus[i]}" for i in range(0, len(gpus) - width + 1, width)]
         return min(starts, key=lambda start: self._engines_at[start], default="cuda:0")
 
 
