@@ -28,10 +28,10 @@ def choose(config: EngineConfig, loaded: LoadedModel, triton: bool | None = None
         raise UnrecognisedError(loaded.why_modules)
     if triton is None:
         triton = loaded.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    if config.batch_invariant:
-        raise ValueError("engine argument 'batch_invariant' is true, which no kernel can do yet")
+    if config.batch_invariant and (not triton or config.kernels == "torch"):
+        raise ValueError("engine argument 'batch_invariant' is true, which needs a GPU, triton and its kernels")
     ops = _triton_ops(config, loaded, loaded.decoder) if triton and config.kernels != "torch" else TorchOps()
-    return ops, library_matmul, _sampling(config, loaded, triton)
+    return ops, _matmul(config), _sampling(config, loaded, triton)
 
 
 def _triton_ops(config: EngineConfig, loaded: LoadedModel, decoder: Decoder) -> Ops:
@@ -51,6 +51,14 @@ def _triton_ops(config: EngineConfig, loaded: LoadedModel, decoder: Decoder) -> 
         exact_chunks=config.batch_invariant,
     )
     return TritonOps(attention)
+
+
+def _matmul(config: EngineConfig) -> Matmul:
+    if not config.batch_invariant:
+        return library_matmul
+    from .kernels.invariant_matmul import invariant_matmul
+
+    return invariant_matmul
 
 
 def _sampling(config: EngineConfig, loaded: LoadedModel, triton: bool) -> Sampling:

@@ -109,10 +109,6 @@ class GpuProgram:
     def max_samples(self) -> int:
         return self._max_samples
 
-    @property
-    def logit_dtype(self) -> torch.dtype:
-        return self._dtype if self._wide_logits is None else torch.float32
-
     def use_caches(self, caches: Mapping[nn.Module, LayerCache]) -> None:
         """Other KV memory of the same kind from now on."""
         self._caches = [caches[module] for module in self._modules]

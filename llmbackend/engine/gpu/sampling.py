@@ -45,9 +45,6 @@ class Sampling(Protocol):
     def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
         """Reads what it needs of the plan."""
 
-    def compile(self, dtype: torch.dtype, max_model_len: int) -> None:
-        """Device work, before any row is taken: makes ready what a request would wait for. dtype: of logits."""
-
 
 class HostSampling:
     """The sampler of the CPU path, for devices that have none of their own."""
@@ -62,9 +59,6 @@ class HostSampling:
 
     def remove_row(self, row: int) -> None:
         self._sampler.remove_row(row)
-
-    def compile(self, dtype: torch.dtype, max_model_len: int) -> None:
-        pass
 
     def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
         return _HostStep(self._sampler, plan, table)
@@ -97,9 +91,6 @@ class DeviceSampling:
 
     def remove_row(self, row: int) -> None:
         self._sampler.remove_row(row)
-
-    def compile(self, dtype: torch.dtype, max_model_len: int) -> None:
-        self._sampler.compile(dtype, max_model_len)
 
     def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
         return _DeviceStep(self._sampler, plan, table)

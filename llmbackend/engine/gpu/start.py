@@ -117,8 +117,6 @@ def _run_largest_step(config: EngineConfig, loaded: LoadedModel, engine: Engine)
     table.num_tokens[:] = count
     rows = np.arange(num_rows, dtype=np.int32)
     plan = StepPlan(rows, np.full(num_rows, count, np.int32), np.ones(num_rows, np.bool_))
-    if engine.device.torch_device.type == "cuda":
-        engine.device.enqueue(lambda: engine.sampling.compile(engine.program.logit_dtype, loaded.max_model_len))
     GpuRunner(engine, _info(config, loaded, engine.device, 1, "", 0.0)).execute(plan, table)
 
 

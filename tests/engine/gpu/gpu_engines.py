@@ -49,9 +49,6 @@ class GreedyOnDevice:
     def remove_row(self, row: int) -> None:
         pass
 
-    def compile(self, dtype: torch.dtype, max_model_len: int) -> None:
-        pass
-
     def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
         return _GreedyStep()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,12 +13,13 @@ import transformers as tf
 from gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
 from tiny_models import FAMILIES, SIZES, save
 
+from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu.device import Event
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
+from llmbackend.engine.infer_request import InferRequest, SamplingParams, TokenLogprobs
 from llmbackend.engine.model_runner import ModelRunner
-from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan
+from llmbackend.engine.step import PENDING_TOKEN, RowTable, Runner, StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,37 +70,50 @@ def test_tokens_stay_when_steps_overlap(how: str, model: Path) -> None:
 
 
 def test_kernels_give_the_cpu_paths_tokens_and_logprobs(tmp_path: Path) -> None:
-    """All of a step in Triton's kernels, as steps that overlap: penalties count tokens that nobody has read. With each
-    of the first steps comes one request more."""
+    """All of a step in Triton's kernels, products among them, as steps that overlap: penalties count tokens that nobody
+    has read. Alone, a request gets the same, bit by bit."""
     save(tf.Qwen2Config(**SIZES | {"num_hidden_layers": 1}), tmp_path)
     ways = ({"temperature": 0.0, "logprobs": 2}, {"temperature": 0.8, "frequency_penalty": 1.5})
     requests = [
         InferRequest(request_id=f"{i}", prompt_token_ids=(7, 9 + i), sampling=SamplingParams(max_tokens=2, **way))
         for i, way in enumerate(ways)
     ]
-    config, found = (
-        config_for(tmp_path, max_num_seqs=2, block_size=16, max_num_batched_tokens=4, cudagraph_capture_sizes=(2,)),
-        [],
-    )
-    for runner in (ModelRunner(config), gpu_runner(config, triton=True)):
-        core = EngineCore(config, runner)
-        outputs: list[StepOutput] = []
-        for request in requests:
-            core.add(request)
-            outputs += core.step().outputs
-        while core.has_work:
-            outputs += core.step().outputs
-        core.close()
-        outputs.sort(key=lambda output: output.request_id)
-        tokens = [(output.request_id, *output.token_ids) for output in outputs if output.token_ids]
-        found.append((tokens, [entry for output in outputs for entry in output.logprobs]))
-    (tokens, logprobs), (expected_tokens, expected_logprobs) = found[1], found[0]
+    config = config_for(tmp_path, max_num_seqs=2, block_size=16, max_num_batched_tokens=4, cudagraph_capture_sizes=(2,))
+    expected_tokens, expected = generated(config, ModelRunner(config), requests)
+    config = msgspec.structs.replace(config, batch_invariant=True)
+    tokens, logprobs = generated(config, gpu_runner(config, triton=True), requests)
     assert tokens == expected_tokens
     assert len(logprobs) == 2
-    for given, wanted in zip(logprobs, expected_logprobs, strict=True):
+    for given, wanted in zip(logprobs, expected, strict=True):
         assert (given.token_id, given.rank) == (wanted.token_id, wanted.rank)
         assert given.logprob == pytest.approx(wanted.logprob, abs=1e-4)
         assert [token_id for token_id, _ in given.top] == [token_id for token_id, _ in wanted.top]
+    assert generated(config, gpu_runner(config, triton=True), requests[:1])[1] == logprobs
+
+
+def generated(
+    config: EngineConfig, runner: Runner, requests: list[InferRequest]
+) -> tuple[list[tuple[int, ...]], list[TokenLogprobs]]:
+    """Tokens and logprobs of requests that come one step after the other."""
+    core, outputs = EngineCore(config, runner), []
+    for request in requests:
+        core.add(request)
+        outputs += core.step().outputs
+    while core.has_work:
+        outputs += core.step().outputs
+    core.close()
+    mine = [[output for output in outputs if output.request_id == request.request_id] for request in requests]
+    tokens = [tuple(token_id for output in of_one for token_id in output.token_ids) for of_one in mine]
+    return tokens, [entry for of_one in mine for output in of_one for entry in output.logprobs]
+
+
+def test_products_that_do_not_depend_on_the_batch_need_their_kernels(model: Path) -> None:
+    for options in ({"block_size": 16, "kernels": "torch"}, {"block_size": 16}):
+        config = config_for(model, batch_invariant=True, **options)
+        with pytest.raises(ValueError, match="'batch_invariant' is true, which needs a GPU, triton and its kernels"):
+            gpu_runner(config, triton="kernels" in options)
+    with pytest.raises(ValueError, match="'block_size' is 24, expected a power of two from 16"):
+        gpu_runner(config_for(model, block_size=24), triton=True)
 
 
 # --- steps that overlap -----------------------------------------------------------------------------------------------
