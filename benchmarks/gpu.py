@@ -8,8 +8,8 @@ programs in benchmarks/accelerator/. Invariants: each part runs in a process of 
 limit, so that one which fails or hangs spoils no other; results are on disk line by line, and the page is written again
 after every part, so that a run that is ended early leaves what it had; exit code 1 when any part failed.
 
-Parts, in the order of what a short run should know first: the device's ceilings; kernel parity (tests/engine/gpu on the
-device instead of the interpreter); each shape's engine runs; ablations; transformers' continuous batching; the server.
+Parts, in the order of what a short run should know first: the device's ceilings; kernel parity (tests, on the device
+instead of the interpreter); each shape's engine runs; ablations; transformers' continuous batching; the server.
 The machine needs no network: what its Python lacks (msgspec and pyzmq; for the server also fastapi, uvicorn and their
 like) can be unpacked into a folder beforehand and named by --site.
 """
@@ -37,6 +37,11 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "batch invariant": {"batch_invariant": True},
 }
 PART_LIMIT_S = 150.0
+KERNEL_TESTS = [
+    f"tests/engine/gpu/test_{name}.py"
+    for name in ("fused_kernels", "paged_attention", "invariant_matmul", "device_sampler")
+]
+"""Those that run on a GPU as well (tests/engine/gpu/kernel_device.py)."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Run:
 
     def _command(self, job: Job) -> list[str]:
         if job.part == "parity":
-            return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "tests/engine/gpu"]
+            return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNEL_TESTS]
         arguments = ["--device", self.device, "--shape", job.shape, "--label", job.label, "--json", str(self.results)]
         arguments += ["--scratch", str(self.out / "scratch"), "--options", json.dumps(job.options)]
         return [sys.executable, "-m", f"benchmarks.accelerator.{job.part}", *arguments]

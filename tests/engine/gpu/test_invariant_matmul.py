@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_device import DEVICE
 
 from llmbackend.engine.gpu.kernels.invariant_matmul import invariant_matmul
 
@@ -18,15 +19,15 @@ def operands(num_rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.T
 
     def draw(*shape: int) -> torch.Tensor:
         count = torch.Size(shape).numel()
-        memory = torch.full((count + 128,), float("nan"), dtype=dtype)
-        memory[64:-64] = torch.randn(count, generator=generator)
+        memory = torch.full((count + 128,), float("nan"), dtype=dtype, device=DEVICE)
+        memory[64:-64] = torch.randn(count, generator=generator).to(DEVICE)
         return memory[64:-64].view(shape)
 
     return draw(num_rows, k), draw(n, k), draw(n)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    memory = torch.full((len(x) + 1, len(weight)), float("nan"), dtype=x.dtype)
+    memory = torch.full((len(x) + 1, len(weight)), float("nan"), dtype=x.dtype, device=DEVICE)
     invariant_matmul(x, weight, bias, memory[:-1])
     assert memory[-1].isnan().all()
     return memory[:-1]

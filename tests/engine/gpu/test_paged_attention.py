@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+from kernel_device import DEVICE
 
 from llmbackend.engine.gpu.kernels import paged_attention
 from llmbackend.engine.gpu.kernels.paged_attention import PagedAttention, Tiles
 from llmbackend.engine.gpu.ops import PADDING_SLOT, AttendSpec, LayerCache, StepLayout
 
-CPU = torch.device("cpu")
 Part = tuple[int, int, int]
 """Sequence, its first position in this step, number of tokens."""
 
@@ -48,6 +49,12 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "choose_tiles", choose_small)
     monkeypatch.setattr(paged_attention, "SPLIT", 32)
     monkeypatch.setattr(paged_attention, "_UNROLL", 2)
+
+
+def _on_device(parts: Any) -> Any:
+    """A dataclass with its tensors on the device."""
+    tensors = {name: getattr(parts, name) for name in parts.__slots__}
+    return replace(parts, **{name: x.to(DEVICE) for name, x in tensors.items() if isinstance(x, torch.Tensor)})
 
 
 class Memory:
@@ -111,7 +118,7 @@ class Memory:
         """[tokens, heads, dim] of each part; padding's zeros come last."""
         shape = self.shape
         attention = PagedAttention(
-            CPU,
+            DEVICE,
             num_heads=shape.heads,
             head_dim=shape.dim,
             max_num_seqs=len(parts) + padding,
@@ -126,8 +133,12 @@ class Memory:
         qkv = torch.full((tokens, width + kv_width), float("nan"), dtype=shape.dtype)
         qkv[: tokens - padding, :width] = torch.cat([self.q[i][a : a + n] for i, a, n in parts]).flatten(1)
         out = torch.full((tokens, width), float("nan"), dtype=shape.dtype)
-        attention.attend(qkv, layout, self.table, shape.spec(), self.cache, out)
-        return list(out.unflatten(1, (shape.heads, shape.dim)).split([n for _, _, n in parts] + [padding]))
+        cache = LayerCache(self.cache.keys.to(DEVICE), self.cache.values.to(DEVICE), shape.scale, shape.scale / 2)
+        out = out.to(DEVICE)
+        attention.attend(
+            qkv.to(DEVICE), _on_device(layout), self.table.to(DEVICE), _on_device(shape.spec()), cache, out
+        )
+        return list(out.cpu().unflatten(1, (shape.heads, shape.dim)).split([n for _, _, n in parts] + [padding]))
 
     def expected(self, part: Part) -> torch.Tensor:
         """In float64, one query at a time."""
