@@ -9,9 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from compile_kernels import compile_in_process
 from kernel_device import DEVICE, INTERPRETED
-from sampling_launches import launch_sampling
 from triton.runtime.interpreter import InterpretedFunction
 
 from llmbackend.engine.gpu import device_sampler
@@ -307,14 +305,3 @@ def test_all_that_steps_launch_is_compiled_before(monkeypatch: pytest.MonkeyPatc
     assert {"choose_kernel", "draw_limited_kernel", "edit_kernel", "logprobs_kernel"} <= set(launched)
     assert sampler.is_plain
     assert not sampler.is_unused
-
-
-def test_compiles_for_hopper_and_spills_nothing() -> None:
-    (kernels,) = compile_in_process(launch_sampling, 90).values()
-    assert {kernel.name for kernel in kernels} == {
-        "summarise_kernel", "choose_kernel", "draw_limited_kernel", "slots_kernel", "copy_kernel", "edit_kernel",
-        "logprobs_kernel",
-    }  # fmt: skip
-    for kernel in kernels:
-        assert kernel.stack_bytes <= 128, kernel
-        assert kernel.shared_bytes <= 48 * 1024, kernel

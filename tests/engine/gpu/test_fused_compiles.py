@@ -1,0 +1,29 @@
+"""The fused kernels and those of sampling compile to machine code, and next to nothing is spilled."""
+
+from __future__ import annotations
+
+from compile_kernels import compile_in_process
+from fused_launches import launch_operations
+from sampling_launches import launch_sampling
+
+
+def test_operations_compile_for_hopper() -> None:
+    (kernels,) = compile_in_process(launch_operations, 90).values()
+    assert {kernel.name for kernel in kernels} == {
+        "embed_kernel", "residual_norm_kernel", "rotary_kernel", "gate_kernel", "next_inputs_kernel",
+        "put_tokens_kernel",
+    }  # fmt: skip
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.registers <= 80, kernel
+
+
+def test_sampling_compiles_for_hopper() -> None:
+    (kernels,) = compile_in_process(launch_sampling, 90).values()
+    assert {kernel.name for kernel in kernels} == {
+        "summarise_kernel", "choose_kernel", "draw_limited_kernel", "slots_kernel", "copy_kernel", "edit_kernel",
+        "logprobs_kernel",
+    }  # fmt: skip
+    for kernel in kernels:
+        assert kernel.stack_bytes <= 128, kernel
+        assert kernel.shared_bytes <= 48 * 1024, kernel
