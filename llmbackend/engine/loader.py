@@ -141,6 +141,10 @@ def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> No
                 f"plain ones, or {' or '.join(_DEQUANTIZED)}: the engine argument 'quantization' quantises plain ones"
             )
         settings["dequantize"] = True
+    if config.quantization == "fp8" and config.batch_invariant:
+        raise ValueError(
+            "engine argument 'quantization' is 'fp8', expected 'int8' or null where 'batch_invariant' is true"
+        )
     if config.quantization == "fp8" and not dense:
         raise ValueError("engine argument 'quantization' is 'fp8', expected 'int8' or null on device 'cpu'")
 

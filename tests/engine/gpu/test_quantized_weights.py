@@ -118,6 +118,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     save(FAMILIES["llama"], tmp_path)
     with pytest.raises(ValueError, match="'quantization' is 'fp8', expected 'int8' or null on device 'cpu'"):
         load_model(EngineConfig(model=str(tmp_path), quantization="fp8", transport="inline"))
+    with pytest.raises(ValueError, match="expected 'int8' or null where 'batch_invariant' is true"):
+        load(tmp_path, quantization="fp8", batch_invariant=True)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -37,13 +37,21 @@ class Collectives(Protocol):
 class ProcessGroup:
     """The ranks as a group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        """The group that `join` made."""
+    def __init__(self, rank: int, size: int, in_order: bool = False) -> None:
+        """The group that `join` made. in_order: sums are those of rank 0, 1, 2, …; a library's own order may depend on
+        how many numbers there are to sum, with more than two ranks."""
         self.rank = rank
         self.size = size
+        self._in_order = in_order and size > 2
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        dist.all_reduce(x)
+        if not self._in_order:
+            dist.all_reduce(x)
+            return
+        first, *others = self.all_gather(x)
+        for other in others:
+            first += other
+        x.copy_(first)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         gathered = x.new_empty((self.size, *x.shape))
@@ -58,8 +66,8 @@ def listen() -> tuple[socket.socket, int]:
 
 
 def join(
-    rank: int, size: int, device: torch.device, port: int, timeout_s: float, meeting: socket.socket | None = None
-) -> ProcessGroup:
+    ranks: ProcessGroup, device: torch.device, port: int, timeout_s: float, meeting: socket.socket | None = None
+) -> None:
     """Meets the other ranks; `meeting` is rank 0's, which holds what they need to find each other. One group for a
     process, which lives until `leave`. Raises RuntimeError when they do not come in time."""
     for name in _NETWORK_INTERFACES:
@@ -68,7 +76,7 @@ def join(
     store = dist.TCPStore(  # type: ignore[attr-defined]
         LOOPBACK,
         port,
-        size,
+        ranks.size,
         is_master=meeting is not None,
         timeout=timeout,
         wait_for_workers=False,
@@ -80,12 +88,11 @@ def join(
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,
-        rank=rank,
-        world_size=size,
+        rank=ranks.rank,
+        world_size=ranks.size,
         timeout=timeout,
         device_id=device if on_gpu else None,
     )
-    return ProcessGroup(rank, size)
 
 
 def leave() -> None:

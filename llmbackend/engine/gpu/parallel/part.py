@@ -23,7 +23,7 @@ from .collectives import ProcessGroup
 from .sharding import Sharding
 
 
-def device_of(config: EngineConfig, rank: int) -> torch.device:
+def _device_of(config: EngineConfig, rank: int) -> torch.device:
     first = torch.device(config.device)
     return torch.device("cuda", (first.index or 0) + rank) if first.type == "cuda" else first
 
@@ -35,7 +35,7 @@ def refusal(config: EngineConfig, why: str) -> ValueError:
 
 def load_part(config: EngineConfig, ranks: ProcessGroup) -> LoadedModel:
     """Raises ValueError or OSError with a text for the user, and torch.OutOfMemoryError."""
-    device = device_of(config, ranks.rank)
+    device = _device_of(config, ranks.rank)
     loaded = _load(config, device)
     if loaded.decoder is None:
         raise refusal(config, loaded.why_modules)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import time
 from multiprocessing.connection import Connection
 
@@ -28,7 +27,7 @@ from .collectives import ProcessGroup
 from .followers import Followers
 from .messages import Collect, Join, Message, RowAdded, RowRemoved, Step, Stop
 from .parallel_runner import ParallelRunner
-from .part import device_of, load_part, refusal
+from .part import load_part, refusal
 from .table_mirror import apply
 
 logger = logging.getLogger(__name__)
@@ -41,12 +40,13 @@ def start_rank_0(config: EngineConfig, followers: Followers) -> ParallelRunner:
     start_s = time.monotonic()
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(followers.reap, 0.0)
-        part = load_part(config, ProcessGroup(0, config.tensor_parallel_size))
+        ranks = _ranks(config, 0)
+        part = load_part(config, ranks)
         followers.expect_loaded()
         meeting, port = collectives.listen()
         followers.tell(Join(port))
         followers.watch()
-        ranks = _join(config, 0, port, meeting)
+        collectives.join(ranks, part.device, port, config.load_timeout_s, meeting)
         on_failure.callback(collectives.leave)
         runner = _start(config, part, ranks, start_s)
         on_failure.pop_all()
@@ -55,16 +55,16 @@ def start_rank_0(config: EngineConfig, followers: Followers) -> ParallelRunner:
 
 def follow(config: EngineConfig, rank: int, link: Connection) -> None:
     """A follower's life."""
-    start_s = time.monotonic()
+    start_s, ranks = time.monotonic(), _ranks(config, rank)
     try:
-        part = load_part(config, ProcessGroup(rank, config.tensor_parallel_size))
+        part = load_part(config, ranks)
     except Exception as error:
         link.send_bytes(f"rank {rank}: {error}".encode())
         return
     link.send_bytes(b"")
     join = _decode(link.recv_bytes())
     assert isinstance(join, Join)
-    ranks = _join(config, rank, join.port)
+    collectives.join(ranks, part.device, join.port, config.load_timeout_s)
     try:
         runner = _start(config, part, ranks, start_s)
     except Exception as error:
@@ -98,9 +98,8 @@ def _serve(runner: OverlappingRunner, config: EngineConfig, link: Connection) ->
                 return
 
 
-def _join(config: EngineConfig, rank: int, port: int, meeting: socket.socket | None = None) -> ProcessGroup:
-    size, device = config.tensor_parallel_size, device_of(config, rank)
-    return collectives.join(rank, size, device, port, config.load_timeout_s, meeting)
+def _ranks(config: EngineConfig, rank: int) -> ProcessGroup:
+    return ProcessGroup(rank, config.tensor_parallel_size, config.batch_invariant)
 
 
 def _start(config: EngineConfig, part: LoadedModel, ranks: ProcessGroup, start_s: float) -> OverlappingRunner:
