@@ -64,6 +64,7 @@ def start(
     engine.program.use_caches(caches)
     host_blocks = HostBlocks.make(config, device, caches.values())
     capture_s = engine.graphs.capture(_graph_sizes(config))
+    device.trim()
     how = f"{type(ops).__name__}, graphs of {engine.graphs.sizes or 'no'} sequences in {capture_s:.1f} s"
     logger.info("%s: %d KV blocks of %d tokens, %s", device.name, num_blocks, config.block_size, how)
     info = _info(config, loaded, device, num_blocks, how, start_s)

@@ -19,7 +19,7 @@ from llmbackend.engine.gpu.device import Event
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.infer_request import InferRequest, SamplingParams, TokenLogprobs
 from llmbackend.engine.model_runner import ModelRunner
-from llmbackend.engine.step import PENDING_TOKEN, RowTable, Runner, StepPlan
+from llmbackend.engine.step import BROKEN_LOGITS, PENDING_TOKEN, RowTable, Runner, StepPlan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -240,3 +240,39 @@ def test_a_launch_that_failed_leaves_nothing(num_left: int, model: Path) -> None
     driver.launch([0, 1, 2])
     assert [driver.collect()[1], driver.collect()[1]] == expected
     driver.runner.close()
+
+
+@pytest.mark.parametrize("num_left", [20, 21, 22])
+def test_a_step_that_runs_out_of_memory_costs_nobody_a_token(num_left: int, model: Path) -> None:
+    requests = mixed_requests(5, seed=6, greedy=True)
+    expected, _ = tokens_of(config_for(model), ModelRunner(config_for(model)), requests)
+    device = FullDevice()
+    runner = gpu_runner(config_for(model), device, sampling=GreedyOnDevice())
+    device.num_left = num_left
+    assert tokens_of(config_for(model), runner, requests)[0] == expected
+    assert device.num_left < 0
+
+
+def test_broken_logits_end_their_request_and_no_other(tmp_path: Path) -> None:
+    """What it left in the KV memory is finite, and hurts nobody who gets its blocks."""
+    broken = save(FAMILIES["qwen2"], tmp_path)
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[95] = float("nan")
+    broken.save_pretrained(tmp_path)
+    sampling = SamplingParams(max_tokens=6, temperature=0.0)
+    prompts = {"a": (1, 2, 3), "broken": (4, 6, 95), "b": (7, 8), "c": (9, 10, 11, 12)}
+    requests = [InferRequest(request_id=name, prompt_token_ids=p, sampling=sampling) for name, p in prompts.items()]
+    config = config_for(tmp_path, max_num_seqs=2, num_kv_blocks=4, enable_prefix_caching=False)
+    found: list[dict[str, str]] = []
+    for runner in (ModelRunner(config), gpu_runner(config)):
+        core, outputs = EngineCore(config, runner), {request.request_id: "" for request in requests}
+        for request in requests:
+            core.add(request)
+        while core.has_work:
+            for output in core.step().outputs:
+                outputs[output.request_id] += f"{output.token_ids}{output.error}"
+        core.check()
+        core.close()
+        found.append(outputs)
+    assert found[1] == found[0]
+    assert found[1]["broken"] == f"(){BROKEN_LOGITS}"
