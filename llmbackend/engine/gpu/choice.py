@@ -28,10 +28,22 @@ def choose(config: EngineConfig, loaded: LoadedModel, triton: bool | None = None
         raise UnrecognisedError(loaded.why_modules)
     if triton is None:
         triton = loaded.device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    if config.batch_invariant and (not triton or config.kernels == "torch"):
-        raise ValueError("engine argument 'batch_invariant' is true, which needs a GPU, triton and its kernels")
-    ops = _triton_ops(config, loaded, loaded.decoder) if triton and config.kernels != "torch" else TorchOps()
+    by_kernels = triton and config.kernels != "torch"
+    _check_invariance(config, by_kernels)
+    ops = _triton_ops(config, loaded, loaded.decoder) if by_kernels else TorchOps()
     return ops, _matmul(config), _sampling(config, loaded, triton)
+
+
+def _check_invariance(config: EngineConfig, by_kernels: bool) -> None:
+    if not config.batch_invariant:
+        return
+    if not by_kernels:
+        raise ValueError("engine argument 'batch_invariant' is true, which needs a GPU, triton and its kernels")
+    if config.quantization == "fp8":  # the library's products; those of whole numbers are exact in any order
+        raise ValueError("engine argument 'quantization' is 'fp8', expected null or 'int8' with batch_invariant")
+    if config.tensor_parallel_size > 1:  # the order of sums between devices is chosen by the size of what is summed
+        size = config.tensor_parallel_size
+        raise ValueError(f"engine argument 'tensor_parallel_size' is {size}, expected 1 with batch_invariant")
 
 
 def _triton_ops(config: EngineConfig, loaded: LoadedModel, decoder: Decoder) -> Ops:
