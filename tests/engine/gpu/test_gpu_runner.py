@@ -72,7 +72,7 @@ def test_tokens_stay_when_steps_overlap(how: str, model: Path) -> None:
 def test_kernels_give_the_cpu_paths_tokens_and_logprobs(tmp_path: Path) -> None:
     """All of a step in Triton's kernels, products among them, as steps that overlap: penalties count tokens that nobody
     has read. Alone, a request gets the same, bit by bit."""
-    save(tf.Qwen2Config(**SIZES | {"num_hidden_layers": 1}), tmp_path)
+    save(tf.Qwen2Config(**SIZES | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}), tmp_path)
     ways = ({"temperature": 0.0, "logprobs": 2}, {"temperature": 0.8, "frequency_penalty": 1.5})
     requests = [
         InferRequest(request_id=f"{i}", prompt_token_ids=(7, 9 + i), sampling=SamplingParams(max_tokens=2, **way))
@@ -81,14 +81,16 @@ def test_kernels_give_the_cpu_paths_tokens_and_logprobs(tmp_path: Path) -> None:
     config = config_for(tmp_path, max_num_seqs=2, block_size=16, max_num_batched_tokens=4, cudagraph_capture_sizes=(2,))
     expected_tokens, expected = generated(config, ModelRunner(config), requests)
     config = msgspec.structs.replace(config, batch_invariant=True)
-    tokens, logprobs = generated(config, gpu_runner(config, triton=True), requests)
+    runner = gpu_runner(config, triton=True)
+    tokens, logprobs = generated(config, runner, requests)
     assert tokens == expected_tokens
     assert len(logprobs) == 2
     for given, wanted in zip(logprobs, expected, strict=True):
         assert (given.token_id, given.rank) == (wanted.token_id, wanted.rank)
         assert given.logprob == pytest.approx(wanted.logprob, abs=1e-4)
         assert [token_id for token_id, _ in given.top] == [token_id for token_id, _ in wanted.top]
-    assert generated(config, gpu_runner(config, triton=True), requests[:1])[1] == logprobs
+    assert generated(config, runner, requests[:1])[1] == logprobs
+    runner.close()
 
 
 def generated(
@@ -101,7 +103,6 @@ def generated(
         outputs += core.step().outputs
     while core.has_work:
         outputs += core.step().outputs
-    core.close()
     mine = [[output for output in outputs if output.request_id == request.request_id] for request in requests]
     tokens = [tuple(token_id for output in of_one for token_id in output.token_ids) for of_one in mine]
     return tokens, [entry for of_one in mine for output in of_one for entry in output.logprobs]
