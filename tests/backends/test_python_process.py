@@ -237,10 +237,13 @@ def test_crash_is_seen_although_a_fork_of_the_model_lives_on(host: Host) -> None
     execute = """
 if text_of(requests[0]) == "exit":
     os._exit(3)
+here, there = os.pipe()
 pid = os.fork()
 if pid == 0:
     os.setsid()
+    os.write(there, b"x")
     time.sleep(600)
+os.read(here, 1)
 return [response(pid)]
 """
     host.load("m", config(), body(execute))

@@ -52,12 +52,14 @@ class InstanceState:
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
         self._instance = instance
         self._model_state = model_state
-        self._model_key = (instance.model.name, instance.model.version)
         config = instance.model.config
         self._batches = config.max_batch_size > 0
         self._has_sequences = config.HasField("sequence_batching")
-        self._states = sorted(state_outputs(config))
-        self._settings = (_arguments(instance, config_to_json(config)), config.model_transaction_policy.decoupled)
+        self._settings = (
+            _arguments(instance, config_to_json(config)),
+            config.model_transaction_policy.decoupled,
+            state_outputs(config),
+        )
         self._keeper = StubKeeper(instance.name, partial(model_state.launch, instance.name), self._prepare)
 
     def initialize(self) -> None:
@@ -95,10 +97,7 @@ class InstanceState:
         start_ns = time.monotonic_ns()
         parts: list[Any] = []
         try:
-            packed = [
-                pack_request(request, number, self._model_key, self._states, parts)
-                for request, number in zip(requests, numbers, strict=True)
-            ]
+            packed = [pack_request(request, number, parts) for request, number in zip(requests, numbers, strict=True)]
             answer, answer_parts = stub.process.call("execute", packed, parts)
             error, responses, rescheduled, model_start_ns, model_end_ns = answer
             return _Outcome(error, responses, rescheduled, model_start_ns, model_end_ns, answer_parts)

@@ -21,6 +21,7 @@ from llmbackend.core.backend_api import (
 )
 
 from .stub.errors import PackedError
+from .stub.pb_request import PackedRequest
 from .stub.pb_response import PackedResponse, plain_parameters
 from .stub.tensor_wire import PackedTensor, pack_tensor, unpack_data
 
@@ -28,23 +29,18 @@ _CODES = tuple(ErrorCode)
 Response = tuple[list[Tensor], Mapping[str, ParameterValue], TritonError | None]
 
 
-def pack_request(
-    request: Request, number: int, model: tuple[str, int], states: Sequence[str], parts: list[Any]
-) -> dict[str, Any]:
-    """`states`: the outputs that are states of the request's sequence."""
-    return {
-        "number": number,
-        "id": request.id,
-        "correlation_id": request.correlation_id,
-        "flags": int(request.flags),
-        "timeout_us": request.timeout_us,
-        "parameters": _plain(request.parameters),
-        "outputs": list(request.requested_outputs),
-        "states": list(states),
-        "inputs": [pack_tensor(tensor.name, tensor.datatype, tensor.data, parts) for tensor in request.inputs.values()],
-        "model": model,
-        "trace_context": None if request.trace is None else request.trace.context or None,
-    }
+def pack_request(request: Request, number: int, parts: list[Any]) -> PackedRequest:
+    trace = request.trace
+    fields = (
+        request.id,
+        request.correlation_id,
+        int(request.flags),
+        request.timeout_us,
+        _plain(request.parameters),
+        [pack_tensor(tensor.name, tensor.datatype, tensor.data, parts) for tensor in request.inputs.values()],
+        None if trace is None else trace.context or None,
+    )
+    return number, request.requested_outputs, fields
 
 
 def pack_response(response: InnerResponse, parts: list[Any]) -> PackedResponse:

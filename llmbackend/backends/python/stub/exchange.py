@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Container, Sequence
 
 from .errors import TritonModelException
 from .host_link import HostLink
@@ -24,34 +25,29 @@ class Exchange:
     """Any thread may send."""
 
     def __init__(
-        self, link: HostLink, number: int, wanted: frozenset[str], states: frozenset[str], decoupled: bool
+        self, link: HostLink, number: int, wanted: Sequence[str], states: frozenset[str], decoupled: bool
     ) -> None:
         self.number = number
         self.release_flags = RELEASE_ALL
         self._link = link
-        self._wanted = wanted
-        self._taken = wanted | states
+        self._taken = states.union(wanted) if states else wanted
         self._decoupled = decoupled
         self._lock = threading.RLock()
         self._is_closed = False  # the model has said FINAL
+        self._is_cancelled = False  # once it is over
         self._is_over = False  # the host knows of the end, or will hear of it from the runner
-        self._cancellation = link.cancellations.begin(number)
+        link.cancellations.begin(number)
 
     @property
     def is_cancelled(self) -> bool:
-        return self._cancellation.is_requested
+        return self._is_cancelled or self._link.cancellations.is_requested(self.number)
 
     @property
     def is_over(self) -> bool:
         return self._is_over
 
     @property
-    def wanted(self) -> frozenset[str]:
-        """The outputs that the client asked for."""
-        return self._wanted
-
-    @property
-    def taken(self) -> frozenset[str]:
+    def taken(self) -> Container[str]:
         """The outputs that the host takes: the client's, and the states of the request's sequence."""
         return self._taken
 
@@ -109,7 +105,7 @@ class Exchange:
 
     def _end(self) -> None:
         self._is_over = True
-        self._link.cancellations.end(self.number)
+        self._is_cancelled = self._link.cancellations.end(self.number)
 
     def __del__(self) -> None:
         if not getattr(self, "_is_over", True):

@@ -33,7 +33,7 @@ _HEAD = struct.Struct("<B7xQ")
 _SIZE = struct.Struct("<Q")
 _ALIGNMENT = 64
 _MOST_CHUNKS = 512  # of one writev
-_FD_BYTES = array.array("i").itemsize
+_RIGHTS_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 class Packet:
@@ -94,9 +94,7 @@ class PacketReader:
         """Blocks for the next message: its value and its parts, whose memory is the caller's to write. None when the
         other end is gone. Raises TimeoutError where the socket has a timeout, ValueError for what is no message."""
         try:
-            size, ancillary, _, _ = self._socket.recvmsg_into(
-                [self._view], socket.CMSG_SPACE(_FD_BYTES), socket.MSG_CMSG_CLOEXEC
-            )
+            size, ancillary, _, _ = self._socket.recvmsg_into([self._view], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
         except ConnectionError:  # it died with a message unread
             return None
         if not size:

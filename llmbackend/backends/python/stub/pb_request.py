@@ -18,9 +18,14 @@ from .host_link import host
 from .inner_call import InnerCall, ResponseIterator, only_response_of
 from .pb_response import InferenceResponse, plain_parameters
 from .pb_tensor import Tensor
+from .tensor_wire import PackedTensor
 
 MEMORY_CPU, MEMORY_GPU = 0, 2
 _MEMORY_DEFAULT = -1
+PackedFields = tuple[str, int | str, int, int, dict[str, Any], Sequence[PackedTensor], str | None]
+"""Id, correlation id, flags, timeout in microseconds, parameters, inputs, the context of the trace."""
+PackedRequest = tuple[int, Sequence[str], PackedFields]
+"""The host's number of the request, the outputs that the client asked for, and what the model may ask for."""
 _PHASES_WITHOUT_BLS = ("load", "auto_complete", "initialize", "finalize")
 
 
@@ -74,27 +79,39 @@ class InferenceRequest:
         self._request_id = str(request_id)
         self._correlation_id = str(correlation_id) if isinstance(correlation_id, str) else int(correlation_id)
         self._inputs = list(inputs)
-        self._requested_outputs = frozenset(str(name) for name in requested_output_names)
+        self._requested_outputs: Sequence[str] = list({str(name) for name in requested_output_names})
         self._model = (str(model_name), int(model_version))
         self._flags = int(flags)
         self._timeout_us = int(timeout)
-        self._trace = trace or InferenceTrace()
+        self._trace: InferenceTrace | None = trace or InferenceTrace()
+        self._trace_context: str | None = None
         self._parameters = plain_parameters(parameters, "InferenceRequest") if parameters else {}
         self._exchange: Exchange | None = None
 
     @classmethod
-    def _received(cls, fields: dict[str, Any], parts: Sequence[Any], exchange: Exchange) -> InferenceRequest:
+    def _received(
+        cls,
+        fields: PackedFields,
+        wanted: Sequence[str],
+        parts: Sequence[Any],
+        model: tuple[str, int],
+        exchange: Exchange,
+    ) -> InferenceRequest:
         """A request that the host gave this model."""
         request = cls.__new__(cls)
-        request._request_id = fields["id"]
-        request._correlation_id = fields["correlation_id"]
-        request._inputs = [Tensor._unpack(tensor, parts) for tensor in fields["inputs"]]
-        request._requested_outputs = exchange.wanted
-        request._model = fields["model"]
-        request._flags = fields["flags"]
-        request._timeout_us = fields["timeout_us"]
-        request._trace = InferenceTrace(fields["trace_context"], exchange.number)
-        request._parameters = fields["parameters"]
+        (
+            request._request_id,
+            request._correlation_id,
+            request._flags,
+            request._timeout_us,
+            request._parameters,
+            inputs,
+            request._trace_context,
+        ) = fields
+        request._inputs = [Tensor._unpack(tensor, parts) for tensor in inputs]
+        request._requested_outputs = wanted
+        request._model = model
+        request._trace = None
         request._exchange = exchange
         return request
 
@@ -131,6 +148,8 @@ class InferenceRequest:
         return self._model[1]
 
     def trace(self) -> InferenceTrace:
+        if self._trace is None:  # few models ask
+            self._trace = InferenceTrace(self._trace_context, self._own_exchange("trace").number)
         return self._trace
 
     def is_cancelled(self) -> bool:
@@ -171,12 +190,12 @@ class InferenceRequest:
             "id": self._request_id,
             "correlation_id": self._correlation_id,
             "inputs": [tensor._pack(parts) for tensor in self._inputs],
-            "outputs": list(self._requested_outputs),
+            "outputs": self._requested_outputs,
             "model": self._model,
             "flags": self._flags,
             "timeout_us": self._timeout_us,
             "parameters": self._parameters,
-            "parent": self._trace.request_number,
+            "parent": self.trace().request_number,
         }
         return InnerCall(link, fields, parts, is_stream)
 

@@ -47,7 +47,7 @@ class InferenceResponse:
         """With the outputs that the client wants; none beside an error."""
         if self._error is not None:
             return [], self._parameters, (self._error.code(), self._error.message())
-        outputs = [tensor._pack(parts) for tensor in self._output_tensors if tensor.name() in wanted]
+        outputs = [tensor._pack(parts) for tensor in self._output_tensors if tensor._name in wanted]
         return outputs, self._parameters, None
 
     def output_tensors(self) -> list[Tensor]:

@@ -57,7 +57,7 @@ class Tensor:
             raise TypeError(f"Tensor name must be a str, got {type(name).__name__}")
         if not isinstance(array, np.ndarray):
             raise TypeError(f"Tensor '{name}' needs a numpy array, got {type(array).__name__}")
-        datatype = np_to_triton_dtype(array.dtype)
+        datatype = _DATATYPE_OF_DTYPE.get(array.dtype) or np_to_triton_dtype(array.dtype)
         if datatype is None:
             raise ValueError(f"tensor '{name}' has numpy dtype {array.dtype}, which has no Triton datatype")
         self._name = str(name)

@@ -92,11 +92,18 @@ def make_importable() -> None:
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
     """The input of that name, None when the request has none (an optional input)."""
-    return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
+    return _named(inference_request.inputs(), name)
 
 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
-    return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
+    return _named(inference_response.output_tensors(), name)
+
+
+def _named(tensors: list[Tensor], name: str) -> Tensor | None:
+    for tensor in tensors:
+        if tensor._name == name:
+            return tensor
+    return None
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ from .exchange import RELEASE_RESCHEDULE, Exchange
 from .host_link import HostLink
 from .model_module import load_class
 from .pb_model_config import ModelConfig
-from .pb_request import InferenceRequest
+from .pb_request import InferenceRequest, PackedRequest
 from .pb_response import InferenceResponse
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ class Runner:
         self._class: Any = None
         self._model: Any = None
         self._name = ""
+        self._model_key = ("", 0)
         self._decoupled = False
+        self._states: frozenset[str] = frozenset()
 
     def call(self, verb: str, argument: Any, parts: Sequence[Any], answer_parts: list[Any]) -> Any:
         """The answer to one call of the host. Raises whatever the model raises."""
@@ -65,9 +67,10 @@ class Runner:
             )
         return completed.as_dict()
 
-    def _initialize(self, settings: tuple[dict[str, str], bool]) -> None:
-        arguments, self._decoupled = settings
+    def _initialize(self, settings: tuple[dict[str, str], bool, frozenset[str]]) -> None:
+        arguments, self._decoupled, self._states = settings
         self._name = arguments["model_instance_name"]
+        self._model_key = (arguments["model_name"], int(arguments["model_version"]))
         self._model = self._class()
         if hasattr(self._model, "initialize"):
             self._model.initialize(arguments)
@@ -81,11 +84,14 @@ class Runner:
             if self._loop is not None:
                 self._loop.close()
 
-    def _execute(self, given: list[dict[str, Any]], parts: Sequence[Any], answer_parts: list[Any]) -> Any:
+    def _execute(self, given: list[PackedRequest], parts: Sequence[Any], answer_parts: list[Any]) -> Any:
         """(the error's text, if execute raised; responses, None for a request whose end the host has heard or will
         hear; which requests to reschedule; when the model began and ended, monotonic ns)."""
-        requests = [self._request(fields, parts) for fields in given]
-        exchanges = [request._own_exchange("execute") for request in requests]
+        requests, exchanges = [], []
+        for number, wanted, fields in given:
+            exchange = Exchange(self._link, number, wanted, self._states, self._decoupled)
+            exchanges.append(exchange)
+            requests.append(InferenceRequest._received(fields, wanted, parts, self._model_key, exchange))
         start_ns = time.monotonic_ns()
         try:
             returned = self._checked(self._run(requests), exchanges)
@@ -101,11 +107,6 @@ class Runner:
             if response is not None or exchange.number in rescheduled:
                 exchange.end_by_runner()
         return None, responses, rescheduled, start_ns, end_ns
-
-    def _request(self, fields: dict[str, Any], parts: Sequence[Any]) -> InferenceRequest:
-        wanted, states = frozenset(fields["outputs"]), frozenset(fields["states"])
-        exchange = Exchange(self._link, fields["number"], wanted, states, self._decoupled)
-        return InferenceRequest._received(fields, parts, exchange)
 
     def _run(self, requests: list[InferenceRequest]) -> Any:
         returned = self._model.execute(requests)
