@@ -24,6 +24,18 @@ _PREFIX = "Unable to send response. "
 class Exchange:
     """Any thread may send."""
 
+    __slots__ = (
+        "_decoupled",
+        "_is_cancelled",
+        "_is_closed",
+        "_is_over",
+        "_link",
+        "_lock",
+        "_taken",
+        "number",
+        "release_flags",
+    )
+
     def __init__(
         self, link: HostLink, number: int, wanted: Sequence[str], states: frozenset[str], decoupled: bool
     ) -> None:

@@ -77,7 +77,7 @@ class HostLink:
         os._exit(1)  # the host is gone, or not understood
 
     def _handle_messages(self) -> None:
-        reader = PacketReader(self._socket)
+        reader = PacketReader(self._socket, is_trusted=True)
         while (message := reader.receive()) is not None:
             self._handle(message)
             del message  # what came must not live until the next message

@@ -32,7 +32,7 @@ def main(calls_fd: int, events_fd: int, parent_pid: int) -> None:
     set_link(link)
     make_importable()
     runner = Runner(link)
-    reader = PacketReader(calls)
+    reader = PacketReader(calls, is_trusted=True)
     while _serve_call(runner, link, reader, calls):
         pass
 

@@ -1,8 +1,8 @@
 """A tensor as it goes through a packet.
 
-For: both ends. Does not know: Tensor classes. Invariants: a small tensor is part of the pickled message and comes out
-read-only; a large one is a part of its own, copied into the packet once, and comes out writable. BF16, which numpy
-does not know, travels as UINT16 where the reader has no better dtype.
+For: both ends. Does not know: Tensor classes. Invariants: a small tensor is part of the pickled message, a large one is
+a part of its own, copied into the packet once; both come out writable. BF16, which numpy does not know, travels as
+UINT16 where the reader has no better dtype.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 PackedTensor = tuple[str, str, tuple[int, ...], Any]
-"""Name, datatype, shape, and the data: bytes, the number of a part, or the elements of a BYTES tensor."""
+"""Name, datatype, shape, and the data: a bytearray, the number of a part, or the elements of a BYTES tensor."""
 
 SMALL_BYTES = 4096
 
@@ -24,7 +24,7 @@ def pack_tensor(name: str, datatype: str, data: np.ndarray[Any, Any], parts: lis
     if datatype == "BYTES":
         return name, datatype, shape, data.ravel().tolist()
     if data.nbytes <= SMALL_BYTES:
-        return name, datatype, shape, data.tobytes()
+        return name, datatype, shape, bytearray(data.tobytes())
     parts.append(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
     return name, datatype, shape, len(parts) - 1
 
