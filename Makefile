@@ -31,8 +31,9 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# A worker for each of two cores; a file's tests stay together, since they share their servers.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 smoke: $(VENV)/.test
 	$(BIN)/python tools/smoke.py
