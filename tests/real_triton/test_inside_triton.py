@@ -171,7 +171,7 @@ def test_generate_and_its_errors(both: Both) -> None:
     assert answers[0][1]["text_output"].startswith("hello")
     for bad, told in (
         ({"text_input": "x", "parameters": {"max_tokens": 0}}, "'max_tokens' is"),
-        ({"text_input": "x", "parameters": {"lora_name": "a"}}, "'lora_name' is not supported"),
+        ({"text_input": "x", "parameters": {"lora_name": "a"}}, "LoRA feature is not enabled."),
         ({"text_input": "x" * 100_000}, "expected at most"),
     ):
         status, answer = infer(both.triton.addresses, "demo", bad)
