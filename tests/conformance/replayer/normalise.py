@@ -26,7 +26,7 @@ _VARYING = (
     (re.compile(r"^(nv_cache_\w*duration\w*(?:\{.*\})? )\d+", re.MULTILINE), r"\g<1><us>"),
     (re.compile(r"^(nv_cpu_\w+ )[\d.]+$", re.MULTILINE), r"\g<1><now>"),
     (re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ [\w.]+:\d+\]"), "<time, process and source line>"),
-    (re.compile(r" \d+\.\d{6}s\b"), " <s>"),
+    (re.compile(r" \d+\.\d{6}s(?=\b|data: )"), " <s>"),  # the stream beside it may go on without a line's end
     (re.compile(r"'Stream removed \(Deadline Exceeded\)'"), "'Deadline Exceeded'"),
 )
 _TRACE_FILE = re.compile(r'^\[\{"id":\d+,"timestamps":.*\]$', re.MULTILINE)
