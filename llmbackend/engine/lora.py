@@ -76,6 +76,12 @@ class LoraBatch:
         )
 
 
+def refuse_adapter(name: str) -> None:
+    """For an engine without adapters. Raises ValueError for any name but ""."""
+    if name:
+        raise ValueError(f"'lora_name' is '{name}', but this engine has no LoRA adapters")
+
+
 class LoraLinear(nn.Module):
     """A linear layer and what adapters add to it: base(x) + up(down(x)) for the tokens of each."""
 

@@ -21,6 +21,7 @@ from .cpu.program_forward import ProgramForward
 from .decoder_description import UnrecognisedError
 from .infer_request import InferRequest, ModelInfo
 from .loader import LoadedModel, load_model
+from .lora import refuse_adapter
 from .module_forward import ModuleForward
 from .sampler import Sampler
 from .step import RowTable, Runner, SampledTokens, StepPlan
@@ -95,8 +96,8 @@ class ModelRunner:
     def add_row(self, row: int, request: InferRequest) -> None:
         if self._loras is not None:
             self._loras.set_row(row, request.lora_name)
-        elif request.lora_name:
-            raise ValueError(f"'lora_name' is '{request.lora_name}', but this engine has no LoRA adapters")
+        else:
+            refuse_adapter(request.lora_name)
         self._sampler.add_row(row, request)
 
     def remove_row(self, row: int) -> None:

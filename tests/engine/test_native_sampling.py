@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampling_parameters import random_parameters
 
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
@@ -52,25 +53,6 @@ class Rows:
         return plain_sample(logits.double().numpy(), tokens, NUM_PROMPT, SamplingParams(**parameters), EOS)
 
 
-def random_parameters(rng: np.random.Generator, vocab: int) -> dict[str, Any]:
-    parameters: dict[str, Any] = {
-        "temperature": rng.choice([0.0, 0.5, 1.0, 1.7]),
-        "top_k": int(rng.choice([0, 0, 1, 5, 50, 2000])),
-        "top_p": rng.choice([1.0, 1.0, 1e-9, 0.1, 0.9, 0.99999]),
-        "min_p": rng.choice([0.0, 0.0, 1e-6, 0.05, 0.9]),
-        "seed": int(rng.integers(1 << 62)) * 4,
-    }
-    if rng.random() < 0.3:
-        parameters["logprobs"] = int(rng.choice([0, 1, 5, min(vocab, 900)]))
-    if rng.random() < 0.3:
-        parameters |= {"repetition_penalty": 1.4, "frequency_penalty": 0.3}
-    if rng.random() < 0.3:
-        parameters |= {"presence_penalty": -0.7, "logit_bias": {1: 2.5, vocab - 1: -1.0}}
-    if rng.random() < 0.3:
-        parameters |= {"min_tokens": 8, "stop_token_ids": (2, vocab - 2)}
-    return parameters
-
-
 def make_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
     normal = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab))
     if kind == "equal":
@@ -87,7 +69,7 @@ KINDS = ("flat", "usual", "peaked", "equal", "one hot", "with minus infinities")
 
 def parameters_of(vocab: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(vocab)
-    return [random_parameters(rng, vocab) for _ in range(24)]
+    return [random_parameters(rng, vocab, largest_top_p=0.99999, most_logprobs=900) for _ in range(24)]
 
 
 @cache
@@ -118,7 +100,11 @@ def test_tokens_and_logprobs_are_those_of_torch(
 def test_tokens_are_those_of_the_plain_sampler(engine: NativeEngine) -> None:
     rng, vocab = np.random.default_rng(3), 700
     # Without any limit, the plain sampler draws in another order.
-    parameters = [random_parameters(rng, vocab) | {"top_k": int(rng.choice([2, 30, 600]))} for _ in range(60)]
+    parameters = [
+        random_parameters(rng, vocab, largest_top_p=0.99999, most_logprobs=900)
+        | {"top_k": int(rng.choice([2, 30, 600]))}
+        for _ in range(60)
+    ]
     for kind in ("usual", "flat"):
         logits, rows = make_logits(kind, 60, vocab), Rows(parameters, vocab, engine)
         expected = [rows.plain(row, logits[row], each)[0] for row, each in enumerate(parameters)]
@@ -148,7 +134,7 @@ def test_draws_follow_the_distribution(engine: NativeEngine, limit: dict[str, An
 
 def test_a_sample_does_not_depend_on_neighbours_or_threads(engine: NativeEngine) -> None:
     rng, vocab = np.random.default_rng(5), 5000
-    parameters = [random_parameters(rng, vocab) for _ in range(40)]
+    parameters = [random_parameters(rng, vocab, largest_top_p=0.99999, most_logprobs=900) for _ in range(40)]
     logits = make_logits("usual", 40, vocab)
     together = Rows(parameters, vocab, engine).sample(logits)
     for num_threads in (1, 3):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..infer_request import InferRequest, ModelInfo
+from ..lora import refuse_adapter
 from ..step import KVCopies, RowTable, SampledTokens, StepPlan
 from .device import Device, Event
 from .device_rows import DeviceRows
@@ -65,8 +66,7 @@ class GpuRunner:
         return self._engine.sampling.max_steps_in_flight
 
     def add_row(self, row: int, request: InferRequest) -> None:
-        if request.lora_name:
-            raise ValueError(f"'lora_name' is '{request.lora_name}', but this engine has no LoRA adapters")
+        refuse_adapter(request.lora_name)
         self._engine.sampling.add_row(row, request)
         self._engine.messages.add(row)
 

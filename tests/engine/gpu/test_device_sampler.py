@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from kernel_device import DEVICE, INTERPRETED
+from sampling_parameters import random_parameters
 from triton.runtime.interpreter import InterpretedFunction
 
 from llmbackend.engine.gpu import device_sampler
@@ -68,25 +69,6 @@ def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "CANDIDATES", tl.constexpr(32))
 
 
-def random_parameters(rng: np.random.Generator, vocab: int) -> dict[str, Any]:
-    parameters: dict[str, Any] = {
-        "temperature": rng.choice([0.0, 0.5, 1.0, 1.7]),
-        "top_k": int(rng.choice([0, 0, 1, 5, 50, 2000])),
-        "top_p": rng.choice([1.0, 1.0, 1e-9, 0.1, 0.9, 0.9999]),
-        "min_p": rng.choice([0.0, 0.0, 1e-6, 0.05, 0.9]),
-        "seed": int(rng.integers(1 << 62)) * 4,
-    }
-    if rng.random() < 0.3:
-        parameters["logprobs"] = int(rng.choice([0, 1, 5, min(vocab, 300)]))
-    if rng.random() < 0.3:
-        parameters |= {"repetition_penalty": 1.4, "frequency_penalty": 0.3}
-    if rng.random() < 0.3:
-        parameters |= {"presence_penalty": -0.7, "logit_bias": {1: 2.5, vocab - 1: -1.0}}
-    if rng.random() < 0.3:
-        parameters |= {"min_tokens": 8, "stop_token_ids": (2, vocab - 2)}
-    return parameters
-
-
 def make_logits(kind: str, rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
     normal = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab + seed))
     if kind == "equal":
@@ -118,7 +100,7 @@ def assert_same(found: SampledTokens, expected: SampledTokens) -> None:
 def test_tokens_and_logprobs_are_those_of_the_cpu(kind: str, vocab: int, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(vocab)
     count, vocab = (3, vocab) if INTERPRETED else (500, 60 * vocab)
-    rows = Rows([random_parameters(rng, vocab) for _ in range(count)], vocab)
+    rows = Rows([random_parameters(rng, vocab, largest_top_p=0.9999, most_logprobs=300) for _ in range(count)], vocab)
     logits = make_logits(kind, count, vocab + 3).to(dtype)
     assert_same(rows.sample(logits), rows.expected(logits))
 
