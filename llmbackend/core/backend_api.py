@@ -24,6 +24,11 @@ complete each (a response or flags with ResponseFlag.FINAL) and release each exa
 still owns all of them and answers each with that error; the backend must have sent and released none. A request may
 be released as soon as its inputs are no longer needed; a ResponseFactory made before the release lives on until it is
 closed.
+
+Sending: `Response.send` never waits, so that one thread can send for many requests. Where an ensemble takes the
+responses of a decoupled model more slowly than it makes them (`max_inflight_requests`), they are kept up to a bound,
+and past it that request alone ends with an error and is cancelled at the backend. A backend that gives each request, or
+each instance, a thread of its own to send from may ask to be paused instead: see SendPolicy.
 """
 
 from __future__ import annotations
@@ -85,6 +90,7 @@ __all__ = [
     "Response",
     "ResponseFactory",
     "ResponseFlag",
+    "SendPolicy",
     "State",
     "Tensor",
     "TritonError",
@@ -112,6 +118,15 @@ class ExecutionPolicy(Enum):
 
     BLOCKING = "BLOCKING"
     DEVICE_BLOCKING = "DEVICE_BLOCKING"
+
+
+class SendPolicy(Enum):
+    """What `Response.send` does for a request that is ahead of its ensemble. IMMEDIATE: it returns at once ("Sending").
+    BLOCKING: it blocks the calling thread until the ensemble has room, for 300 s at most.
+    """
+
+    IMMEDIATE = "IMMEDIATE"
+    BLOCKING = "BLOCKING"
 
 
 class InstanceGroupKind(Enum):
@@ -219,10 +234,11 @@ class InnerHandle(Protocol):
 
 
 class Backend(Protocol):
-    """A loaded backend. `state` is the backend's own slot, None until it sets it."""
+    """A loaded backend. `state` is the backend's own slot, None until it sets it. Policies are set in Initialize."""
 
     state: Any
     execution_policy: ExecutionPolicy
+    send_policy: SendPolicy
 
     @property
     def name(self) -> str: ...
@@ -421,7 +437,8 @@ class Response(Protocol):
 
     def add_output(self, tensor: Tensor) -> None: ...
     def set_parameter(self, name: str, value: ParameterValue) -> None: ...
-    def send(self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None) -> None: ...
+    def send(self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None) -> None:
+        """Hands it to the client. Blocks only under SendPolicy.BLOCKING."""
 
 
 class ResponseFactory(Protocol):

@@ -24,6 +24,7 @@ from .backend_api import (
     MetricKind,
     ModelInstance,
     Request,
+    SendPolicy,
 )
 from .backend_discovery import PYTHON_BASED_FILE, BackendLocation, find_backend
 from .errors import TritonError, internal, not_found
@@ -99,6 +100,7 @@ class LoadedBackend:
     ) -> None:
         self.state: Any = None
         self.execution_policy = ExecutionPolicy.BLOCKING
+        self.send_policy = SendPolicy.IMMEDIATE
         self.name = name
         self.directory = directory
         self.config = config

@@ -66,7 +66,8 @@ class RequestObserver(Protocol):
     """Who made a request inside the host and follows more of it than its responses: an ensemble. Any thread."""
 
     def make_room(self) -> None:
-        """Called before each response of the backend is delivered; may block to hold a fast backend back."""
+        """Called before each response of a backend that may be blocked (SendPolicy) is delivered: blocks to hold it
+        back."""
 
     def computed(self, times: PhaseTimes) -> None:
         """The request succeeded, and this is what its backend reported."""

@@ -18,9 +18,13 @@ BACKEND = """
 import threading, time
 import numpy as np
 from core_host import STAGE
-from llmbackend.core.backend_api import ErrorCode, ResponseFlag, Tensor, TritonError, cancelled
+from llmbackend.core.backend_api import ErrorCode, ResponseFlag, SendPolicy, Tensor, TritonError, cancelled
 
 FINAL = ResponseFlag.FINAL
+
+def TRITONBACKEND_Initialize(backend):
+    if backend.name == "patient_parts":
+        backend.send_policy = SendPolicy.BLOCKING
 
 def TRITONBACKEND_ModelInitialize(model):
     STAGE.note("initialize " + model.name)
@@ -152,16 +156,18 @@ def part(
     io: str = X_TO_Y,
     config: str = "",
     versions: tuple[int, ...] = (1,),
+    is_patient: bool = False,
     **parameters: str,
 ) -> Path:
-    """A composing model."""
-    if not (repository.backends / "parts").exists():
-        repository.backend("parts", BACKEND)
+    """A composing model. `is_patient`: its backend may be blocked in a send."""
+    backend = "patient_parts" if is_patient else "parts"
+    if not (repository.backends / backend).exists():
+        repository.backend(backend, BACKEND)
     if do == "repeat":
         config += "model_transaction_policy { decoupled: true }"
     for key, value in {"do": do, **parameters}.items():
         config += f' parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}'
-    return repository.model(name, "parts", config, versions, io)
+    return repository.model(name, backend, config, versions, io)
 
 
 def step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str], version: int = -1) -> str:

@@ -16,6 +16,7 @@ from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.requests.held_bytes import RESPONSE_BYTES
 from llmbackend.core.scheduling.ensembles.step_launcher import StepLauncher
 from llmbackend.core.tensors import Tensor
 
@@ -554,8 +555,8 @@ def test_the_launcher_keeps_the_order_and_takes_nothing_after_its_end() -> None:
 # --- limits ---------------------------------------------------------------------------------------------------------
 
 
-def test_max_inflight_requests_bounds_a_step_and_holds_a_decoupled_producer_back(repository: Repository) -> None:
-    part(repository, "repeat", "repeat")
+def test_max_inflight_requests_bounds_a_step_and_holds_a_patient_producer_back(repository: Repository) -> None:
+    part(repository, "repeat", "repeat", is_patient=True)
     part(repository, "peak", "gate")
     chain(repository, "e", "repeat", "peak", scheduling="max_inflight_requests: 2")
     with serving(repository, "e") as server:
@@ -565,6 +566,58 @@ def test_max_inflight_requests_bounds_a_step_and_holds_a_decoupled_producer_back
         assert not happens(lambda: executed("peak") > 2 or "sent 2" in STAGE.events)
         STAGE.open("peak")
         assert sorted(values(response) for response in client.responses()) == [[1], [2], [3], [4], [5], [6]]
+
+
+@pytest.mark.parametrize("in_between", ["add", "inner"])
+def test_a_patient_producer_also_waits_for_steps_further_behind_it(repository: Repository, in_between: str) -> None:
+    part(repository, "repeat", "repeat", is_patient=True)
+    part(repository, "add", "add")
+    part(repository, "peak", "gate")
+    chain(repository, "inner", "repeat", "add", scheduling="max_inflight_requests: 1")
+    models = ["inner", "peak"] if in_between == "inner" else ["repeat", "add", "peak"]
+    chain(repository, "e", *models, scheduling="max_inflight_requests: 1")
+    with serving(repository, "e") as server:
+        client = send(server, "e", x(*range(100)))
+        eventually(lambda: executed("peak") == 1)
+        assert not happens(lambda: "sent 10" in STAGE.events)
+        STAGE.open("peak")
+        assert len(client.responses()) == 100
+
+
+def test_a_send_blocks_no_backend_that_did_not_ask_for_it(repository: Repository) -> None:
+    """One thread sends for many requests: a full step must not stop the streams beside it."""
+    part(repository, "repeat", "repeat")
+    part(repository, "gate", "gate")
+    part(repository, "add", "add")
+    chain(repository, "slow", "repeat", "gate", scheduling="max_inflight_requests: 1")
+    chain(repository, "quick", "repeat", "add")
+    with serving(repository, "slow", "quick") as server:
+        stalled = send(server, "slow", x(*range(500)))
+        eventually(lambda: "sent 499" in STAGE.events)
+        assert [values(response) for response in send(server, "quick", x(1, 2)).responses()] == [[2], [3]]
+        assert executed("gate") == 1
+        STAGE.open("gate")
+        assert [values(response) for response in stalled.responses()] == [[value + 1] for value in range(500)]
+
+
+def test_a_stream_too_far_ahead_of_its_ensemble_ends_alone_after_what_was_kept(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmbackend.core.scheduling.ensembles.ensemble_run.MAX_WAITING_BYTES", 100 * RESPONSE_BYTES)
+    part(repository, "repeat", "repeat")
+    part(repository, "gate", "gate")
+    chain(repository, "e", "repeat", "gate", scheduling="max_inflight_requests: 1")
+    with serving(repository, "e") as server:
+        ahead = send(server, "e", x(*range(500)))
+        eventually(lambda: "repeat stopped" in STAGE.events)
+        other = send(server, "e", x(7))
+        STAGE.open("gate")
+        *kept, last = ahead.responses()
+        assert [values(response) for response in kept] == [[value + 1] for value in range(len(kept))]
+        assert 90 < len(kept) <= 102
+        assert last.error is not None and last.error.code is ErrorCode.UNAVAILABLE
+        assert "model 'repeat' answers faster than model 'gate' takes it" in last.error.message
+        assert one(other) == [8]
 
 
 def test_max_inflight_requests_is_shared_by_all_requests_of_the_ensemble(repository: Repository) -> None:

@@ -21,6 +21,7 @@ from llmbackend.core.backend_api import (
     InstanceGroupKind,
     MetricFamily,
     MetricKind,
+    SendPolicy,
     unsupported,
 )
 
@@ -37,6 +38,7 @@ class TritonBackend:
     """backend_api.Backend. `chores` is what every request and metric of this process hangs on."""
 
     execution_policy = ExecutionPolicy.BLOCKING
+    send_policy = SendPolicy.IMMEDIATE
     api_version = API_VERSION
 
     def __init__(self, name: str, directory: Path, chores: Chores) -> None:

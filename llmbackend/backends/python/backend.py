@@ -14,6 +14,7 @@ from llmbackend.core.backend_api import (
     Model,
     ModelInstance,
     Request,
+    SendPolicy,
     check_api_version,
 )
 
@@ -23,6 +24,7 @@ from .model_state import BackendState, ModelState
 
 def TRITONBACKEND_Initialize(backend: Backend) -> None:
     check_api_version(backend)
+    backend.send_policy = SendPolicy.BLOCKING  # each instance has a thread of its own that takes its stub's messages
     backend.state = BackendState()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from llmbackend.core.backend_api import SendPolicy
 from llmbackend.core.backend_manager import LoadedBackend
 from llmbackend.core.host_services import HostServices
 from llmbackend.core.inner_door import InnerDoor
@@ -83,6 +84,10 @@ class LoadedModel(InnerDoor):
     @property
     def reaper(self) -> Reaper:
         return self._services.reaper
+
+    @property
+    def may_block_in_send(self) -> bool:
+        return self.backend.send_policy is SendPolicy.BLOCKING
 
     @property
     def config(self) -> ModelConfig:

@@ -202,6 +202,10 @@ class _Pending:
     def statistics(self) -> Statistics:
         return self._model.statistics
 
+    @property
+    def may_block_in_send(self) -> bool:
+        return False  # it has no observer
+
     def request_done(self, channel: ResponseChannel) -> None:
         self._model.request_done(channel)
         self.released.set()

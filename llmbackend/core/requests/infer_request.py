@@ -206,7 +206,7 @@ class InferResponse:
             error=None if error is None else TritonError(error.message, error.code),
         )
         try:
-            if self._channel.observer is not None:
+            if self._channel.observer is not None and owner.may_block_in_send:
                 self._channel.observer.make_room()
             self._channel.deliver(response, flags)
         finally:

@@ -36,6 +36,10 @@ class ChannelOwner(Protocol):
     def reaper(self) -> Reaper: ...
     @property
     def statistics(self) -> Statistics: ...
+    @property
+    def may_block_in_send(self) -> bool:
+        """Whether the backend asked to be held back where its responses are taken too slowly."""
+
     def request_done(self, channel: ResponseChannel) -> None:
         """The last handle of a request was dropped."""
 

@@ -45,6 +45,16 @@ class EnsembleFlow:
         for name in step.outputs.values():
             yield from self._flow.readers.get(name, ())
 
+    def all_behind(self, step: EnsembleStep) -> dict[int, EnsembleStep]:
+        """The steps that need what `step` makes, the nearest first, by their index."""
+        found: dict[int, EnsembleStep] = {}
+        nearest = [step]
+        while nearest:
+            readers = {reader.index: reader for one in nearest for reader in self.readers_of(one)}
+            nearest = [reader for index, reader in readers.items() if index not in found]
+            found |= readers
+        return found
+
     def take_inputs(self) -> Fresh:
         inputs = dict.fromkeys(self._graph.optional_inputs) | dict(self._request.inputs)
         for name, tensor in inputs.items():

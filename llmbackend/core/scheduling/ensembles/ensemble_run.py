@@ -4,6 +4,7 @@ For: EnsembleScheduler. Does not know: how composing models work, who asked. Own
 handle on each composing model, so that none of them is finalised under it. Invariants: the request has exactly one
 final response; it is counted and released when the last request of its steps is gone; a failure or a cancellation stops
 the steps whose results nobody wants any more. A failure has its place in the stream: what comes before it is answered.
+What a stream keeps waiting for a slot of a step is bounded in bytes; the response that is too much is such a failure.
 Source: EnsembleContext in Triton's ensemble_scheduler.cc. By design different: cancellation also reaches steps that
 have started; a failed request does not wait for results that nobody wants.
 
@@ -17,12 +18,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Final
 
 from llmbackend.core.backend_api import RequestFlag, ResponseFlag
-from llmbackend.core.errors import TritonError, cancelled, internal, invalid_argument, request_tag
+from llmbackend.core.errors import TritonError, cancelled, internal, invalid_argument, request_tag, unavailable
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse
+from llmbackend.core.requests.held_bytes import held_bytes
 from llmbackend.core.requests.infer_request import InferRequest
 from llmbackend.core.statistics import FailureReason, PhaseTimes
 from llmbackend.core.tensors import Tensor
@@ -37,6 +41,8 @@ from .step_limit import StepLimit
 
 log = logging.getLogger(__name__)
 
+MAX_WAITING_BYTES: Final = 4 << 20
+"""What one request's stream may keep waiting for a slot of one step: as much as may wait for a client."""
 News = Callable[[], Fresh] | TritonError
 """How to take in new values, or why there will be none."""
 
@@ -61,6 +67,7 @@ class EnsembleRun:
         self._lock = threading.Lock()
         self._flow = EnsembleFlow(graph, request, {key: model.shapes for key, model in models.items()})
         self._running: set[StepRequest] = set()  # the last response of these has not come
+        self._waiting_bytes: Counter[int] = Counter()  # of each step: what waits for a slot
         self._open_steps = 0  # how many are not gone yet
         self._compute_ns = [0, 0, 0]
         self._failure: tuple[Origin, TritonError] | None = None
@@ -83,6 +90,7 @@ class EnsembleRun:
 
     def send(self, step_request: StepRequest) -> InferenceHandle:
         """Raises TritonError when the step's model refuses it, or when the run was stopped meanwhile."""
+        self._waits_no_more(step_request)
         if not self.wants(step_request):
             raise cancelled("Request cancelled")
         step, request = step_request.step, self._request
@@ -110,7 +118,10 @@ class EnsembleRun:
             limit = self._limits[step_request.step.index]
             limit.finished()
             self._launcher.submit(limit.start_waiting)
-        ready, unwanted = self._proceed(lambda: self._flow.take_outputs(step_request, response), step_request, is_last)
+        news: News = partial(self._flow.take_outputs, step_request, response)
+        if response is not None and response.error is None and self._waiting_bytes:
+            news = self._too_far_ahead(step_request) or news
+        ready, unwanted = self._proceed(news, step_request, is_last)
         if ready or unwanted:
             self._launcher.submit(partial(self._act, ready, unwanted))
 
@@ -122,10 +133,31 @@ class EnsembleRun:
         self._give_up(step_request, error)
 
     def make_room(self, step_request: StepRequest) -> None:
-        """Holds a decoupled model back while a step that it feeds has as many requests as it may have."""
-        if self._limits and step_request.is_decoupled:
-            for reader in self._flow.readers_of(step_request.step):
-                self._limits[reader.index].make_room(lambda: not self.wants(step_request))
+        """Holds a decoupled model back while a step behind it has as many requests as it may have, here or in an
+        ensemble that this one is a step of."""
+        if not step_request.is_decoupled:
+            return
+        for index in self._flow.all_behind(step_request.step) if self._limits else ():
+            self._limits[index].make_room(lambda: not self.wants(step_request))
+        outer = self._request.channel.observer
+        if outer is not None:
+            outer.make_room()
+
+    def _too_far_ahead(self, step_request: StepRequest) -> TritonError | None:
+        """Why a response of that step can not be kept, if it can not."""
+        for reader in self._flow.readers_of(step_request.step):
+            if self._waiting_bytes[reader.index] >= MAX_WAITING_BYTES:
+                return unavailable(
+                    f"the request was cancelled: model '{step_request.step.model[0]}' answers faster than model "
+                    f"'{reader.model[0]}' takes it, more than {MAX_WAITING_BYTES} bytes were waiting"
+                )
+        return None
+
+    def _waits_no_more(self, step_request: StepRequest) -> None:
+        if step_request.waiting_bytes:
+            with self._lock:
+                self._waiting_bytes[step_request.step.index] -= step_request.waiting_bytes
+                step_request.waiting_bytes = 0
 
     def add_times(self, times: PhaseTimes) -> None:
         with self._lock:
@@ -159,10 +191,19 @@ class EnsembleRun:
             failure = self._failure
             ready = [] if self._is_final else self._advance(news, origin)
             unwanted = [] if self._failure is failure else [one for one in self._running if not self.wants(one)]
+            if self._limits:
+                self._count_waiting(ready)
         if self._limits:
             for step_request in ready:
                 self._limits[step_request.step.index].add(step_request)
         return ready, unwanted
+
+    def _count_waiting(self, ready: Iterable[StepRequest]) -> None:
+        """Holds the lock."""
+        for step_request in ready:
+            if step_request.is_of_stream:
+                step_request.waiting_bytes = held_bytes(step_request.inputs)
+                self._waiting_bytes[step_request.step.index] += step_request.waiting_bytes
 
     def _advance(self, news: News, origin: Origin) -> list[StepRequest]:
         """The steps to start next; finishes the request when there is nothing left to wait for. Holds the lock."""
@@ -215,6 +256,7 @@ class EnsembleRun:
             limit.wake()
         for step_request in step_requests:
             if self._limits and self._limits[step_request.step.index].discard(step_request):
+                self._waits_no_more(step_request)
                 self._give_up(step_request, cancelled("Request cancelled"))
             else:
                 step_request.cancel()

@@ -64,10 +64,16 @@ class StepRequest:
         self.inputs = inputs
         self.batch_size = batch_size
         self.sequence = sequence
+        self.waiting_bytes = 0  # what it holds while it waits for a slot
         self._origin = origin
         self._run = run
         self._handle: InferenceHandle | None = None
         self._is_gone = False
+
+    @property
+    def is_of_stream(self) -> bool:
+        """Whether a decoupled step brought it about, which may bring about any number of them."""
+        return bool(self._origin)
 
     @property
     def next_origin(self) -> Origin:

@@ -1,9 +1,9 @@
 """How many requests of one step of an ensemble may be under way at once, over all requests of the ensemble.
 
 For: the ensemble scheduler (`max_inflight_requests`). Does not know: what a step does. Invariants: never more than
-`most` are under way; those that wait start in the order in which they came; a backend
-that answers many times waits in `make_room` while any of the step's requests does, so that no more than one response
-per such backend's thread is kept here.
+`most` are under way; those that wait start in the order in which they came. A backend that answers many times and
+may be blocked waits in `make_room` while any of the step's requests does, so that no more than one response per such
+backend's thread is kept here; what others send is bounded by the run that it is for.
 Source: StepInflightRequestLimiter in Triton's ensemble_scheduler.cc, which makes every caller wait, also a frontend.
 """
 

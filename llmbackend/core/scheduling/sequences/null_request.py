@@ -34,6 +34,10 @@ class NullOwner:
     def reaper(self) -> Reaper:
         return self._model.reaper
 
+    @property
+    def may_block_in_send(self) -> bool:
+        return False  # it has no observer
+
     def request_done(self, channel: ResponseChannel) -> None:
         pass
 
