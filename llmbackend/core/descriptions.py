@@ -1,18 +1,18 @@
 """What the server and a model look like from outside: the metadata of the KServe protocol.
 
-For: the server. Does not know: states, wire forms. Invariant: it reads the configuration as it is served, and nothing
-else.
+For: LoadedModel and the server. Does not know: states, wire forms. Invariant: it reads the configuration as it is
+served, and nothing else, once per load.
 Source: TRITONSERVER_ServerModelMetadata.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from tritonclient.grpc.model_config_pb2 import DataType, ModelInput, ModelOutput
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 from .messages import ModelMetadata, TensorMetadata
-from .models.model import LoadedModel
 from .tensors import DATATYPE_OF_CONFIG_TYPE
 
 EXTENSIONS = (
@@ -33,16 +33,36 @@ EXTENSIONS = (
 """Triton's names of the extensions that this host serves."""
 
 
-def describe(model: LoadedModel, versions: Iterable[LoadedModel]) -> ModelMetadata:
-    """Metadata of `model`, naming `versions` as those that can be asked for."""
-    config = model.config
-    return ModelMetadata(
-        name=model.name,
-        versions=tuple(str(version.version) for version in versions),
-        platform=config.platform or config.backend,
-        inputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.input),
-        outputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.output),
-    )
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a model's configuration says of it, but for its versions. Made once per load: requests ask for it."""
+
+    name: str
+    platform: str
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
+    parameters: Mapping[str, str]
+    """`parameters` of the configuration, their string values."""
+
+    @classmethod
+    def of(cls, name: str, config: ModelConfig) -> Description:
+        return cls(
+            name=name,
+            platform=config.platform or config.backend,
+            inputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.input),
+            outputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.output),
+            parameters={key: value.string_value for key, value in config.parameters.items()},
+        )
+
+    def metadata(self, versions: Iterable[int]) -> ModelMetadata:
+        """Names `versions` as those that can be asked for."""
+        return ModelMetadata(
+            name=self.name,
+            versions=tuple(map(str, versions)),
+            platform=self.platform,
+            inputs=self.inputs,
+            outputs=self.outputs,
+        )
 
 
 def _tensor_metadata(tensor: ModelInput | ModelOutput, max_batch_size: int) -> TensorMetadata:

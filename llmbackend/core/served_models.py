@@ -6,12 +6,14 @@ that several models share is refused as Triton refuses it. Source: Triton's in-p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatistics
 
 from llmbackend import __version__
 
-from .descriptions import EXTENSIONS, describe
+from .descriptions import EXTENSIONS
 from .errors import TritonError, invalid_argument
 from .lifecycle.model_versions import UNLOADED, ModelState
 from .messages import ModelIndex, ModelMetadata, ServerMetadata
@@ -48,9 +50,15 @@ class ServedModels(ServerParts):
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
         key = self._key(name)
         model = self._lifecycle.get(key, version)
-        return describe(model, [model] if version >= 0 else self._lifecycle.ready_models(key))
+        versions = [model] if version >= 0 else self._lifecycle.ready_models(key)
+        return model.description.metadata(each.version for each in versions)
+
+    def model_parameters(self, name: str, version: int = -1) -> Mapping[str, str]:
+        """The string values of the configuration's `parameters`."""
+        return self._lifecycle.get(self._key(name), version).description.parameters
 
     def model_config(self, name: str, version: int = -1) -> ModelConfig:
+        """A copy, which takes time: requests are served with `model_metadata`, `model_parameters`, `is_decoupled`."""
         return self._lifecycle.get(self._key(name), version).config
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:

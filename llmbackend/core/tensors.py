@@ -35,6 +35,7 @@ NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "BYTES": np.dtype(np.object_),
 }
+_LENGTH = struct.Struct("<I")
 DATATYPE_OF_DTYPE: dict[np.dtype[Any], str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
 """Numpy dtype → wire datatype. Unicode and byte-string arrays are not in it: convert them to object arrays of bytes
 first.
@@ -159,14 +160,34 @@ def wire_view(tensor: Tensor) -> memoryview:
 def split_strings(raw: bytes, limit: int) -> tuple[list[bytes], int]:
     """Up to `limit` elements of a serialised BYTES tensor, and the offset behind the last whole one."""
     elements: list[bytes] = []
-    offset = 0
-    while len(elements) < limit and offset + 4 <= len(raw):
-        (length,) = struct.unpack_from("<I", raw, offset)
-        if offset + 4 + length > len(raw):
+    offset, end = 0, len(raw)
+    while len(elements) < limit and offset + 4 <= end:
+        start = offset + 4
+        stop = start + _LENGTH.unpack_from(raw, offset)[0]
+        if stop > end:
             break
-        elements.append(raw[offset + 4 : offset + 4 + length])
-        offset += 4 + length
+        elements.append(raw[start:stop])
+        offset = stop
     return elements, offset
+
+
+def count_strings(raw: bytes, offset: int, limit: int) -> tuple[int, int]:
+    """How many whole elements follow `offset`, up to `limit`, and the offset behind them."""
+    count, end = 0, len(raw)
+    while count < limit and offset + 4 <= end:
+        stop = offset + 4 + _LENGTH.unpack_from(raw, offset)[0]
+        if stop > end:
+            break
+        offset = stop
+        count += 1
+    return count, offset
+
+
+def bytes_tensor(name: str, shape: tuple[int, ...], elements: list[bytes]) -> Tensor:
+    """A BYTES tensor of `elements`, as many as `shape` has. Raises TritonError INVALID_ARG as `reshaped` does."""
+    data = np.empty(len(elements), dtype=np.object_)
+    data[:] = elements
+    return Tensor(name, "BYTES", shape, reshaped(name, data, shape))
 
 
 def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> Tensor:
@@ -188,6 +209,4 @@ def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> T
     elements, offset = split_strings(raw, max(count, 0))
     if min(shape, default=0) < 0 or len(elements) != count or offset != len(raw):
         raise invalid_argument(f"expected {count} string elements for inference input '{name}', got {len(elements)}")
-    data = np.empty(count, dtype=np.object_)
-    data[:] = elements
-    return Tensor(name, datatype, shape, reshaped(name, data, shape))
+    return bytes_tensor(name, shape, elements)

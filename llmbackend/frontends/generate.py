@@ -132,7 +132,7 @@ class GenerateEndpoints:
         body = await read_body(request, self._max_body_bytes)
         received(trace)
         decode = partial(decode_request, body, model, model_of(request)[1], nobody)
-        inference = self._gate.send(await self._gate.decoded(len(body), decode), trace=trace)
+        inference = await self._gate.send(await self._gate.decoded(len(body), decode), trace=trace)
         inference.cancel_on_disconnect(request)
         return inference
 

@@ -101,7 +101,7 @@ class StreamSession:
             is_decoupled = self._gate.server.is_decoupled(request.model_name, version)
             given = await self._gate.with_shared_inputs(decode_request(request, options, nobody))
             trace = sampled(self._gate.server, request.model_name, self._context, self._waiting_since_ns)
-            inference = self._gate.send(given, self._backlog, trace=trace)
+            inference = await self._gate.send(given, self._backlog, trace=trace)
         except Exception as error:
             if trace is not None:
                 trace.close()

@@ -82,7 +82,7 @@ class InferEndpoint:
         if self._forward:
             message.parameters = self._forward.added(message.parameters, headers_as_sent(request.scope))
         message = await self._gate.with_shared_inputs(message)
-        inference = self._gate.send(message, trace=trace)
+        inference = await self._gate.send(message, trace=trace)
         inference.cancel_on_disconnect(request)
         try:
             response = single_response(await inference.collect(at_most=2))

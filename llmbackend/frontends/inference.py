@@ -17,15 +17,19 @@ from starlette.requests import Request
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback
+from llmbackend.core.requests.request_bounds import most_strings
 from llmbackend.core.tracing.trace import RequestTrace
 
 from .client_presence import PRESENCE, ClientPresence
 from .limits import InferenceLimits, LimitReachedError
 from .mailbox import Backlog, Item, Mailbox, ResponseStream
+from .work_threads import WorkThreads
 
 T = TypeVar("T")
 LARGE_BODY_BYTES: Final = 256 << 10
 """A prompt of 50,000 words, or 40,000 token ids; parsed in 1 to 7 ms."""
+MANY_STRINGS: Final = 4096
+"""Decoded in about 1 ms."""
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -111,6 +115,11 @@ class InferenceGate:
         self._mailbox: Mailbox | None = None
         self._open = 0
         self._large_body = asyncio.Lock()
+        self._threads = WorkThreads()
+
+    def close(self) -> None:
+        """When no request will come any more: ends the threads."""
+        self._threads.close()
 
     @property
     def open_inferences(self) -> int:
@@ -136,7 +145,7 @@ class InferenceGate:
         if body_bytes <= LARGE_BODY_BYTES:
             return decode()
         async with self._large_body:
-            return await asyncio.to_thread(decode)
+            return await self._threads.run(decode)
 
     async def with_shared_inputs(self, request: InferenceRequest) -> InferenceRequest:
         """`request` with its inputs read from shared memory; large ones in a thread. Raises TritonError."""
@@ -145,18 +154,38 @@ class InferenceGate:
         read = partial(self.server.shared_memory.with_inputs, request)
         if sum(item.place.byte_size for item in request.shared_inputs) <= LARGE_BODY_BYTES:
             return read()
-        return await asyncio.to_thread(read)
+        return await self._threads.run(read)
 
-    def send(
+    async def send(
         self, request: InferenceRequest, backlog: Backlog | None = None, trace: RequestTrace | None = None
     ) -> Inference:
-        """`submit` for a request that was decoded with `nobody` as its callback."""
+        """`submit` for a request that was decoded with `nobody` as its callback; one with many strings, each of which
+        becomes an object, in a thread."""
 
         def complete(callback: ResponseCallback) -> InferenceRequest:
             request.response_callback, request.trace = callback, trace
             return request
 
-        return self.submit(complete, backlog)
+        if most_strings(request.inputs) <= MANY_STRINGS:
+            return self.submit(complete, backlog)
+        self.check_room()
+        responses = ResponseStream(self._current_mailbox(), backlog or self.new_backlog())
+        self._open += 1
+        submitted = asyncio.ensure_future(self._threads.run(self.server.infer_async, complete(responses)))
+        submitted.add_done_callback(self._leave_if_refused)
+        try:
+            return Inference(responses, await asyncio.shield(submitted), self._leave)
+        except asyncio.CancelledError:
+            submitted.add_done_callback(partial(self._close_unseen, responses))
+            raise
+
+    def _leave_if_refused(self, submitted: asyncio.Future[InferenceHandle]) -> None:
+        if submitted.cancelled() or submitted.exception() is not None:
+            self._leave()
+
+    def _close_unseen(self, responses: ResponseStream, submitted: asyncio.Future[InferenceHandle]) -> None:
+        if not submitted.cancelled() and submitted.exception() is None:
+            Inference(responses, submitted.result(), self._leave).close()
 
     def submit(
         self,

@@ -180,7 +180,7 @@ class InferenceServicer(SharedMemoryRpcs, service_pb2_grpc.GRPCInferenceServiceS
         if self._forward:
             options = self._forward.into(options, context.invocation_metadata())
         given = await self._gate.with_shared_inputs(decode_request(request, options, nobody))
-        inference = self._gate.send(given, trace=trace)
+        inference = await self._gate.send(given, trace=trace)
         try:
             response = single_response(await inference.collect(at_most=2))
         finally:

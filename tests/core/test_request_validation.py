@@ -207,3 +207,34 @@ def test_wire_form_round_trips(datatype: str) -> None:
         tensor = from_wire("T", datatype, (2, count // 2), raw if datatype != "BOOL" else bytes([0, 1] * 24))
     again = from_wire("T", datatype, tensor.shape, to_wire(tensor))
     assert to_wire(again) == to_wire(tensor) and again.shape == tensor.shape
+
+
+def test_strings_beyond_the_shape_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = RawTensor("S", "BYTES", (1,), bytes(40 << 20))  # ten million strings without a character
+    assert refusal(MULTI, zeros, INTS) == (
+        NO_ID + "expected 1 string elements for inference input 'S' for model 'multi', got at least 4097"
+    )
+    few = RawTensor("S", "BYTES", (3,), bytes(4 * 1000))
+    assert refusal(MULTI, few, INTS).endswith("expected 3 string elements for inference input 'S' for model 'multi', "
+                                              "got 1000")  # fmt: skip
+
+
+def test_what_a_request_may_hold_is_bounded() -> None:
+    many = RawTensor("S", "BYTES", (1 << 21,), bytes(8 << 20))
+    assert refusal(MULTI, many, INTS) == (
+        NO_ID + "the inputs with datatype BYTES have 2097152 elements, at most 1048576 are accepted in a request"
+    )
+    wide_shape = RawTensor("S", "BYTES", (1 << 60,), bytes(8))  # its data says that it holds two
+    assert refusal(MULTI, wide_shape, INTS).endswith("'multi', got 2")
+    assert refusal(MULTI, *[INTS] * 5000).endswith("the request has 5000 inputs, at most 4096 are accepted")
+    assert "has 5000 requested outputs, at most" in refusal(MULTI, requested_outputs=("S",) * 5000)
+    assert "has 5000 parameters, at most" in refusal(MULTI, parameters={str(key): 1 for key in range(5000)})
+    deep = RawTensor("I", "INT32", (1,) * 2000, bytes(4))
+    assert "the shape of input 'I' has 2000 dimensions, at most 1024 are accepted" in refusal(MULTI, deep)
+    assert refusal(MULTI, INTS, id="x" * 5000) == "the request's id has 5000 characters, at most 4096 are accepted"
+
+
+def test_as_many_strings_as_the_bound_are_decoded() -> None:
+    count = 1 << 20
+    valid = RequestValidator(MULTI).validate(request(RawTensor("S", "BYTES", (count,), bytes(4 * count)), INTS))
+    assert valid.inputs["S"].data.shape == (count,) and valid.inputs["S"].data[-1] == b""

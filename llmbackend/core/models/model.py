@@ -16,6 +16,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.core.backend_api import SendPolicy
 from llmbackend.core.backend_manager import LoadedBackend
+from llmbackend.core.descriptions import Description
 from llmbackend.core.host_services import HostServices
 from llmbackend.core.inner_door import InnerDoor
 from llmbackend.core.messages import InferenceRequest
@@ -71,6 +72,7 @@ class LoadedModel(InnerDoor):
         self.in_flight = InFlight()
         self.live = LiveRequests()
         self.answers_decoupled = False  # what it does, from `load` on
+        self.description: Description  # from `load` on
         self._services = services
         self._instances = InstanceSet(self.name, backend, services.rate_limiter, self.live)
         self._readiness = Readiness(self.name, version)
@@ -91,6 +93,7 @@ class LoadedModel(InnerDoor):
 
     @property
     def config(self) -> ModelConfig:
+        """A copy, which the caller may change. What each request needs of it is in `description`."""
         return self._config.copy()
 
     def set_config(self, config: ModelConfig) -> None:
@@ -214,6 +217,7 @@ class LoadedModel(InnerDoor):
         self._instances.create(new_instances(self, config))
         self._validator = RequestValidator(config)
         self.answers_decoupled = config.model_transaction_policy.decoupled
+        self.description = Description.of(self.name, config)
         self._scheduler = new_scheduler(config, self, self.directory, self._services, self._strategy)
         self._instances.start(self._scheduler, self._warmup_samples)
 

@@ -2,7 +2,7 @@
 
 For: turning what a frontend hands over into the tensors a backend may rely on. Does not know: queues, responses.
 Invariant: what comes out has only known inputs, with the configured datatypes and shapes, and data of exactly that
-size.
+size. The work is bounded by the shapes, not by the bytes of a request: no more strings are read than a shape holds.
 Source: PrepareForInference in Triton's core; golden transcripts 11 to 13, 30, 31.
 """
 
@@ -21,15 +21,20 @@ from llmbackend.core.tensors import (
     NUMPY_DTYPE,
     RawTensor,
     Tensor,
+    bytes_tensor,
+    count_strings,
     element_count,
     from_wire,
     split_strings,
 )
 
+from .request_bounds import check_request
 from .reshape import VARIABLE, input_reshapes, reshaped_inputs
 
 AnyTensor = Tensor | RawTensor
 RAW_INPUT_NAME = "raw_input"
+_COUNTED_BEYOND = 4096
+"""Of a BYTES input with more elements than its shape has, so many more are counted for the error's text."""
 BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
     "input shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
@@ -84,6 +89,7 @@ class RequestValidator:
 
     def validate(self, request: InferenceRequest) -> ValidRequest:
         """Raises TritonError INVALID_ARG with Triton's text for the first rule that is broken."""
+        check_request(request)
         tag = request_tag(request.id)
         tensors, names = self._tensors_by_name(request, tag)
         outputs = self._requested_outputs(request.requested_outputs)
@@ -208,7 +214,10 @@ class RequestValidator:
 
     def _sized(self, tensor: AnyTensor, batch_size: int, shown_name: str, tag: str) -> Tensor:
         if tensor.datatype == "BYTES":
-            self._check_strings(tensor, shown_name, tag)
+            if isinstance(tensor, RawTensor):
+                return self._strings(tensor, shown_name, tag)
+            if (expected := self._expected_strings(tensor.shape)) != tensor.data.size:
+                raise self._wrong_count(tensor, shown_name, expected, str(tensor.data.size), tag)
         else:
             got = len(tensor.raw) if isinstance(tensor, RawTensor) else tensor.data.nbytes
             expected = NUMPY_DTYPE[tensor.datatype].itemsize
@@ -226,41 +235,42 @@ class RequestValidator:
             return tensor
         return from_wire(tensor.name, tensor.datatype, tensor.shape, tensor.raw)
 
-    def _check_strings(self, tensor: AnyTensor, shown_name: str, tag: str) -> None:
-        shape = tensor.shape
-        if self._max_batch_size:
-            shape = (max(shape[0] & 0xFFFFFFFF, 1), *shape[1:])
-        expected = element_count(shape)
-        if isinstance(tensor, Tensor):
-            got, error = tensor.data.size, None
-        else:
-            got, error = self._count_strings(tensor, shown_name, tag)
-        if got == expected and error is None:
-            return
-        if got != expected:
-            error = invalid_argument(
-                f"{tag}expected {expected} string elements for inference input '{shown_name}' for model "
-                f"'{self._model}', got {got}"
-            )
-        assert error is not None
-        raise error
-
-    def _count_strings(self, tensor: RawTensor, shown_name: str, tag: str) -> tuple[int, TritonError | None]:
-        """The elements that `raw` begins, and the error of a last one cut short. Raises for a length cut short."""
-        elements, offset = split_strings(tensor.raw, len(tensor.raw))
+    def _strings(self, tensor: RawTensor, shown_name: str, tag: str) -> Tensor:
+        """The decoded elements. `check_request` bounds how many there may be."""
+        expected = self._expected_strings(tensor.shape)
+        elements, offset = split_strings(tensor.raw, max(expected, 0))
+        if offset == len(tensor.raw) and len(elements) == expected:
+            if expected == element_count(tensor.shape):
+                return bytes_tensor(tensor.name, tensor.shape, elements)
+            return from_wire(tensor.name, "BYTES", tensor.shape, tensor.raw)  # says what is wrong with the batch size
+        beyond, offset = count_strings(tensor.raw, offset, _COUNTED_BEYOND)
+        got = len(elements) + beyond
+        if beyond == _COUNTED_BEYOND:
+            raise self._wrong_count(tensor, shown_name, expected, f"at least {got}", tag)
         rest = len(tensor.raw) - offset
-        if rest == 0:
-            return len(elements), None
-        if rest < 4:
+        if 0 < rest < 4:
             raise invalid_argument(
                 f"{tag}incomplete string length indicator for inference input '{shown_name}' for model "
                 f"'{self._model}', expecting 4 bytes but only {rest} bytes available. Please make sure the string "
                 f"length indicator is in one buffer."
             )
+        if got + (rest > 0) != expected:  # the last one may be cut short
+            raise self._wrong_count(tensor, shown_name, expected, str(got + (rest > 0)), tag)
         (length,) = struct.unpack_from("<I", tensor.raw, offset)
-        return len(elements) + 1, invalid_argument(
+        raise invalid_argument(
             f"incomplete string data for inference input '{shown_name}', expecting string of length {length} but "
             f"only {rest - 4} bytes available"
+        )
+
+    def _expected_strings(self, shape: tuple[int, ...]) -> int:
+        if self._max_batch_size:
+            shape = (max(shape[0] & 0xFFFFFFFF, 1), *shape[1:])
+        return element_count(shape)
+
+    def _wrong_count(self, tensor: AnyTensor, shown_name: str, expected: int, got: str, tag: str) -> TritonError:
+        return invalid_argument(
+            f"{tag}expected {expected} string elements for inference input '{shown_name}' for model "
+            f"'{self._model}', got {got}"
         )
 
 

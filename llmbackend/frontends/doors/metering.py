@@ -38,13 +38,15 @@ class MeteredServer(InferenceServer):
         refusal = visit.admit() if visit.asks_each else None
         if refusal is not None:
             raise LimitReachedError(refusal.message)
-        config = self.model_config(request.model_name, request.model_version)
-        if request.raw_input is not None or not _SWITCHES.keys() <= {tensor.name for tensor in config.input}:
+        metadata = self.model_metadata(request.model_name, request.model_version)
+        shapes = {tensor.name: tensor.shape for tensor in metadata.inputs}
+        if request.raw_input is not None or not _SWITCHES.keys() <= shapes.keys():
             return super().infer_async(request)
-        return super().infer_async(_counted(request, visit, config.max_batch_size))
+        # A switch has one element: a shape of two dimensions has the batch's before it.
+        return super().infer_async(_counted(request, visit, batches=len(shapes[next(iter(_SWITCHES))]) > 1))
 
 
-def _counted(request: InferenceRequest, visit: Visit, max_batch_size: int) -> InferenceRequest:
+def _counted(request: InferenceRequest, visit: Visit, batches: bool) -> InferenceRequest:
     """`request` with both counts asked for, and a callback that takes them out again where the client did not ask."""
     inputs = {tensor.name: tensor for tensor in request.inputs if not _is_false(tensor)}
     hidden = frozenset(
@@ -52,7 +54,7 @@ def _counted(request: InferenceRequest, visit: Visit, max_batch_size: int) -> In
         for switch, name in _SWITCHES.items()
         if switch not in inputs or (request.requested_outputs and name not in request.requested_outputs)
     )
-    shape = (1, 1) if max_batch_size else (1,)
+    shape = (1, 1) if batches else (1,)
     for switch in _SWITCHES:
         inputs.setdefault(switch, Tensor.of(switch, np.ones(shape, np.bool_)))
     outputs = request.requested_outputs and tuple({*request.requested_outputs, *_SWITCHES.values()})

@@ -84,8 +84,8 @@ class ModelCatalog:
     def _loras(self, name: str) -> Sequence[str]:
         if not self._separator or self._language_model(name) is None:
             return ()
-        parameters = self._server.model_config(name).parameters
-        return parameters[LORA_NAMES].string_value.split(",") if LORA_NAMES in parameters else ()
+        parameters = self._server.model_parameters(name)
+        return parameters[LORA_NAMES].split(",") if LORA_NAMES in parameters else ()
 
     def _language_model(self, name: str) -> ModelMetadata | None:
         """Its metadata, None when no version of it is READY or it is not a language model.
