@@ -169,7 +169,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):
-    """Engine → host, the first message: the loaded model, or why it cannot be loaded (and then the engine ends)."""
+    """Engine → host, the first message: the loaded model, or why it cannot be loaded (and then the engine ends).
+    is_shortage: the machine lacked memory, descriptors or processes."""
 
     info: ModelInfo | None = None
     error: str = ""
+    is_shortage: bool = False

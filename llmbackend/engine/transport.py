@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO, Literal, TypeVar
 
 import msgspec
@@ -32,9 +32,12 @@ from .config import EngineConfig
 from .infer_request import EngineInput, EngineStarted, ModelInfo, StepResult
 from .process.engine_loop import load, run
 from .process.nursery import EngineProcess, Nursery
+from .process.shortage import is_shortage, require_descriptors
 
 logger = logging.getLogger(__name__)
 
+DESCRIPTORS_OF_AN_ENGINE = 20
+"""What starting one opens here: libzmq's, the lifeline, its output, the nursery's socket and pipe."""
 CLOSE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_BEFORE_LOADED_S = 1.0
 STDERR_LINES_KEPT = 20
@@ -46,8 +49,9 @@ _decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 _decode_result = msgspec.msgpack.Decoder(StepResult).decode
 
 
-DeathKind = Literal["exit", "signal", "killed", "hang", "message", "load", "thread", "loop"]
-"""How an engine was lost; a label of the restart metric. killed: SIGKILL; signal: any other."""
+DeathKind = Literal["exit", "signal", "killed", "hang", "message", "load", "thread", "loop", "shortage"]
+"""How an engine was lost; a label of the restart metric. killed: SIGKILL; signal: any other; shortage: there was none,
+for the machine lacked descriptors, memory or processes to start it."""
 
 
 class EngineDeadError(RuntimeError):
@@ -63,14 +67,20 @@ class Transport(ABC):
     """The host's end. `wake_fd` is a descriptor that ends a wait early when it becomes readable."""
 
     def __init__(self, config: EngineConfig, wake_fd: int) -> None:
+        """Raises OSError or ZMQError when there are too few descriptors; then none is left open."""
         self._config = config
         self._loaded = False
         self._broken = ""
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        self._lifeline, self._engine_lifeline = socket.socketpair()
+        require_descriptors(DESCRIPTORS_OF_AN_ENGINE)
+        with contextlib.ExitStack() as on_failure:
+            self._context = zmq.Context()
+            on_failure.callback(self._context.term)
+            self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+            on_failure.callback(self._socket.close)
+            self._socket.set_hwm(0)
+            self._socket.linger = 0
+            self._lifeline, self._engine_lifeline = socket.socketpair()
+            on_failure.pop_all()
         self._poller = zmq.Poller()
         for item in (self._socket, self._lifeline.fileno(), wake_fd):
             self._poller.register(item, zmq.POLLIN)
@@ -89,7 +99,7 @@ class Transport(ABC):
             return None
         [started] = messages
         if started.info is None:
-            raise EngineDeadError(started.error, "load")
+            raise EngineDeadError(started.error, "shortage" if started.is_shortage else "load")
         self._loaded = True
         return started.info
 
@@ -124,6 +134,7 @@ class Transport(ABC):
             raise EngineDeadError(self._broken, "message")
         timeout_ms = None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)
         ready = dict(self._poller.poll(timeout_ms))
+        self._look(ready)
         messages: list[T] = []
         try:
             while True:
@@ -136,6 +147,10 @@ class Transport(ABC):
         if not messages and is_dead:
             raise self._cause_of_death()
         return messages
+
+    @abstractmethod
+    def _look(self, ready: Mapping[object, int]) -> None:
+        """Takes what else is `ready` among what was polled."""
 
     @abstractmethod
     def _reap(self, timeout_s: float) -> bool:
@@ -169,6 +184,9 @@ class InlineTransport(Transport):
                 logger.exception("the engine thread failed")
                 self._error = error
 
+    def _look(self, ready: Mapping[object, int]) -> None:
+        """There is nothing else."""
+
     def _reap(self, timeout_s: float) -> bool:
         """It cannot be forced: an engine that has failed gets the time to return."""
         if self._thread is not None:
@@ -185,8 +203,8 @@ class ProcessTransport(Transport):
 
     _process: EngineProcess | None = None
     _directory = ""
-    _output: IO[bytes]
-    _reader: threading.Thread
+    _output: IO[bytes] | None = None
+    _reader: threading.Thread | None = None
 
     def __init__(self, nursery: Nursery, wake_fd: int) -> None:
         super().__init__(nursery.config, wake_fd)
@@ -205,18 +223,31 @@ class ProcessTransport(Transport):
         self._socket.bind(endpoint)
         reader_fd, output_fd = os.pipe()
         self._output = open(reader_fd, "rb")  # noqa: SIM115 (closed when the engine is reaped)
+        self._reader = threading.Thread(target=self._pass_on, name="llm-engine-stderr", daemon=True)
         try:
+            self._reader.start()
             self._process = self._nursery.fork(endpoint, self._engine_lifeline.fileno(), output_fd)
         except OSError as error:
-            self._output.close()
-            raise EngineDeadError(f"the engine process could not be started: {error}", "exit") from error
+            kind: DeathKind = "shortage" if is_shortage(error) else "exit"
+            raise EngineDeadError(f"the engine process could not be started: {error}", kind) from error
         finally:
             os.close(output_fd)
             self._engine_lifeline.close()
-        self._reader = threading.Thread(target=self._pass_on, name="llm-engine-stderr", daemon=True)
-        self._reader.start()
+        self._poller.register(self._process.fileno(), zmq.POLLIN)
+
+    def _look(self, ready: Mapping[object, int]) -> None:
+        """A nursery that ends is replaced at once: the next engine need not wait for its imports."""
+        process = self._process
+        if process is None or process.fileno() not in ready:
+            return
+        descriptor = process.fileno()
+        process.take_message()
+        if process.has_lost_nursery:
+            self._poller.unregister(descriptor)
+            self._nursery.replace()
 
     def _pass_on(self) -> None:
+        assert self._output is not None
         for line in self._output:
             text = line.decode(errors="replace")
             self._last_lines.append(text.rstrip())
@@ -224,6 +255,7 @@ class ProcessTransport(Transport):
 
     def _reap(self, timeout_s: float) -> bool:
         if self._process is None:
+            self._clean_up()
             return True
         try:
             self._process.wait(timeout_s)
@@ -231,21 +263,27 @@ class ProcessTransport(Transport):
             logger.warning("killing an engine process that does not end")
             self._process.kill()
             self._process.wait(None)
-        self._join_reader()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._clean_up()
         return True
 
-    def _join_reader(self) -> None:
-        """All of the engine's output has been read, unless a child of its own still holds the pipe."""
-        self._reader.join(1.0)
-        if not self._reader.is_alive():
+    def _clean_up(self) -> None:
+        """After the engine's end, or a launch that failed: all of its output has been read, unless a child of its own
+        still holds the pipe."""
+        if self._reader is not None and self._reader.ident is not None:
+            self._reader.join(1.0)
+        if self._output is not None and (self._reader is None or not self._reader.is_alive()):
             self._output.close()
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _cause_of_death(self) -> EngineDeadError:
         assert self._process is not None
         self._reap(CLOSE_TIMEOUT_S)
         code = self._process.wait(0.0)
         details = "\n".join(self._last_lines)
+        if self._process.fork_errno:
+            reason = os.strerror(self._process.fork_errno)
+            return EngineDeadError(f"the engine process could not be started: {reason}", "shortage", details)
         if code >= 0:
             return EngineDeadError(f"the engine process ended with exit code {code}", "exit", details)
         kind: DeathKind = "killed" if code == -signal.SIGKILL else "signal"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -216,10 +218,14 @@ def test_a_failing_callback_does_not_end_the_loop(owner: Owner, caplog: pytest.L
     assert "the owner's bug" in caplog.text
 
 
-def kill_engine(owner: Owner, number: signal.Signals = signal.SIGKILL) -> None:
+def engine_pid_of(owner: Owner) -> int:
     transport = owner.manager._supervisor._transport
     assert isinstance(transport, ProcessTransport) and transport._process is not None
-    os.kill(transport._process.pid, number)
+    return transport._process.pid
+
+
+def kill_engine(owner: Owner, number: signal.Signals = signal.SIGKILL) -> None:
+    os.kill(engine_pid_of(owner), number)
 
 
 def long_requests(count: int) -> list[InferRequest]:
@@ -342,6 +348,65 @@ def test_a_stop_while_the_engine_is_down_is_answered(owner: Owner, tmp_path: Pat
     owner.wait_for(lambda: len(owner.deaths) >= 2)
     owner.control("r")
     owner.wait_for(lambda: any("'r' is not live" in text for _, text, _ in owner.statuses))
+
+
+@contextlib.contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """This process can open nothing more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(taken, soft), hard))
+    fillers: list[int] = []
+    with contextlib.suppress(OSError):
+        while True:
+            fillers.append(os.dup(0))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in fillers:
+            os.close(descriptor)
+
+
+def test_a_lack_of_descriptors_is_no_failure_of_the_engine(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+    owner.start(transport="process", max_engine_failures=2)
+    with no_descriptors_left():
+        kill_engine(owner)
+        owner.wait_for(lambda: len(owner.deaths) >= 3)
+    assert [error.kind for _, error in owner.deaths[1:]] == ["shortage"] * (len(owner.deaths) - 1)
+    assert not owner.manager.is_given_up
+    assert "the machine lacks what it takes, 2 times in a row" in caplog.text
+    request = make_request("r")
+    owner.submit(request)
+    owner.wait_for_end("r")
+    expect_oracle(owner.outcomes["r"], request)
+
+
+def test_a_nursery_that_ends_is_noticed_and_replaced_at_once(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
+    owner.start(transport="process")
+    nursery = owner.manager._supervisor._nursery
+    assert nursery._started is not None
+    first, engine_pid = nursery._started.process, engine_pid_of(owner)
+    first.kill()
+    deadline_s = time.monotonic() + 20
+    while nursery._started is None or nursery._started.process is first:
+        assert time.monotonic() < deadline_s, "nobody noticed"
+        time.sleep(0.01)
+    assert not Path(f"/proc/{first.pid}").exists(), "a zombie"
+    assert f"(process id {first.pid}) ended with -9: another one is started" in caplog.text
+    request = make_request("before")
+    owner.submit(request)
+    owner.wait_for_end("before")
+    expect_oracle(owner.outcomes["before"], request)
+    assert engine_pid_of(owner) == engine_pid and not owner.deaths, "the engine went on"
+    second = nursery._started.process
+    kill_engine(owner)
+    owner.wait_for(lambda: bool(owner.deaths))
+    request = make_request("after")
+    owner.submit(request)
+    owner.wait_for_end("after")
+    expect_oracle(owner.outcomes["after"], request)
+    assert nursery._started.process is second and len(owner.deaths) == 1
 
 
 def test_an_engine_that_keeps_dying_is_given_up_and_still_tried(owner: Owner, tmp_path: Path) -> None:

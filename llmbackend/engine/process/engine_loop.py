@@ -19,6 +19,8 @@ from llmbackend.engine.fault_injection import Faults, FaultyLink, Link
 from llmbackend.engine.gpu.parallel.followers import Followers
 from llmbackend.engine.infer_request import EngineInput, EngineStarted
 
+from .shortage import is_shortage
+
 logger = logging.getLogger(__name__)
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -35,7 +37,7 @@ def load(config: EngineConfig, socket: Link, followers: Followers | None = None)
         if not isinstance(error, ValueError | OSError | RuntimeError | ImportError):
             logger.exception("loading the model failed in an unexpected way")
             text = f"{type(error).__name__}: {error}"
-        socket.send(_encode(EngineStarted(error=text or type(error).__name__)))
+        socket.send(_encode(EngineStarted(error=text or type(error).__name__, is_shortage=is_shortage(error))))
         return None
     socket.send(_encode(EngineStarted(info=core.info)))
     return core

@@ -11,6 +11,7 @@ control socket. Signals that stop the host (SIGINT, SIGTERM to the group) are ig
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -34,7 +35,8 @@ ENDPOINT_BYTES = 4096
 
 
 def main(arguments: list[str]) -> None:
-    """Forks an engine for each message, one after the other, and tells its process id and then its exit status."""
+    """Forks an engine for each message, one after the other, and tells its process id and then its exit status; minus
+    an errno instead of both when there is no engine."""
     control_fd, config_json = arguments
     config = msgspec.json.decode(config_json, type=EngineConfig)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -46,7 +48,10 @@ def main(arguments: list[str]) -> None:
         endpoint, descriptors, _, _ = socket.recv_fds(control, ENDPOINT_BYTES, 2)
         if not endpoint:
             return
-        pid = os.fork()
+        try:
+            pid = os.fork() if len(descriptors) == 2 else -errno.EMFILE  # what can not be opened here is left out
+        except OSError as error:
+            pid = -(error.errno or errno.EAGAIN)
         if pid == 0:
             control.close()
             _run_engine(config, endpoint.decode(), *descriptors)
@@ -54,7 +59,8 @@ def main(arguments: list[str]) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         _send(control, pid)
-        _send(control, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if pid > 0:
+            _send(control, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
 
 def _import_all_of(model: str) -> None:

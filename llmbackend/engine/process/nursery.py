@@ -2,15 +2,16 @@
 
 For: the transport. Does not know: messages, models. Why: importing torch and transformers takes seconds, which every
 client would wait for when an engine dies; a fork takes milliseconds and shares the imported memory. Invariants: at most
-one engine at a time lives in a nursery; the nursery's own process is started when it is first needed, or has died, and
-ends when the host does, however it ends; it holds no weights and runs no thread.
+one engine at a time lives in a nursery; the nursery's own process is started when it is first needed, and again as
+soon as its end is seen (its engine goes on); it ends when the host does, however it ends; it holds no weights and runs
+no thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -22,6 +23,9 @@ import msgspec
 from llmbackend.engine.config import EngineConfig
 
 from .interpreter import command, environment
+from .wakeup import wait_readable
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 _FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -72,11 +76,27 @@ class Nursery:
     def fork(self, endpoint: str, lifeline_fd: int, output_fd: int) -> EngineProcess:
         """Begins to start an engine that connects to `endpoint`, with its end of its lifeline and where its output
         goes; returns at once. The caller closes its copies of the descriptors. Raises OSError."""
-        if self._started is None or self._started.process.poll() is not None:
-            self.close()
+        self.replace()
+        if self._started is None:
             self._started = _start(self.config)
         socket.send_fds(self._started.control, [endpoint.encode()], [lifeline_fd, output_fd])
         return EngineProcess(*self._started)
+
+    def replace(self) -> None:
+        """Starts another process where ours has ended. One that can not be started is tried again by `fork`."""
+        if self._started is None or self._started.process.poll() is None:
+            return
+        process = self._started.process
+        logger.warning(
+            "the process that engines are forked from (process id %d) ended with %d: another one is started",
+            process.pid,
+            process.returncode,
+        )
+        self.close()
+        try:
+            self._started = _start(self.config)
+        except OSError as error:
+            logger.warning("the process that engines are forked from can not be started yet: %s", error)
 
     def close(self) -> None:
         """Ends the nursery's process, after its engine has ended."""
@@ -92,7 +112,20 @@ class EngineProcess:
         self._nursery = nursery
         self._control = control
         self._pid: int | None = None
+        self._orphan_fd: int | None = None
+        """A pidfd of the engine when its nursery is gone, which would have told its end."""
+        self.has_lost_nursery = False
         self.returncode: int | None = None
+        self.fork_errno = 0
+        """Why there is no engine, when it could not be forked."""
+
+    def fileno(self) -> int:
+        """Readable when there is something for `take_message`, and for ever once the nursery is lost."""
+        return self._control.fileno()
+
+    def take_message(self) -> None:
+        """Takes a message that `fileno` announced."""
+        self._read(0.0)
 
     @property
     def pid(self) -> int:
@@ -113,13 +146,17 @@ class EngineProcess:
         """Ends the engine, or the whole nursery when it has not forked yet."""
         if self._pid is None and not self._read(0.0):
             self._nursery.kill()
+        elif self._orphan_fd is not None:
+            signal.pidfd_send_signal(self._orphan_fd, signal.SIGKILL)
         elif self._pid is not None and self.returncode is None:
             os.kill(self._pid, signal.SIGKILL)
 
     def _read(self, timeout_s: float | None) -> bool:
         """Takes one message of the nursery: the engine's process id, later its exit status. False when there is none
         in time."""
-        if not select.select([self._control], [], [], timeout_s)[0]:
+        if self._orphan_fd is not None:
+            return self._orphan_has_ended(self._orphan_fd, timeout_s)
+        if not wait_readable(self._control.fileno(), timeout_s):
             return False
         try:
             message = self._control.recv(64)
@@ -127,6 +164,9 @@ class EngineProcess:
             message = b""
         if not message:
             self._lose_nursery()
+        elif self._pid is None and message.startswith(b"-"):
+            self.fork_errno = -int(message)
+            self.returncode = 1
         elif self._pid is None:
             self._pid = int(message)
         else:
@@ -134,11 +174,26 @@ class EngineProcess:
         return True
 
     def _lose_nursery(self) -> None:
-        """Nobody will tell how the engine ends: it is ended."""
-        self.returncode = self._nursery.wait()
-        if self._pid is not None:
+        """An engine that was forked goes on; that it ended is then seen by its pidfd, but not how."""
+        self.has_lost_nursery = True
+        nursery_code = self._nursery.wait()
+        if self.returncode is not None:
+            return
+        if self._pid is None:
+            self.returncode = nursery_code
+            return
+        try:
+            self._orphan_fd = os.pidfd_open(self._pid)
+        except OSError:  # it has ended, too
             self.returncode = -signal.SIGKILL
-            os.kill(self._pid, signal.SIGKILL)
+
+    def _orphan_has_ended(self, descriptor: int, timeout_s: float | None) -> bool:
+        if not wait_readable(descriptor, timeout_s):
+            return False
+        os.close(descriptor)
+        self._orphan_fd = None
+        self.returncode = -signal.SIGKILL
+        return True
 
 
 def _has_descriptor(stream: object) -> bool:

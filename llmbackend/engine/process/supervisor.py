@@ -4,7 +4,8 @@ For: the LLM manager's loop, whose thread owns it. Does not know: requests; whoe
 EngineDeadError and gives them to the next life. Invariants: at most one engine exists at a time, and the dead one is
 reaped before the next is launched; no call blocks for longer than it takes until there is something to do; a life
 that finished no step is followed by a longer pause than the one before it, and after `max_engine_failures` such lives
-the engine is given up: it is still tried again now and then, but nobody should wait for it.
+the engine is given up: it is still tried again now and then, but nobody should wait for it. A start for which the
+machine lacks descriptors, memory or processes is tried again, at growing intervals, and is no failure of the engine.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from llmbackend.engine.infer_request import EngineInput, ModelInfo, StepResult
 from llmbackend.engine.transport import EngineDeadError, Transport, make_transport
 
 from .nursery import Nursery
+from .shortage import is_shortage
 from .wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
+LONGEST_SHORTAGE_PAUSE_S = 10.0
 
 
 class Supervisor:
@@ -36,6 +39,7 @@ class Supervisor:
         self._transport: Transport | None = None
         self._info: ModelInfo | None = None
         self._num_failures = 0
+        self._num_shortages = 0
         self._can_pardon = True
         self._launch_at_s = 0.0
         self._progress_at_s = time.monotonic()
@@ -121,8 +125,15 @@ class Supervisor:
         if pause_s > 0:
             self._wakeup.wait(pause_s)
             return
-        self._transport = make_transport(self._nursery, self._wakeup.fileno())
-        self._transport.launch()
+        try:
+            self._transport = make_transport(self._nursery, self._wakeup.fileno())
+            self._transport.launch()
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if not is_shortage(error):
+                raise
+            raise EngineDeadError(f"the engine could not be started: {error}", "shortage") from error
         self._launch_at_s = time.monotonic()
 
     def _wait_for_model(self, transport: Transport) -> None:
@@ -130,6 +141,8 @@ class Supervisor:
         if left_s <= 0:
             raise EngineDeadError(f"the model did not load within {self._config.load_timeout_s:g} s", "hang")
         self._info = transport.receive_started(left_s)
+        if self._info is not None:
+            self._num_shortages = 0
         self.idle()
 
     def _wait_for_step(self, transport: Transport, is_busy: bool) -> list[StepResult]:
@@ -146,19 +159,22 @@ class Supervisor:
 
     def _bury(self, error: EngineDeadError) -> None:
         """Reaps the engine and says when the next one may start: at once, unless this one did nothing."""
-        assert self._transport is not None
-        self._transport.close(force=True)
+        if self._transport is not None:
+            self._transport.close(force=True)
         self._transport = self._info = None
         self._cause = str(error)
-        self._num_failures += 1
-        pause_s = 0.0
-        if self._num_failures > 1:
-            pause_s = min(FIRST_PAUSE_S * 2.0 ** (self._num_failures - 2), LONGEST_PAUSE_S)
+        if error.kind == "shortage":
+            self._num_shortages += 1
+            pause_s = min(_pause_s(self._num_shortages), LONGEST_SHORTAGE_PAUSE_S)
+            count = f"the machine lacks what it takes, {self._num_shortages} times in a row"
+        else:
+            self._num_failures += 1
+            pause_s = _pause_s(self._num_failures - 1)
+            count = f"failure {self._num_failures} in a row"
         self._launch_at_s = time.monotonic() + pause_s
-        logger.error(
-            "%s; failure %d in a row, the next start is in %.1f s%s",
-            error,
-            self._num_failures,
-            pause_s,
-            f"; its last words:\n{error.details}" if error.details else "",
-        )
+        last_words = f"; its last words:\n{error.details}" if error.details else ""
+        logger.error("%s; %s, the next start is in %.1f s%s", error, count, pause_s, last_words)
+
+
+def _pause_s(count: int) -> float:
+    return min(FIRST_PAUSE_S * 2.0 ** (count - 1), LONGEST_PAUSE_S) if count > 0 else 0.0

@@ -7,8 +7,16 @@ follows; calls between two clears cost one system call together.
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
+
+
+def wait_readable(descriptor: int, timeout_s: float | None) -> bool:
+    """Whether `descriptor` became readable in time; None waits for ever. Takes any number, which select() does not."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)))
 
 
 class Wakeup:
@@ -32,7 +40,7 @@ class Wakeup:
 
     def wait(self, timeout_s: float) -> None:
         """Blocks until set() was called, or `timeout_s` is over."""
-        select.select([self._reader], [], [], timeout_s)
+        wait_readable(self._reader.fileno(), timeout_s)
 
     def clear(self) -> None:
         """Takes the flag back. Look for work after this call, not before it."""
