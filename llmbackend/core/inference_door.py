@@ -28,7 +28,7 @@ class InferenceDoor(ServerParts):
 
     def acquire_model(self, name: str, version: int = -1) -> LoadedModel:
         """A READY model for one inner request, also while the server stops (see ModelHost)."""
-        return self._lifecycle.acquire(self._key(name), version)
+        return self._lifecycle.acquire(self._loader.names.key(name), version)
 
     def cancel_requests(self, model_name: str, version: int = -1, request_id: str = "") -> int:
         """Asks every live request of the model with that client id to stop; how many there were. Version -1 = every
@@ -39,10 +39,11 @@ class InferenceDoor(ServerParts):
         models = [
             model
             for model in self._lifecycle.live_models()
-            if model.name == model_name and version in (-1, model.version)
+            if model_name in (model.name, model.key) and version in (-1, model.version)
         ]
-        if not models:
-            self._lifecycle.get(self._key(model_name), version)
+        if len({model.key for model in models}) != 1:  # none, or of several namespaces
+            key = self._model(model_name, version).key
+            models = [model for model in models if model.key == key]
         channels = [channel for model in models for channel in model.live.with_id(request_id) if not channel.is_final]
         for channel in channels:
             channel.cancel()
@@ -53,7 +54,7 @@ class InferenceDoor(ServerParts):
 
     def _continues_sequence(self, request: InferenceRequest) -> bool:
         try:
-            sequences = self._lifecycle.get(request.model_name, request.model_version).sequences
+            sequences = self._model(request.model_name, request.model_version).sequences
         except TritonError:
             return False
         return sequences is not None and sequences.continues(request.correlation_id, request.flags)

@@ -17,6 +17,7 @@ from .descriptions import EXTENSIONS
 from .errors import TritonError, invalid_argument
 from .lifecycle.model_versions import UNLOADED, ModelState
 from .messages import ModelIndex, ModelMetadata, ServerMetadata
+from .repository.model_names import ModelIdentifier
 from .repository.model_repository import DUPLICATE
 from .server_parts import ServerParts, ServerState
 
@@ -28,8 +29,8 @@ class ServedModels(ServerParts):
             return False
         if not self._options.strict_readiness:
             return True
-        for name in self._lifecycle.names():
-            versions = self._versions(name)
+        for key in self._lifecycle.names():
+            versions = self._versions(key)
             if not versions:
                 return False
             for state, reason in versions.values():
@@ -40,7 +41,7 @@ class ServedModels(ServerParts):
     def model_is_ready(self, name: str, version: int = -1) -> bool:
         """False also for a model that is unknown or not loaded. Answered within a second, as `is_ready` is."""
         try:
-            return not self._lifecycle.get(self._key(name), version).not_ready_reason()
+            return not self._model(name, version).not_ready_reason()
         except TritonError:
             return False
 
@@ -48,26 +49,25 @@ class ServedModels(ServerParts):
         return ServerMetadata(self._options.server_id, __version__, EXTENSIONS)
 
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
-        key = self._key(name)
-        model = self._lifecycle.get(key, version)
-        versions = [model] if version >= 0 else self._lifecycle.ready_models(key)
+        model = self._model(name, version)
+        versions = [model] if version >= 0 else self._lifecycle.ready_models(model.key)
         return model.description.metadata(each.version for each in versions)
 
     def model_parameters(self, name: str, version: int = -1) -> Mapping[str, str]:
         """The string values of the configuration's `parameters`."""
-        return self._lifecycle.get(self._key(name), version).description.parameters
+        return self._model(name, version).description.parameters
 
     def model_config(self, name: str, version: int = -1) -> ModelConfig:
         """A copy, which takes time: requests are served with `model_metadata`, `model_parameters`, `is_decoupled`."""
-        return self._lifecycle.get(self._key(name), version).config
+        return self._model(name, version).config
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:
         """As `model_config` says, without a copy of it: asked with every request."""
-        return self._lifecycle.get(name, version).answers_decoupled
+        return self._model(name, version).answers_decoupled
 
     def model_statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
         """Of READY versions. Raises TritonError INVALID_ARG for a named model or version that is not READY."""
-        keys = self._loader.names.keys(name) if name else [""]
+        keys = self._loader.names.keys(name) if name else [None]
         models = self._lifecycle.ready_models(keys[0]) if len(keys) == 1 else []
         if name and not models:
             raise invalid_argument(f"requested model '{name}' is not available")
@@ -91,16 +91,16 @@ class ServedModels(ServerParts):
                 rows.append(ModelIndex(name, str(number), state.value, reason))
         return [row for row in rows if not ready_only or row.state == ModelState.READY.value]
 
-    def _versions(self, name: str) -> dict[int, tuple[ModelState, str]]:
+    def _versions(self, key: str) -> dict[int, tuple[ModelState, str]]:
         """State and reason of each known version; one whose backend says that it is not ready is UNAVAILABLE."""
-        versions = self._lifecycle.versions(name)
+        versions = self._lifecycle.versions(key)
         for number, (state, _) in versions.items():
-            if state is ModelState.READY and (reason := self._not_ready_reason(name, number)):
+            if state is ModelState.READY and (reason := self._not_ready_reason(ModelIdentifier(key), number)):
                 versions[number] = (ModelState.UNAVAILABLE, reason)
         return versions
 
-    def _not_ready_reason(self, name: str, version: int) -> str:
+    def _not_ready_reason(self, key: ModelIdentifier, version: int) -> str:
         try:
-            return self._lifecycle.get(name, version).not_ready_reason()
+            return self._lifecycle.get(key, version).not_ready_reason()
         except TritonError as error:
             return error.message  # unloaded since

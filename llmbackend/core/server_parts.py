@@ -27,6 +27,7 @@ from .memory.shared_memory import SharedMemory
 from .messages import ServerOptions
 from .metrics.metric_family import MetricFamilies
 from .metrics.metrics import register_metrics
+from .models.model import LoadedModel
 from .requests.reaper import Reaper
 from .scheduling.rate_limiter import RateLimiter
 from .tracing.manager import TraceManager
@@ -82,6 +83,10 @@ class ServerParts:
         if self._state is not ServerState.READY:
             raise unavailable(STOPPING if self.is_exiting else "Server is not ready")
 
-    def _key(self, name: str) -> str:
-        """The model that clients mean by `name`. Raises TritonError INVALID_ARG when namespacing leaves that open."""
-        return self._loader.names.key(name)
+    def _model(self, name: str, version: int = -1) -> LoadedModel:
+        """The READY model that clients mean by `name`, for those who only read what stays valid after an unload.
+        -1 = the highest READY version.
+
+        Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts, INVALID_ARG when namespacing leaves it open.
+        """
+        return self._lifecycle.get(self._loader.names.key(name), version)

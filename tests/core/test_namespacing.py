@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from core_host import IDENTITY_IO, STAGE, Repository, eventually, send, serving, x
+from core_host import ECHO_BACKEND, IDENTITY_IO, STAGE, WAIT_S, Repository, eventually, send, serving, x
 from ensemble_host import chain, part
 from prometheus_client import generate_latest
 from test_model_lifecycle import VERSIONED_BACKEND, answer, refused, states
+from test_stop_by_id import STREAMING_BACKEND
 
+from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 
@@ -88,6 +91,40 @@ def test_with_namespacing_both_are_loaded_and_only_what_is_unique_can_be_asked(r
         )
         assert [row.name for row in server.model_statistics()] == ["m", "m", "n"]
         assert codes(server, "x") == (ErrorCode.INVALID_ARG, "Request for unknown model: 'x' is not found")
+
+
+def test_every_door_resolves_a_name_in_the_same_way(repository: Repository) -> None:
+    repository.backend("v", STREAMING_BACKEND)
+    for root in roots(repository):
+        add(root, root.name)
+    add(roots(repository)[0], "alone", name="n", config="model_transaction_policy { decoupled: true }")
+    with serving(repository, **options(repository, model_namespacing=True)) as server:
+        assert server.is_decoupled("n") and server.cancel_requests("n", -1, "a") == 0
+        keys = [f"{root}::m" for root in roots(repository)]
+        clients = [send(server, key, id="a") for key in keys]
+        for key in keys:
+            STAGE.wait("executed a")
+            assert not server.is_decoupled(key)
+        for ask in (server.is_decoupled, lambda name: server.cancel_requests(name, -1, "a")):
+            with pytest.raises(TritonError, match="model namespace must be provided"):
+                ask("m")
+        eventually(lambda: len(STAGE.kept) == 2)
+        for key, client in zip(keys, clients, strict=True):
+            assert server.cancel_requests(key, -1, "a") == 1
+            assert client.error().code is ErrorCode.CANCELLED
+
+
+def test_a_sequence_goes_on_while_a_server_with_namespaces_stops(repository: Repository) -> None:
+    repository.backend("echo", ECHO_BACKEND)
+    repository.model("m", "echo", "sequence_batching { max_sequence_idle_microseconds: 60000000 }")
+    server = InferenceServer(repository.options(model_namespacing=True, startup_models=["m"]))
+    server.start()
+    send(server, "m", correlation_id=7, flags=RequestFlag.SEQUENCE_START).responses()
+    stopping = threading.Thread(target=server.stop, args=(WAIT_S,))
+    stopping.start()
+    eventually(lambda: server.is_exiting)
+    assert send(server, "m", correlation_id=7, flags=RequestFlag.SEQUENCE_END).responses()[0].error is None
+    stopping.join()
 
 
 def test_metrics_name_the_namespace(repository: Repository) -> None:

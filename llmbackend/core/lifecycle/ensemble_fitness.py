@@ -13,6 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.core.config.ensemble_rules import composing_models
 from llmbackend.core.errors import TritonError
+from llmbackend.core.repository.model_names import ModelIdentifier
 from llmbackend.core.repository.model_repository import ModelSpec
 
 from .ensemble_agreement import check_agreement
@@ -47,7 +48,9 @@ class EnsembleFitness:
             if fault:
                 return f"ensemble '{spec.key}' depends on '{part}' {fault}"
         try:
-            configs: dict[str, ModelConfig] = {part: self._lifecycle.get(part).config for part in parts}
+            configs: dict[str, ModelConfig] = {
+                part: self._lifecycle.get(ModelIdentifier(part)).config for part in parts
+            }
             is_decoupled = check_agreement(spec.config, configs)
         except TritonError as error:
             return error.message

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 
 from llmbackend.core.models.model import LoadedModel
+from llmbackend.core.repository.model_names import ModelIdentifier
 from llmbackend.core.repository.model_repository import ModelSpec
 
 from .model_versions import ModelEntry, ModelState, ready_model
@@ -37,7 +38,7 @@ class ModelLookup:
             entry = self._models.get(name)
             return entry.spec if entry is not None else None
 
-    def acquire(self, name: str, version: int = -1) -> LoadedModel:
+    def acquire(self, name: ModelIdentifier, version: int = -1) -> LoadedModel:
         """A READY model with its `in_flight` entered; the caller leaves it. -1 = the highest READY version.
 
         Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts.
@@ -47,19 +48,19 @@ class ModelLookup:
             model.in_flight.enter()
             return model
 
-    def get(self, name: str, version: int = -1) -> LoadedModel:
+    def get(self, name: ModelIdentifier, version: int = -1) -> LoadedModel:
         """As `acquire`, for those who only read what stays valid after an unload."""
         with self._lock:
             return ready_model(self._models, name, version)
 
-    def ready_models(self, name: str = "") -> list[LoadedModel]:
+    def ready_models(self, name: ModelIdentifier | None = None) -> list[LoadedModel]:
         """Every serving version (of one model, or of all), sorted by name and version."""
         with self._lock:
             found = [
                 version.model
                 for model_name, entry in self._models.items()
                 for version in entry.versions.values()
-                if version.model is not None and version.state is ModelState.READY and name in ("", model_name)
+                if version.model is not None and version.state is ModelState.READY and name in (None, model_name)
             ]
         return sorted(found, key=lambda model: (model.name, model.version))
 

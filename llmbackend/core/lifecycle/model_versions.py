@@ -13,6 +13,7 @@ from enum import Enum
 
 from llmbackend.core.errors import not_found, shown_name, unavailable
 from llmbackend.core.models.model import LoadedModel
+from llmbackend.core.repository.model_names import ModelIdentifier
 from llmbackend.core.repository.model_repository import ModelSpec
 
 UNLOADED = "unloaded"
@@ -43,7 +44,7 @@ class ModelEntry:
     operation: int = 0
 
 
-def ready_model(models: Mapping[str, ModelEntry], name: str, version: int) -> LoadedModel:
+def ready_model(models: Mapping[str, ModelEntry], name: ModelIdentifier, version: int) -> LoadedModel:
     """The READY model of that version, -1 = the highest. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's
     texts."""
     entry = models.get(name)

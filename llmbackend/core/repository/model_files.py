@@ -15,7 +15,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.core.config.model_config import CONFIG_FILE_NAME
 
-from .model_names import identifier
+from .model_names import ModelIdentifier, identifier
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class ModelSource:
     namespace: str = ""
 
     @property
-    def key(self) -> str:
+    def key(self) -> ModelIdentifier:
         """What tells this model from all others."""
         return identifier(self.namespace, self.name)
 

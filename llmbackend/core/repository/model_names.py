@@ -10,15 +10,18 @@ unloaded, but not asked; a key is understood wherever a name is, which ensembles
 from __future__ import annotations
 
 import threading
+from typing import NewType
 
 from llmbackend.core.errors import invalid_argument, not_found, shown_name
 
 SEPARATOR = "::"
+ModelIdentifier = NewType("ModelIdentifier", str)
+"""The key of a model: what tells it from all others, in the log too. A type of its own, so that no client's name is
+taken for one."""
 
 
-def identifier(namespace: str, name: str) -> str:
-    """The key of a model: what tells it from all others, in the log too."""
-    return f"{namespace}{SEPARATOR}{name}" if namespace else name
+def identifier(namespace: str, name: str) -> ModelIdentifier:
+    return ModelIdentifier(f"{namespace}{SEPARATOR}{name}" if namespace else name)
 
 
 class ModelNames:
@@ -50,18 +53,19 @@ class ModelNames:
         """The name behind a key, known or not."""
         return key.rpartition(SEPARATOR)[2] if self.is_namespacing else key
 
-    def keys(self, name: str) -> list[str]:
+    def keys(self, name: str) -> list[ModelIdentifier]:
         """The models that `name`, which may be a key, stands for."""
         if not self.is_namespacing:
-            return [name]
+            return [ModelIdentifier(name)]
         with self._lock:
-            return [name] if name in self._names else sorted(self._keys.get(name, ()))
+            keys = {name} if name in self._names else self._keys.get(name, ())
+            return [ModelIdentifier(key) for key in sorted(keys)]
 
-    def key(self, name: str) -> str:
+    def key(self, name: str) -> ModelIdentifier:
         """The one model of that name. Raises TritonError with Triton's texts when it is not one: INVALID_ARG, or
         NOT_FOUND for one that was unloaded."""
         if not self.is_namespacing:
-            return name
+            return ModelIdentifier(name)
         keys = self.keys(name)
         if not keys and name in self._keys:
             raise not_found(f"Identifier of model '{name}' is not found in global map")

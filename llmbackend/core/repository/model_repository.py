@@ -30,7 +30,7 @@ from llmbackend.core.messages import LoadParameters
 from .agent_chain import AgentChain
 from .load_parameters import FILE_PREFIX, OverrideError, check_load_parameters, check_model_name, write_files
 from .model_files import ModelSource, Signature, config_path, select_versions, signature_of
-from .model_names import SEPARATOR, identifier
+from .model_names import SEPARATOR, ModelIdentifier, identifier
 from .repository_agents import AgentManager
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ModelSpec:
     _temporary: weakref.finalize[Any, ModelSpec] | None = field(default=None, repr=False)
 
     @property
-    def key(self) -> str:
+    def key(self) -> ModelIdentifier:
         return identifier(self.namespace, self.name)
 
     @property
