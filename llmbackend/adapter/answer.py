@@ -21,6 +21,7 @@ class Answer:
 
     def __init__(self, request: Request, instance: ModelInstance, exec_start_ns: int, num_tasks: int = 1) -> None:
         self.client_id = request.id
+        self.tenant = request.tenant
         self.timeout_us = request.timeout_us
         self._request = request
         self._instance = instance

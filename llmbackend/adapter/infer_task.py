@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from llmbackend.core.backend_api import TritonError
+from llmbackend.core.backend_api import Tenant, TritonError
 from llmbackend.engine.infer_request import InferRequest, StepOutput
 from llmbackend.engine.transport import DeathKind
 from llmbackend.waiting.timer import Alarm
@@ -63,6 +63,11 @@ class InferTask:
     def client_id(self) -> str:
         """The id that the client gave its request, which need not be unique; "" when it gave none."""
         return self._answer.client_id
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose request it is."""
+        return self._answer.tenant
 
     @property
     def lane(self) -> tuple[int, bool]:

@@ -69,11 +69,11 @@ class ModelInstanceState:
         return converter.convert(request, self._instance, exec_start_ns)
 
     def _stop(self, request: Request) -> None:
-        """Ends the requests with this id; its own answer is empty. Source: TensorRT-LLM's handleStopRequest."""
+        """Ends its client's requests with this id; its answer is empty. Source: TensorRT-LLM's handleStopRequest."""
         if not request.id:
             self._refuse(request, internal("Trying to stop a request but request ID is not provided"))
             return
-        self._model_state.stop_requests(request.id)
+        self._model_state.stop_requests(request.id, request.tenant)
         start_ns = time.monotonic_ns()
         request.new_response().send(ResponseFlag.FINAL)
         self._instance.report_statistics(request, True, start_ns, start_ns, start_ns, time.monotonic_ns())

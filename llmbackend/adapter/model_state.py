@@ -22,6 +22,7 @@ from functools import partial
 from llmbackend.core.backend_api import (
     Model,
     ModelInstance,
+    Tenant,
     TritonError,
     cancelled,
     internal,
@@ -170,9 +171,9 @@ class ModelState:
         self._metrics.queued(self._tasks.num_queued)
         _wake(engines)
 
-    def stop_requests(self, client_id: str) -> None:
-        """Ends all requests that have this id, with what they have so far and without an error."""
-        for request_id in self._tasks.ids_of(client_id):
+    def stop_requests(self, client_id: str, by: Tenant) -> None:
+        """Ends all requests with this id that `by` may end, with what they have so far and without an error."""
+        for request_id in self._tasks.ids_of(client_id, by):
             self._give_up(request_id, None)
 
     def _set_deadlines(self, task: InferTask) -> None:

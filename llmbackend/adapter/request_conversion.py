@@ -104,6 +104,7 @@ class RequestConverter:
             prompt_token_ids=prompt.token_ids,
             sampling=params.sampling,
             priority=priority,
+            tenant=answer.tenant.cache_name,
             cache_salt=params.cache_salt,
             lora_name=params.lora_name,
         )

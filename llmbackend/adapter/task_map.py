@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llmbackend.core.backend_api import TritonError
+from llmbackend.core.backend_api import Tenant, TritonError
 from llmbackend.engine.infer_request import StepOutput
 from llmbackend.engine.transport import DeathKind
 from llmbackend.waiting.queue_policy import QueuePolicies
@@ -74,10 +74,14 @@ class TaskMap:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    def ids_of(self, client_id: str) -> list[str]:
-        """The requests to which their client gave this id."""
+    def ids_of(self, client_id: str, by: Tenant) -> list[str]:
+        """The requests to which their client gave this id, and which `by` may end."""
         with self._lock:
-            return [request_id for request_id, task in self._tasks.items() if task.client_id == client_id]
+            return [
+                request_id
+                for request_id, task in self._tasks.items()
+                if task.client_id == client_id and by.may_end(task.tenant)
+            ]
 
     def admit(self, task: InferTask) -> str:
         """Takes a new task into the map, but not yet into the queue; or says why the queue is too full for it."""

@@ -53,6 +53,7 @@ from .errors import (
     unavailable,
     unsupported,
 )
+from .tenants import NO_TENANT, Tenant, common_tenant
 from .tensors import (
     CONFIG_TYPE_OF_DATATYPE,
     DATATYPE_OF_CONFIG_TYPE,
@@ -67,6 +68,7 @@ __all__ = [
     "CONFIG_TYPE_OF_DATATYPE",
     "DATATYPE_OF_CONFIG_TYPE",
     "DATATYPE_OF_DTYPE",
+    "NO_TENANT",
     "NUMPY_DTYPE",
     "Backend",
     "BackendAttributes",
@@ -92,10 +94,12 @@ __all__ = [
     "ResponseFlag",
     "SendPolicy",
     "State",
+    "Tenant",
     "Tensor",
     "TritonError",
     "cancelled",
     "check_api_version",
+    "common_tenant",
     "element_count",
     "internal",
     "invalid_argument",
@@ -190,7 +194,8 @@ class RequestTrace(Protocol):
 class InnerRequest:
     """A request that a model makes of another model of the host (or of itself), see `Model.infer_async`. The fields
     mean what they mean in a client's request. model_version -1 = the highest READY version; no `requested_outputs` =
-    all of the model's outputs. `trace` is that of the request it is made for: it is traced as a child of it.
+    all of the model's outputs. `trace` and `tenant` are those of the request it is made for: it is traced as a child of
+    it, and made on behalf of the same client.
     """
 
     model_name: str
@@ -204,6 +209,7 @@ class InnerRequest:
     priority: int = 0
     timeout_us: int = 0
     trace: RequestTrace | None = None
+    tenant: Tenant = NO_TENANT
 
 
 class InnerResponse(Protocol):
@@ -403,6 +409,10 @@ class Request(Protocol):
     @property
     def trace(self) -> RequestTrace | None:
         """None for a request that is not traced: most are not."""
+
+    @property
+    def tenant(self) -> Tenant:
+        """On whose behalf it is made. Ours; inside NVIDIA's Triton, which knows no clients, always NO_TENANT."""
 
     @property
     def is_cancelled(self) -> bool: ...

@@ -12,6 +12,7 @@ from .errors import TritonError
 from .messages import InferenceHandle, InferenceRequest
 from .models.model import LoadedModel
 from .server_parts import ServerParts
+from .tenants import Tenant
 
 
 class InferenceDoor(ServerParts):
@@ -30,9 +31,12 @@ class InferenceDoor(ServerParts):
         """A READY model for one inner request, also while the server stops (see ModelHost)."""
         return self._lifecycle.acquire(self._loader.names.key(name), version)
 
-    def cancel_requests(self, model_name: str, version: int = -1, request_id: str = "") -> int:
+    def cancel_requests(
+        self, model_name: str, version: int = -1, request_id: str = "", by: Tenant | None = None
+    ) -> int:
         """Asks every live request of the model with that client id to stop; how many there were. Version -1 = every
-        version, also those that only finish what they have. The empty id matches nothing.
+        version, also those that only finish what they have. The empty id matches nothing. `by`: only requests that this
+        tenant may end count; None = all.
 
         Raises TritonError as `infer_async` does for a model or version that is unknown and has no request left.
         """
@@ -44,7 +48,12 @@ class InferenceDoor(ServerParts):
         if len({model.key for model in models}) != 1:  # none, or of several namespaces
             key = self._model(model_name, version).key
             models = [model for model in models if model.key == key]
-        channels = [channel for model in models for channel in model.live.with_id(request_id) if not channel.is_final]
+        channels = [
+            channel
+            for model in models
+            for channel in model.live.with_id(request_id)
+            if not channel.is_final and (by is None or by.may_end(channel.tenant))
+        ]
         for channel in channels:
             channel.cancel()
         return len(channels)

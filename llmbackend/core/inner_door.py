@@ -53,6 +53,7 @@ class InnerDoor:
             priority=request.priority,
             timeout_us=request.timeout_us,
             trace=_child_of(request.trace),
+            tenant=request.tenant,
         )
         return self._host.acquire_model(request.model_name, request.model_version).infer(message)
 

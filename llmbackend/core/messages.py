@@ -17,6 +17,7 @@ from .backend_api import ParameterValue, RequestFlag, ResponseFlag
 from .errors import TritonError
 from .metrics.metrics_options import MetricsOptions
 from .scheduling.rate_limit_resources import RateLimitMode, RateLimitResource
+from .tenants import NO_TENANT, Tenant
 from .tensors import Place, RawTensor, SharedInput, Tensor
 from .tracing.settings import TraceSettings
 from .tracing.trace import RequestTrace
@@ -84,7 +85,8 @@ class InferenceRequest:
     then `inputs` is empty. A RawTensor in `inputs` is checked against the model's configuration before it is decoded.
     `shared_inputs` lie in shared memory; SharedMemory.with_inputs makes `inputs` of them. `output_places` says which
     outputs are written there, `classes` of which outputs only the so many largest elements are wanted, as text.
-    `trace` is that of a sampled request, or a child of the trace of the request on whose behalf this one is made.
+    `trace` is that of a sampled request, or a child of the trace of the request on whose behalf this one is made;
+    `tenant` is that of the client, or of that request.
     """
 
     model_name: str
@@ -104,6 +106,7 @@ class InferenceRequest:
     classes: Mapping[str, int] = field(default_factory=dict)
     observer: RequestObserver | None = None
     trace: RequestTrace | None = None
+    tenant: Tenant = NO_TENANT
 
 
 class InferenceHandle(Protocol):

@@ -12,6 +12,8 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+PrefixSalt = tuple[str, str, str]
+"""Tenant, LoRA adapter, the client's salt. Not joined: no separator is one that a client could not write."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,8 +45,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One sequence to generate. `request_id` is unique in its engine.
 
     `output_token_ids` are tokens already generated (and sent) by an engine that died: generation goes on after them.
-    `cache_salt`: only requests with the same one share what the prefix cache holds. `lora_name`: the adapter to use,
-    "" = none.
+    `tenant` (which the host sets), `cache_salt` (which the client may set) and `lora_name` (the adapter to use, "" =
+    none): only requests with the same three share what the prefix cache holds.
     """
 
     request_id: str
@@ -52,13 +54,14 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
     priority: int = 0
+    tenant: str = ""
     cache_salt: str = ""
     lora_name: str = ""
 
     @property
-    def prefix_salt(self) -> str:
+    def prefix_salt(self) -> PrefixSalt:
         """Whose computed prefixes it may share: an adapter changes keys and values."""
-        return f"{self.lora_name}\0{self.cache_salt}" if self.lora_name else self.cache_salt
+        return self.tenant, self.lora_name, self.cache_salt
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -21,7 +21,7 @@ from collections import OrderedDict
 import numpy as np
 
 from .host_tier import HostTier
-from .prefix_cache import Key, Parent, Prefix, PrefixCache
+from .prefix_cache import Key, Parent, Prefix, PrefixCache, Salt
 from .step import Int32Array, RowTable
 
 NEVER = np.iinfo(np.int32).max
@@ -50,7 +50,7 @@ class KVCacheManager:
         # Of each row: how many of its blocks the prefix cache knows (they, or others of the same text), and the
         # identity of the last of them. `take` begins anew.
         self._num_known: Int32Array = np.full(table.max_num_seqs, 0 if self._is_on else NEVER, np.int32)
-        self._parent: list[Parent] = [""] * table.max_num_seqs
+        self._parent: list[Parent] = [()] * table.max_num_seqs
 
     @property
     def num_free_blocks(self) -> int:
@@ -94,7 +94,7 @@ class KVCacheManager:
 
     # --- texts that come again ----------------------------------------------------------------------------------------
 
-    def find(self, token_ids: Int32Array, salt: str) -> Prefix:
+    def find(self, token_ids: Int32Array, salt: Salt) -> Prefix:
         """The computed beginning of a text that a row without blocks may take; never its last token, whose logits are
         wanted. Blocks from num_blocks on are in host memory."""
         num_full = (len(token_ids) - 1) // self.block_size if self._is_on else 0

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Parent = int | str
+Salt = tuple[str, ...]
+Parent = int | Salt
 """What stands before a block: the identity of a block, or the salt at the beginning of a text."""
 Key = tuple[Parent, bytes]
 NOT_REGISTERED = 0
@@ -52,7 +53,7 @@ class PrefixCache:
         key = self._key_of[block]
         return None if key is None else key[1]
 
-    def find(self, salt: str, token_bytes: bytes, bytes_per_block: int) -> Prefix:
+    def find(self, salt: Salt, token_bytes: bytes, bytes_per_block: int) -> Prefix:
         """The longest known beginning of a text of full blocks."""
         blocks: list[int] = []
         parent: Parent = salt
@@ -96,7 +97,7 @@ class PrefixCache:
     def is_found(self, block: int) -> bool:
         """Whether a registered block still has the one before it, without which nobody finds it."""
         key = self._key_of[block]
-        return key is not None and (isinstance(key[0], str) or key[0] in self._living)
+        return key is not None and (isinstance(key[0], tuple) or key[0] in self._living)
 
     def move(self, block: int, target: int) -> None:
         """What was found in `block` is found in `target` from now on, and so is what comes after it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llmbackend.core.backend_api import ResponseFlag, Tensor, TritonError
+from llmbackend.core.backend_api import NO_TENANT, ResponseFlag, Tenant, Tensor, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ServerOptions
 
@@ -77,6 +77,7 @@ class LlmHost:
         on_final: Callable[[], None] | None = None,
         timeout_us: int = 0,
         priority: int = 0,
+        tenant: Tenant = NO_TENANT,
         **inputs: Any,
     ) -> Call:
         """Sends a request; `sampling` goes into the sampling_parameters tensor."""
@@ -95,15 +96,24 @@ class LlmHost:
                 parameters=parameters or {},
                 timeout_us=timeout_us,
                 priority=priority,
+                tenant=tenant,
             )
         )
         return call
 
-    def start_tensors(self, inputs: tuple[Tensor, ...], request_id: str = "", outputs: tuple[str, ...] = ()) -> Call:
+    def start_tensors(
+        self,
+        inputs: tuple[Tensor, ...],
+        request_id: str = "",
+        outputs: tuple[str, ...] = (),
+        tenant: Tenant = NO_TENANT,
+    ) -> Call:
         """Sends a request with these very tensors."""
         call = Call()
         call.handle = self.server.infer_async(
-            InferenceRequest(MODEL, call.on_response, id=request_id, inputs=inputs, requested_outputs=outputs)
+            InferenceRequest(
+                MODEL, call.on_response, id=request_id, inputs=inputs, requested_outputs=outputs, tenant=tenant
+            )
         )
         return call
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from llm_host import MODEL, LlmHost, llm_host
 
-from llmbackend.core.backend_api import ErrorCode
+from llmbackend.core.backend_api import NO_TENANT, ErrorCode, Tenant
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 _EXTRAS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens", "output_ids")
@@ -144,6 +144,24 @@ def test_a_prompt_that_begins_as_an_earlier_one_is_partly_cached(tmp_path: Path)
         )
         assert host.metric("vllm:prefix_cache_queries_total") == 400
         assert host.metric("vllm:prefix_cache_hits_total") == 192
+
+
+def test_tenants_do_not_find_what_others_computed_whatever_their_salt(tmp_path: Path) -> None:
+    prompt, flags = list(range(100)), {"return_num_cached_tokens": True}
+    alice, bob = Tenant("alice", cache_name="alice"), Tenant("bob", cache_name="bob")
+
+    with llm_host(tmp_path) as host:
+
+        def cached(tenant: Tenant, salt: str | None = None) -> list[int]:
+            sampling = GREEDY if salt is None else {**GREEDY, "cache_salt": salt}
+            return host.infer(sampling=sampling, tenant=tenant, input_ids=prompt, **flags).all("num_cached_tokens")
+
+        assert [cached(tenant) for tenant in (alice, alice, bob, bob, NO_TENANT)] == [[0], [96], [0], [96], [0]]
+        for salt in ("alice", "alice\0", "\0alice", "('alice', '', '')"):
+            assert cached(bob, salt) == cached(NO_TENANT, salt) == [0]
+        assert [cached(alice, "mine"), cached(alice, "mine")] == [[0], [96]]
+        sharing = [Tenant("carol"), Tenant("dave", is_operator=True)]
+        assert [cached(tenant) for tenant in sharing] == [[96], [96]], "they share with those without a key"
 
 
 @pytest.mark.parametrize("salt", ["", 7, "\ud800"])

@@ -18,7 +18,7 @@ from llmbackend.adapter.tensor_schema import LlmInputs
 from llmbackend.adapter.tensor_schemas import schema_for
 from llmbackend.adapter.tensorrtllm_schema import TensorRtLlmSchema
 from llmbackend.adapter.vllm_schema import VllmSchema
-from llmbackend.core.backend_api import ErrorCode, Tensor, TritonError
+from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, TritonError
 
 SCHEMA = 'parameters {{ key: "tensor_schema" value {{ string_value: "{}" }} }}'
 USER = SCHEMA.format("tensorrtllm")
@@ -440,6 +440,24 @@ def test_stop_ends_the_requests_with_its_id_and_gives_what_they_have(tmp_path: P
         anonymous = infer(host, stop=[[True]], **placeholder)
         assert anonymous.error is not None
         assert anonymous.error.message == "Trying to stop a request but request ID is not provided"
+
+
+def test_stop_ends_its_clients_requests_alone(tmp_path: Path) -> None:
+    alice, bob, operator = Tenant("alice"), Tenant("bob"), Tenant("root", is_operator=True)
+    endless = {"streaming": [[True]], "end_id": [[-1]], "request_output_len": [[200]]}
+    stop = {"stop": [[True]], "input_ids": [[0]], "input_lengths": [[0]], "request_output_len": [[0]]}
+    with llm_host(tmp_path, BATCH + CORE, mock_step_ms=20.0) as host:
+        calls = {
+            tenant: host.start_tensors(tensors(host, input_ids=[[65]], **endless), "me", tenant=tenant)
+            for tenant in (alice, bob)
+        }
+        assert all(call.first.wait(20) for call in calls.values())
+        for by, ended in ((bob, bob), (operator, alice)):
+            host.start_tensors(tensors(host, **stop), "me", tenant=by).wait()
+            calls[ended].wait()
+            assert by is operator or not calls[alice].num_finals
+        for call in calls.values():
+            assert 0 < sum(ids.shape[2] for ids in outputs_of(call, "output_ids")) < 200
 
 
 def test_the_users_form_gives_text(user: LlmHost) -> None:

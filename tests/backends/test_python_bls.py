@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from python_host import Host
+from python_host import Answers, Host
 from test_python_process import DECOUPLED, HEAD, answering, body, config, eventually, said, text
 
 from llmbackend.core.backend_api import ErrorCode
+from llmbackend.core.messages import InferenceRequest
+from llmbackend.core.tenants import NO_TENANT, Tenant
 from llmbackend.core.tensors import Tensor
 
 # Answers what it was asked; the words "error", "unavailable" and "wait" do what they say.
@@ -312,3 +315,104 @@ return answers
         given = np.arange(size, dtype=np.float32)
         (output,) = host.infer("twice", [Tensor.of("X", given)]).one().outputs
         assert np.array_equal(output.data, given * 2)
+
+
+# --- on whose behalf --------------------------------------------------------------------------------------------------
+
+ALICE, BOB = Tenant("alice", cache_name="alice"), Tenant("bob", is_operator=True, cache_name="bob")
+ALICES, BOBS = ["alice", False, "alice"], ["bob", True, "bob"]
+WHOSE = body("return [response(json.dumps(r._tenant)) for r in requests]")
+BATCHING = """
+max_batch_size: 2
+dynamic_batching { preferred_batch_size: [ 2 ] max_queue_delay_microseconds: 20000000 }
+"""
+
+
+def ask_for(host: Host, tenant: Tenant, words: str = "x", *, batches: bool = False) -> Answers:
+    tensor = Tensor.text("T", words)
+    if batches:
+        tensor = Tensor("T", "BYTES", (1, 1), tensor.data.reshape(1, 1))
+    answers = Answers()
+    request = InferenceRequest("master", answers, inputs=(tensor,), tenant=tenant)
+    answers.handle = host.server.infer_async(request)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("execute", "is_async"),
+    [
+        ("return [response(words(ask('x').exec())) for r in requests]", False),
+        ("return [response(words(await ask('x').async_exec())) for r in requests]", True),
+        ("return [response(words(ask('x', trace=r.trace()).exec())) for r in requests]", False),
+        (
+            IN_A_THREAD := """
+told = []
+thread = threading.Thread(target=lambda: told.append(words(ask('x').exec())))
+thread.start(), thread.join()
+return [response(told[0])]
+""",
+            False,
+        ),
+    ],
+)
+def test_what_a_model_asks_for_a_request_is_asked_for_its_client(host: Host, execute: str, is_async: bool) -> None:
+    host.load("servant", config(), WHOSE)
+    host.load("master", config(), master(execute, is_async=is_async))
+    for tenant, told in ((ALICE, ALICES), (BOB, BOBS), (NO_TENANT, None), (ALICE, ALICES)):
+        assert json.loads(said(ask_for(host, tenant).one())) == told
+
+
+def test_coroutines_of_a_decoupled_model_keep_their_clients_apart(host: Host) -> None:
+    """Both run at the same time, and each goes on after its execute call."""
+    execute = """
+sender, word = requests[0].get_response_sender(), text_of(requests[0])
+while not os.path.exists(os.environ["BLS_TOLD"]):
+    await asyncio.sleep(0.005)
+sender.send(response(word + words(await ask('x').async_exec())), flags=1)
+"""
+    host.load("servant", config(), WHOSE)
+    host.load("master", config(DECOUPLED), "import asyncio\n" + master(execute, is_async=True))
+    clients = [ask_for(host, ALICE, "a"), ask_for(host, BOB, "b"), ask_for(host, NO_TENANT, "n")]
+    Path(os.environ["BLS_TOLD"]).touch()
+    assert [said(client.one()) for client in clients] == [
+        f"a{json.dumps(ALICES)}",
+        f"b{json.dumps(BOBS)}",
+        "nnull",
+    ]
+
+
+def test_a_batch_of_several_clients_asks_for_none_of_them_unless_it_says_for_whom(host: Host) -> None:
+    execute = """
+return [response(json.dumps([words(ask('x').exec()), words(ask('x', trace=r.trace()).exec())])) for r in requests]
+"""
+    batching = config().replace('backend: "python"', f'backend: "python"{BATCHING}')
+    host.load("servant", config(), WHOSE)
+    host.load("master", batching, master(execute).replace("as_numpy()[0]", "as_numpy().ravel()[0]"))
+    clients = [ask_for(host, ALICE, batches=True), ask_for(host, BOB, batches=True)]
+    unsaid, explicit = zip(*(map(json.loads, json.loads(said(client.one()))) for client in clients), strict=True)
+    assert list(explicit) == [ALICES, BOBS]
+    names = {name for key_name, _, cache_name in unsaid for name in (key_name, cache_name)}
+    assert len(names) == 2 and all(name.startswith("#") for name in names), "two calls, and neither shares anything"
+    assert not any(is_operator for _, is_operator, _ in unsaid)
+    same = [ask_for(host, ALICE, batches=True), ask_for(host, ALICE, batches=True)]
+    assert [json.loads(json.loads(said(client.one()))[0]) for client in same] == [ALICES, ALICES]
+
+
+def test_what_a_model_asks_outside_of_any_request_is_nobodys(host: Host) -> None:
+    rest = """
+    def initialize(self, arguments):
+        self.told = []
+        threading.Thread(target=self.ask_later).start()
+
+    def ask_later(self):
+        while not self.told:
+            try:
+                self.told.append(words(ask('x').exec()))
+            except pb_utils.TritonModelException:  # initialize is not over
+                time.sleep(0.005)
+"""
+    execute = "while not self.told:\n            time.sleep(0.005)\nreturn [response(self.told[0])]"
+    host.load("servant", config(), WHOSE)
+    host.load("master", config(), master(execute, rest=rest))
+    eventually(lambda: host.counts("servant")[0] == 1)
+    assert json.loads(said(ask_for(host, ALICE).one())) is None

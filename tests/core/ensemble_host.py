@@ -111,7 +111,7 @@ def do_tell(instance, request):
         "parameters": dict(request.parameters), "priority": request.priority, "timeout_us": request.timeout_us,
         "correlation_id": request.correlation_id, "flags": request.flags, "inputs": sorted(request.inputs),
         "shapes": {name: tensor.shape for name, tensor in request.inputs.items()},
-        "outputs": list(request.requested_outputs),
+        "outputs": list(request.requested_outputs), "tenant": request.tenant,
     })
     told = instance.model.config.parameters["sequence"].string_value
     more = {"sequence_id": int(told), "sequence_start": True} if told else {}

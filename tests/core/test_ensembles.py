@@ -18,6 +18,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.requests.held_bytes import RESPONSE_BYTES
 from llmbackend.core.scheduling.ensembles.step_launcher import StepLauncher
+from llmbackend.core.tenants import Tenant
 from llmbackend.core.tensors import Tensor
 
 
@@ -53,6 +54,17 @@ def test_steps_run_one_after_the_other_and_the_response_tells_the_sequence(repos
         assert values(response) == [4, 5]
         assert (response.model_name, response.model_version, response.request_id) == ("e", 1, "7")
         assert response.parameters == {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
+
+
+def test_the_steps_of_an_ensemble_are_made_for_its_client(repository: Repository) -> None:
+    part(repository, "tell", "tell")
+    chain(repository, "inner", "tell")
+    chain(repository, "e", "tell", "inner")
+    with serving(repository, "e") as server:
+        for tenant in (Tenant("alice", cache_name="alice"), Tenant("bob", is_operator=True)):
+            STAGE.kept.clear()
+            send(server, "e", tenant=tenant).responses()
+            assert [told["tenant"] for told in STAGE.kept] == [tenant, tenant]
 
 
 def test_independent_steps_run_side_by_side(repository: Repository) -> None:

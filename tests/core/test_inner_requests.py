@@ -10,6 +10,7 @@ from ensemble_host import part
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.tenants import NO_TENANT, Tenant
 
 # Sends each request on to the model that its id names, and its responses back.
 ASKING_BACKEND = """
@@ -40,7 +41,8 @@ def ask(model, request):
 
     inputs = list(request.inputs.values())
     try:
-        handle = model.infer_async(InnerRequest(request.id, inputs, id="inner", parameters={"k": 1}), answer)
+        inner = InnerRequest(request.id, inputs, id="inner", parameters={"k": 1}, tenant=request.tenant)
+        handle = model.infer_async(inner, answer)
     except TritonError as error:
         factory.new_response().send(ResponseFlag.FINAL, error)
         factory.close()
@@ -65,10 +67,12 @@ def test_a_model_infers_on_another_model(asking: Repository) -> None:
         (response,) = send(server, "ask", x(1, 2), id="tell").responses()
         assert response.outputs[0].data.tolist() == [1, 2] and response.parameters["by"] == "tell 1 inner"
         (told,) = [kept for kept in STAGE.kept if isinstance(kept, dict)]
-        assert told["id"] == "inner" and told["parameters"] == {"k": 1}
+        assert told["id"] == "inner" and told["parameters"] == {"k": 1} and told["tenant"] is NO_TENANT
+        send(server, "ask", x(1), id="tell", tenant=Tenant("alice")).responses()
+        assert STAGE.kept[-1]["tenant"] == Tenant("alice")
         responses = send(server, "ask", x(1, 2, 3), id="repeat").responses()
         assert [response.outputs[0].data.tolist() for response in responses] == [[1], [2], [3]]
-        assert server.model_statistics("tell")[0].inference_count == 1
+        assert server.model_statistics("tell")[0].inference_count == 2
 
 
 def test_an_inner_request_is_refused_as_a_clients(asking: Repository) -> None:

@@ -26,6 +26,7 @@ from llmbackend.core.config.model_config import parse_text
 from llmbackend.core.errors import ErrorCode, TritonError, internal
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.tenants import NO_TENANT, Tenant
 from llmbackend.core.tensors import NUMPY_DTYPE, Tensor
 from llmbackend.frontends.prometheus_text import render
 
@@ -84,6 +85,16 @@ def test_an_equal_request_is_answered_without_an_execution(cached: Repository) -
         for ours, theirs in zip(second.outputs, first.outputs, strict=True):
             assert ours.datatype == theirs.datatype and np.array_equal(ours.data, theirs.data)
         assert second.parameters == first.parameters == {"greeting": "hello"}
+
+
+def test_what_was_answered_to_one_tenant_is_no_answer_to_another(cached: Repository) -> None:
+    with serving(cached, "m", **LOCAL) as server:
+        alice, bob = Tenant("alice", cache_name="alice"), Tenant("bob", cache_name="bob")
+        for tenant in (alice, bob, NO_TENANT, alice, bob, NO_TENANT):
+            answer(server, 1, 2, id=tenant.key_name or "nobody", tenant=tenant)
+        assert STAGE.events == ["alice", "bob", "nobody"]
+        answer(server, 1, 2, id="sharing", tenant=Tenant("carol"))
+        assert STAGE.events == ["alice", "bob", "nobody"], "a tenant that shares is answered with what is shared"
 
 
 def test_golden_44_hits_and_misses_are_counted(cached: Repository) -> None:
@@ -346,6 +357,8 @@ def test_an_entry_gives_back_every_tensor_and_parameter(
 
 class FakeRequest:
     """What a key is made of."""
+
+    tenant = NO_TENANT
 
     def __init__(self, inputs: dict[str, Tensor], requested_outputs: tuple[str, ...]) -> None:
         self.inputs = inputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from core_host import KEEPING_BACKEND, STAGE, Client, Repository, eventually, send, serving
 
-from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.backend_api import NO_TENANT, ResponseFlag, Tenant
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 
@@ -52,6 +52,21 @@ def test_every_live_request_of_that_id_is_stopped(streaming: Repository) -> None
         assert server.cancel_requests("m", -1, "a") == 0
         assert server.cancel_requests("m", 1, "b") == 0 and server.cancel_requests("m", 2, "b") == 1
         assert ended(clients[2])
+
+
+def test_an_id_belongs_to_its_tenant(streaming: Repository) -> None:
+    alice, bob, operator = Tenant("alice"), Tenant("bob"), Tenant("root", is_operator=True)
+    with serving(streaming, "m") as server:
+        clients = {}
+        for tenant in (NO_TENANT, alice, bob):
+            clients[tenant] = send(server, "m", id="a", tenant=tenant)
+            STAGE.wait("executed a")
+            STAGE.gates.clear()
+        assert server.cancel_requests("m", -1, "a", by=Tenant("carol")) == 0
+        assert server.cancel_requests("m", -1, "a", by=bob) == 1 and ended(clients[bob])
+        assert clients[alice].events.empty() and clients[NO_TENANT].events.empty()
+        assert server.cancel_requests("m", -1, "a", by=NO_TENANT) == 1 and ended(clients[NO_TENANT])
+        assert server.cancel_requests("m", -1, "a", by=operator) == 1 and ended(clients[alice])
 
 
 def test_the_empty_id_matches_nothing(streaming: Repository) -> None:

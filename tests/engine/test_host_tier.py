@@ -93,7 +93,7 @@ def test_one_text_partly_here_and_partly_there(kind: str) -> None:
     core = make(kind, num_kv_blocks=8)
     ask(core, 0, 1)
     cached_tokens(core, make_request("other", text(60, 4), max_tokens=1))
-    held = core._kv_cache.find(np.array((*text(0), 9), np.int32), "").blocks
+    held = core._kv_cache.find(np.array((*text(0), 9), np.int32), ("", "", "")).blocks
     assert min(held) < 8 <= max(held)
     assert ask(core, 0, 2) == 20
 
@@ -213,7 +213,7 @@ def test_copies_come_out_in_order_as_runs_of_one_direction_without_a_target_twic
     prefixes = PrefixCache(4 + 1)
     tier = HostTier(prefixes, 4, 1)
     for block, tokens in enumerate((b"aa", b"bb", b"cc")):
-        prefixes.register("", tokens, block)
+        prefixes.register((), tokens, block)
     tier.offload(0)
     tier.offload(1)
     tier.hold([4])
@@ -224,13 +224,13 @@ def test_copies_come_out_in_order_as_runs_of_one_direction_without_a_target_twic
     copies = [(one.to_host, one.blocks.tolist(), one.host_blocks.tolist()) for one in tier.take_copies()]
     assert copies == [(True, [1], [0]), (False, [3], [0]), (True, [2], [0])], "the first text's was given up"
     assert tier.take_copies() == []
-    assert [prefixes.find("", text, 2).blocks for text in (b"aa", b"bb", b"cc")] == [[], [3], [4]]
+    assert [prefixes.find((), text, 2).blocks for text in (b"aa", b"bb", b"cc")] == [[], [3], [4]]
 
 
 def test_a_block_whose_beginning_is_forgotten_is_not_kept() -> None:
     prefixes = PrefixCache(2 + 4)
     tier = HostTier(prefixes, 2, 4)
-    prefixes.register(prefixes.register("", b"aa", 0), b"bb", 1)
+    prefixes.register(prefixes.register((), b"aa", 0), b"bb", 1)
     prefixes.forget(0)
     tier.offload(1)
     assert (len(prefixes), tier.num_cached_blocks, tier.take_copies()) == (0, 0, [])
@@ -238,9 +238,9 @@ def test_a_block_whose_beginning_is_forgotten_is_not_kept() -> None:
 
 def test_a_moved_beginning_still_leads_to_what_comes_after_it() -> None:
     prefixes = PrefixCache(4)
-    prefixes.register(prefixes.register("", b"aa", 0), b"bb", 1)
+    prefixes.register(prefixes.register((), b"aa", 0), b"bb", 1)
     prefixes.move(0, 3)
-    assert prefixes.find("", b"aabb", 2).blocks == [3, 1]
+    assert prefixes.find((), b"aabb", 2).blocks == [3, 1]
     prefixes.check()
 
 

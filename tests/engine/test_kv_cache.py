@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.kv_cache import KVCacheManager
+from llmbackend.engine.prefix_cache import Salt
 from llmbackend.engine.step import RowTable
 
 
@@ -76,7 +77,7 @@ def test_conservation_over_random_reserves_and_releases() -> None:
 # --- texts that come again --------------------------------------------------------------------------------------------
 
 
-def compute(kv_cache: KVCacheManager, table: RowTable, row: int, tokens: list[int], salt: str = "") -> int:
+def compute(kv_cache: KVCacheManager, table: RowTable, row: int, tokens: list[int], salt: Salt = ()) -> int:
     """Gives a row the tokens, as the scheduler does, and computes all of them; how many were found."""
     table.token_ids[row, : len(tokens)] = tokens
     table.num_tokens[row] = len(tokens)
@@ -110,9 +111,9 @@ def test_blocks_that_are_not_full_or_not_computed_are_not_found() -> None:
     kv_cache.reserve(int32(0), int32(12))
     table.num_computed_tokens[0] = 12
     kv_cache.register(int32(0), int32(7))
-    assert len(kv_cache.find(table.token_ids[0, :12], "").blocks) == 1
+    assert len(kv_cache.find(table.token_ids[0, :12], ()).blocks) == 1
     kv_cache.register(int32(0), int32(8))
-    assert len(kv_cache.find(table.token_ids[0, :12], "").blocks) == 2
+    assert len(kv_cache.find(table.token_ids[0, :12], ()).blocks) == 2
 
 
 def test_cached_blocks_are_reused_only_when_no_others_are_left_the_end_of_a_text_first() -> None:
@@ -124,7 +125,7 @@ def test_cached_blocks_are_reused_only_when_no_others_are_left_the_end_of_a_text
     assert table.block_table[1, 0] not in blocks
     kv_cache.reserve(int32(2), int32(8))
     assert table.block_table[2, :2].tolist() == [blocks[2], blocks[1]]
-    assert kv_cache.find(np.arange(12, dtype=np.int32), "").blocks == blocks[:1]
+    assert kv_cache.find(np.arange(12, dtype=np.int32), ()).blocks == blocks[:1]
     kv_cache.check()
 
 
@@ -153,8 +154,8 @@ def test_conservation_over_random_texts(seed: int) -> None:
     """Rows come, find, compute, fail and go; what is found is always the row's own text and salt."""
     draw = np.random.default_rng(seed)
     kv_cache, table = make(num_blocks=14, rows=5, block_size=2)
-    text_of: dict[int, tuple[str, tuple[int, ...]]] = {}
-    lives: dict[int, str] = {}
+    text_of: dict[int, tuple[Salt, tuple[int, ...]]] = {}
+    lives: dict[int, Salt] = {}
     num_found = 0
     for _ in range(600):
         row = int(draw.integers(5))
@@ -164,7 +165,7 @@ def test_conservation_over_random_texts(seed: int) -> None:
             kv_cache.release(row)
             del lives[row]
         else:
-            tokens, salt = (draw.integers(0, 2, draw.integers(1, 8))).tolist(), str(draw.choice(["", "a"]))
+            tokens, salt = (draw.integers(0, 2, draw.integers(1, 8))).tolist(), (str(draw.choice(["", "a"])),)
             prefix = kv_cache.find(np.array(tokens, np.int32), salt)
             for index, block in enumerate(prefix.blocks):
                 assert text_of[block] == (salt, tuple(tokens[: 2 * index + 2]))

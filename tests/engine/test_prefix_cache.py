@@ -20,7 +20,7 @@ from mock_engine import FaultyRunner, Outcomes, expect_oracle, make_core, make_r
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
+from llmbackend.engine.infer_request import EngineInput, InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 from llmbackend.engine.prefix_cache import PrefixCache
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
@@ -112,6 +112,41 @@ def test_a_salt_parts_what_is_shared() -> None:
     assert cached_tokens(core, salted(request, "one")) == 0
     assert cached_tokens(core, salted(request, "two")) == 0
     assert [cached_tokens(core, salted(request, salt)) for salt in ("one", "two", "")] == [16, 16, 16]
+
+
+def test_a_tenant_parts_what_is_shared_and_its_salts_are_its_own() -> None:
+    core = small_core()
+    request = make_request("r", COMMON)
+    for tenant in ("alice", "bob", ""):
+        mine = msgspec.structs.replace(request, tenant=tenant)
+        assert [cached_tokens(core, mine) for _ in range(2)] == [0, 16]
+        assert [cached_tokens(core, salted(mine, "s")) for _ in range(2)] == [0, 16]
+
+
+def test_tenant_adapter_and_salt_are_never_taken_for_each_other() -> None:
+    """Whatever a client writes into its salt, separators and the names of others included."""
+    texts = ("", "A", "x", "A\0x", "\0", "\0A", "A\0", "A\0x\0", "('A', 'x')")
+    keys = [
+        InferRequest(
+            request_id="r",
+            prompt_token_ids=(1,),
+            sampling=SamplingParams(),
+            tenant=tenant,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
+        ).prefix_salt
+        for tenant in texts
+        for lora_name in texts
+        for cache_salt in texts
+    ]
+    assert len(set(keys)) == len(texts) ** 3
+
+
+def test_whose_request_it_is_survives_the_way_to_the_engine_process() -> None:
+    request = make_request("r", COMMON)
+    request = msgspec.structs.replace(request, tenant="alice", lora_name="A", cache_salt="B\0C")
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(EngineInput(add=(request,))), type=EngineInput)
+    assert sent.add[0].prefix_salt == ("alice", "A", "B\0C")
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
@@ -392,22 +427,22 @@ def test_a_long_random_life_has_hits_preemptions_and_reuse() -> None:
 
 def test_the_index_forgets_what_comes_after_a_forgotten_block() -> None:
     cache = PrefixCache(8)
-    first = cache.register("", b"aa", 0)
+    first = cache.register((), b"aa", 0)
     second = cache.register(first, b"bb", 1)
     cache.forget(0)
-    assert cache.find("", b"aabb", 2).blocks == []
+    assert cache.find((), b"aabb", 2).blocks == []
     assert cache.register(first, b"cc", 2) == first, "nothing is registered after it"
     assert 2 not in cache
-    renewed = cache.register("", b"aa", 3)
+    renewed = cache.register((), b"aa", 3)
     assert renewed not in (first, second)
-    assert cache.find("", b"aabb", 2).blocks == [3]
+    assert cache.find((), b"aabb", 2).blocks == [3]
     cache.check()
 
 
 def test_the_index_keeps_the_first_of_two_equal_blocks() -> None:
     cache = PrefixCache(8)
-    assert cache.register("", b"aa", 0) == cache.register("", b"aa", 1)
-    assert cache.find("", b"aa", 2).blocks == [0]
+    assert cache.register((), b"aa", 0) == cache.register((), b"aa", 1)
+    assert cache.find((), b"aa", 2).blocks == [0]
     assert 1 not in cache
 
 

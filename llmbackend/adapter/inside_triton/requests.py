@@ -15,6 +15,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from llmbackend.core.backend_api import (
+    NO_TENANT,
     ParameterValue,
     ReleaseFlag,
     RequestFlag,
@@ -32,6 +33,8 @@ class TritonRequest:
     priority = 0
     trace = None
     """Triton traces by itself; nothing here hands a trace on."""
+    tenant = NO_TENANT
+    """Triton knows no clients."""
 
     def __init__(self, request: Any, channel: Channel, watch: CancelWatch) -> None:
         """Reads everything at once. Raises TritonError for a tensor that it does not know."""

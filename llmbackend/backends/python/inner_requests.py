@@ -21,6 +21,7 @@ from llmbackend.core.backend_api import (
     RequestFlag,
     RequestTrace,
     ResponseFlag,
+    Tenant,
     TritonError,
     internal,
 )
@@ -42,13 +43,19 @@ class InnerRequests:
         return len(self._handles)
 
     def start(
-        self, number: int, is_stream: bool, fields: dict[str, Any], parts: Sequence[Any], trace: RequestTrace | None
+        self,
+        number: int,
+        is_stream: bool,
+        fields: dict[str, Any],
+        parts: Sequence[Any],
+        trace: RequestTrace | None,
+        tenant: Tenant,
     ) -> None:
         with self._lock:
             self._handles[number] = None
         try:
             self._check(fields["model"], is_stream)
-            handle = self._model.infer_async(_request(fields, parts, trace), partial(self._answer, number))
+            handle = self._model.infer_async(_request(fields, parts, trace, tenant), partial(self._answer, number))
         except TritonError as error:
             self._end(number, ([], {}, pack_error(error)))
             return
@@ -97,7 +104,7 @@ class InnerRequests:
         self._outbox.post(("answer", number, packed, True), parts)
 
 
-def _request(fields: dict[str, Any], parts: Sequence[Any], trace: RequestTrace | None) -> InnerRequest:
+def _request(fields: dict[str, Any], parts: Sequence[Any], trace: RequestTrace | None, tenant: Tenant) -> InnerRequest:
     name, version = fields["model"]
     return InnerRequest(
         model_name=name,
@@ -110,4 +117,5 @@ def _request(fields: dict[str, Any], parts: Sequence[Any], trace: RequestTrace |
         flags=RequestFlag(fields["flags"]),
         timeout_us=fields["timeout_us"],
         trace=trace,
+        tenant=tenant,
     )

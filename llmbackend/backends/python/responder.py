@@ -28,6 +28,7 @@ class Responder:
     def __init__(self, request: Request, states: frozenset[str] = frozenset()) -> None:
         self._factory: ResponseFactory = request.response_factory()
         self.trace = request.trace
+        self.tenant = request.tenant
         self._states = StateOutputs(request, states) if states else None
         self._lock = threading.Lock()
         self._is_over = False

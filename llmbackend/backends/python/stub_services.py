@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-from llmbackend.core.backend_api import Model, Request, TritonError
+from llmbackend.core.backend_api import Model, Request, Tenant, TritonError, common_tenant
 
 from .custom_metrics import ModelMetrics
 from .error_messages import execute_error, not_healthy
@@ -24,8 +24,9 @@ from .inner_requests import InnerRequests
 from .outbox import Outbox
 from .responder import Responder
 from .stub.packets import Message
+from .stub.working_for import PackedTenant
 from .stub_process import StubProcess
-from .wire_messages import unpack_response
+from .wire_messages import unpack_response, unpack_tenant
 
 log = logging.getLogger(__name__)
 model_log = logging.getLogger("llmbackend.backends.python.model")
@@ -108,7 +109,15 @@ class StubServices:
 
     def _on_infer(self, number: int, is_stream: bool, fields: dict[str, Any], *, parts: Sequence[Any]) -> None:
         parent = self._responders.get(fields["parent"])  # the request whose trace the model handed on
-        self._inner.start(number, is_stream, fields, parts, None if parent is None else parent.trace)
+        trace = None if parent is None else parent.trace
+        self._inner.start(number, is_stream, fields, parts, trace, self._tenant_of(fields["tenants"]))
+
+    def _tenant_of(self, packed: Collection[PackedTenant] | None) -> Tenant:
+        """On whose behalf a call is made. One from a thread of the model's own may be for any request that it has."""
+        if packed is not None:
+            return common_tenant(frozenset(map(unpack_tenant, packed)))
+        with self._lock:
+            return common_tenant(frozenset(responder.tenant for responder in self._responders.values()))
 
     def _on_cancel_infer(self, number: int) -> None:
         self._inner.cancel(number)

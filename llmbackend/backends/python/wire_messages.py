@@ -11,11 +11,13 @@ from typing import Any
 
 from llmbackend.core.backend_api import (
     DATATYPE_OF_DTYPE,
+    NO_TENANT,
     NUMPY_DTYPE,
     ErrorCode,
     InnerResponse,
     ParameterValue,
     Request,
+    Tenant,
     Tensor,
     TritonError,
 )
@@ -24,6 +26,7 @@ from .stub.errors import PackedError
 from .stub.pb_request import PackedRequest
 from .stub.pb_response import PackedResponse, plain_parameters
 from .stub.tensor_wire import PackedTensor, pack_tensor, unpack_data
+from .stub.working_for import PackedTenant
 
 _CODES = tuple(ErrorCode)
 Response = tuple[list[Tensor], Mapping[str, ParameterValue], TritonError | None]
@@ -39,8 +42,17 @@ def pack_request(request: Request, number: int, parts: list[Any]) -> PackedReque
         _plain(request.parameters),
         [pack_tensor(tensor.name, tensor.datatype, tensor.data, parts) for tensor in request.inputs.values()],
         None if trace is None else trace.context or None,
+        pack_tenant(request.tenant),
     )
     return number, request.requested_outputs, fields
+
+
+def pack_tenant(tenant: Tenant) -> PackedTenant:
+    return None if tenant is NO_TENANT else (tenant.key_name, tenant.is_operator, tenant.cache_name)
+
+
+def unpack_tenant(packed: PackedTenant) -> Tenant:
+    return NO_TENANT if packed is None else Tenant(*packed)
 
 
 def pack_response(response: InnerResponse, parts: list[Any]) -> PackedResponse:

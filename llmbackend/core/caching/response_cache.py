@@ -2,11 +2,12 @@
 
 For: the caching scheduler (look up, insert) and the server (open, close). Does not know: requests' life, queues.
 Invariants: two requests with one key ask the same of the same model, so that a hit answers exactly what was asked;
-an entry is bytes of its own, so that it keeps no request alive and its size is known.
+an entry is bytes of its own, so that it keeps no request alive and its size is known; what was answered to one tenant
+is no answer to another.
 Source: cache_manager.cc and cache_entry.cc of Triton's core. By design stricter than Triton's key (a 64-bit hash of the
-model's name, version and inputs' names and bytes): 128 bits, and datatypes, shapes and requested outputs count, too;
-where the cache belongs to one server, so does the load of the model, so that a reloaded one answers itself. As in
-Triton, request parameters do not count.
+model's name, version and inputs' names and bytes): 128 bits, and the tenant, datatypes, shapes and requested outputs
+count, too; where the cache belongs to one server, so does the load of the model, so that a reloaded one answers itself.
+As in Triton, request parameters do not count.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class CacheKeys:
         about = [
             (name, each.datatype, each.shape, len(view)) for (name, each), view in zip(tensors, views, strict=True)
         ]
-        head = repr((request.requested_outputs, about)).encode()
+        head = repr((request.tenant.cache_name, request.requested_outputs, about)).encode()
         digest = self._of_model.copy()
         digest.update(b"%d:" % len(head))
         digest.update(head)

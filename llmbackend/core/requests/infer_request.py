@@ -77,6 +77,7 @@ class InferRequest:
         self.priority = message.priority
         self.timeout_us = message.timeout_us
         self.parameters: Mapping[str, ParameterValue] = message.parameters
+        self.tenant = message.tenant
         self.requested_outputs = requested_outputs
         self._own_inputs = inputs
         self._inputs: Mapping[str, Tensor] | None = inputs

@@ -51,6 +51,7 @@ class ResponseChannel:
 
     def __init__(self, request: InferenceRequest, owner: ChannelOwner) -> None:
         self.request_id = request.id
+        self.tenant = request.tenant
         self.owner = owner
         self.start_ns = time.monotonic_ns()
         self.observer = request.observer

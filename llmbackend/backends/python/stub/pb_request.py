@@ -19,11 +19,12 @@ from .inner_call import InnerCall, ResponseIterator, only_response_of
 from .pb_response import InferenceResponse, plain_parameters
 from .pb_tensor import Tensor
 from .tensor_wire import PackedTensor
+from .working_for import WORKING_FOR, PackedTenant
 
 MEMORY_CPU, MEMORY_GPU = 0, 2
 _MEMORY_DEFAULT = -1
-PackedFields = tuple[str, int | str, int, int, dict[str, Any], Sequence[PackedTensor], str | None]
-"""Id, correlation id, flags, timeout in microseconds, parameters, inputs, the context of the trace."""
+PackedFields = tuple[str, int | str, int, int, dict[str, Any], Sequence[PackedTensor], str | None, PackedTenant]
+"""Id, correlation id, flags, timeout in microseconds, parameters, inputs, the context of the trace, the tenant."""
 PackedRequest = tuple[int, Sequence[str], PackedFields]
 """The host's number of the request, the outputs that the client asked for, and what the model may ask for."""
 _PHASES_WITHOUT_BLS = ("load", "auto_complete", "initialize", "finalize")
@@ -39,10 +40,12 @@ class PreferredMemory:
 
 @dataclass(frozen=True)
 class InferenceTrace:
-    """Hands the trace of one request to a request made for it: `InferenceRequest(..., trace=request.trace())`."""
+    """Hands the trace of one request to a request made for it: `InferenceRequest(..., trace=request.trace())`. That
+    also says on whose behalf it is made, which the host can not tell by itself in a batch of several clients."""
 
     context: str | None = None
     request_number: int | None = None
+    _tenant: PackedTenant = None
 
     def get_context(self) -> str | None:
         """The OpenTelemetry context of a traced request, as the JSON text of its headers; None when it has none."""
@@ -85,6 +88,7 @@ class InferenceRequest:
         self._timeout_us = int(timeout)
         self._trace: InferenceTrace | None = trace or InferenceTrace()
         self._trace_context: str | None = None
+        self._tenant: PackedTenant = None
         self._parameters = plain_parameters(parameters, "InferenceRequest") if parameters else {}
         self._exchange: Exchange | None = None
 
@@ -107,6 +111,7 @@ class InferenceRequest:
             request._parameters,
             inputs,
             request._trace_context,
+            request._tenant,
         ) = fields
         request._inputs = [Tensor._unpack(tensor, parts) for tensor in inputs]
         request._requested_outputs = wanted
@@ -149,7 +154,7 @@ class InferenceRequest:
 
     def trace(self) -> InferenceTrace:
         if self._trace is None:  # few models ask
-            self._trace = InferenceTrace(self._trace_context, self._own_exchange("trace").number)
+            self._trace = InferenceTrace(self._trace_context, self._own_exchange("trace").number, self._tenant)
         return self._trace
 
     def is_cancelled(self) -> bool:
@@ -186,6 +191,7 @@ class InferenceRequest:
         if link.phase in _PHASES_WITHOUT_BLS:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
         parts: list[Any] = []
+        trace = self.trace()
         fields = {
             "id": self._request_id,
             "correlation_id": self._correlation_id,
@@ -195,7 +201,8 @@ class InferenceRequest:
             "flags": self._flags,
             "timeout_us": self._timeout_us,
             "parameters": self._parameters,
-            "parent": self.trace().request_number,
+            "parent": trace.request_number,
+            "tenants": WORKING_FOR.get() if trace.request_number is None else frozenset([trace._tenant]),
         }
         return InnerCall(link, fields, parts, is_stream)
 

@@ -21,6 +21,7 @@ from .model_module import load_class
 from .pb_model_config import ModelConfig
 from .pb_request import InferenceRequest, PackedRequest
 from .pb_response import InferenceResponse
+from .working_for import WORKING_FOR
 
 if TYPE_CHECKING:
     from .coroutine_loop import CoroutineLoop
@@ -93,12 +94,15 @@ class Runner:
             exchanges.append(exchange)
             requests.append(InferenceRequest._received(fields, wanted, parts, self._model_key, exchange))
         start_ns = time.monotonic_ns()
+        working_for = WORKING_FOR.set(frozenset(request._tenant for request in requests))
         try:
             returned = self._checked(self._run(requests), exchanges)
         except BaseException as error:
             for exchange in exchanges:
                 exchange.end_by_runner()
             return exception_text(error), (), (), start_ns, time.monotonic_ns()
+        finally:
+            WORKING_FOR.reset(working_for)
         end_ns = time.monotonic_ns()
         rescheduled = [exchange.number for exchange in exchanges if exchange.release_flags == RELEASE_RESCHEDULE]
         responses = []

@@ -109,6 +109,7 @@ class EnsembleRun:
                 timeout_us=request.timeout_us,
                 observer=step_request,
                 trace=child_of(request.trace),
+                tenant=request.tenant,
             )
         )
 
