@@ -18,6 +18,17 @@ from typing import Any
 from llmbackend.core.backend_api import invalid_argument, shown, unsupported
 from llmbackend.engine.infer_request import SamplingParams
 
+from .request_bounds import (
+    MAX_LOGIT_BIAS,
+    MAX_PARAMETERS,
+    MAX_SAMPLING_JSON_BYTES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    check_count,
+    check_stops,
+    shown_keys,
+)
+
 MAX_LOGPROBS = 20
 SEED_MASK = (1 << 63) - 1
 
@@ -71,7 +82,7 @@ Parser = Callable[[str, Any], Any]
 
 
 def _refuse(name: str, value: Any, expected: str) -> Exception:
-    return invalid_argument(f"sampling parameter '{name}' is {shown(value)}, expected {expected}")
+    return invalid_argument(f"{_named(name)} is {shown(value)}, expected {expected}")
 
 
 def _range_text(minimum: float | None, maximum: float | None) -> str:
@@ -128,9 +139,14 @@ def _boolean(name: str, value: Any) -> bool:
     return parsed
 
 
-def _from_json_text(value: Any) -> Any:
+def _named(name: str) -> str:
+    return f"sampling parameter '{name}'"
+
+
+def _from_json_text(name: str, value: Any) -> Any:
     """Lists and objects arrive as JSON text where the carrier has scalars only (request parameters)."""
     if isinstance(value, str):
+        check_count(_named(name), len(value), MAX_SAMPLING_JSON_BYTES, "characters of JSON")
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
@@ -140,8 +156,11 @@ def _from_json_text(value: Any) -> Any:
 
 def _stop(name: str, value: Any) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, list):
+        check_count(_named(name), len(strings), MAX_STOPS, "strings")
     if not isinstance(strings, list) or not all(isinstance(item, str) and item for item in strings):
         raise _refuse(name, value, "a non-empty string or a list of them")
+    check_stops(_named(name), strings, "strings", "characters")
     return tuple(dict.fromkeys(strings))
 
 
@@ -155,19 +174,27 @@ def _text(name: str, value: Any) -> str:
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    items = _from_json_text(value)
+    items = _from_json_text(name, value)
     if not isinstance(items, list):
         raise _refuse(name, value, "a list of token ids")
+    check_count(_named(name), len(items), MAX_STOP_TOKEN_IDS, "token ids")
     parse = _integer(0)
     return tuple(dict.fromkeys(parse(name, item) for item in items))
 
 
-def _logit_bias(name: str, value: Any) -> dict[int, float]:
-    items = _from_json_text(value)
+def _logit_bias(name: str, value: Any) -> dict[Any, float]:
+    """Keys that are no numbers stay as they came: `_check_vocabulary` names all wrong ones together."""
+    items = _from_json_text(name, value)
     if not isinstance(items, dict):
         raise _refuse(name, value, "an object of token id to bias")
-    parse_id, parse_bias = _integer(0), _number(-100.0, 100.0)
-    return {parse_id(name, key): parse_bias(f"{name}[{key}]", bias) for key, bias in items.items()}
+    check_count(_named(name), len(items), MAX_LOGIT_BIAS, "token ids")
+    parse_bias = _number(-100.0, 100.0)
+    return {_token_id(key): parse_bias(f"{name}[{str(key)[:24]}]", bias) for key, bias in items.items()}
+
+
+def _token_id(key: Any) -> Any:
+    """JSON's keys are strings."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
 
 
 _PARSERS: dict[str, Parser] = {
@@ -206,6 +233,7 @@ def parse_sampling_parameters(
     null elsewhere means the default; no seed (or vLLM's -1) draws a random one.
     Raises TritonError INVALID_ARG for a bad value or unknown name, UNSUPPORTED for a vLLM field that is not built.
     """
+    check_count("the request", len(values), MAX_PARAMETERS, "sampling parameters")
     fields = {name: _parse_one(name, value) for name, value in values.items() if name not in IGNORED_REQUEST_PARAMETERS}
     max_tokens = fields.pop("max_tokens", 16)
     max_tokens = room_tokens if max_tokens is None else min(max_tokens, room_tokens)
@@ -236,7 +264,7 @@ def _parse_one(name: str, value: Any) -> Any:
         raise unsupported(f"sampling parameter '{name}' is not supported by this backend")
     parser = _PARSERS.get(name)
     if parser is None:
-        raise invalid_argument(f"unknown sampling parameter '{name}', expected one of: {', '.join(ACCEPTED)}")
+        raise invalid_argument(f"unknown sampling parameter {shown(name)}, expected one of: {', '.join(ACCEPTED)}")
     return None if value is None else parser(name, value)
 
 
@@ -251,6 +279,8 @@ def _check_min_tokens(chosen: dict[str, Any], values: Mapping[str, Any], max_tok
 
 def _check_vocabulary(chosen: dict[str, Any], vocab_size: int) -> None:
     for name in ("stop_token_ids", "logit_bias"):
-        for token_id in chosen.get(name, ()):
-            if token_id >= vocab_size:
-                raise _refuse(name, token_id, f"token ids from 0 to {vocab_size - 1}")
+        wrong = [key for key in chosen.get(name, ()) if not (isinstance(key, int) and 0 <= key < vocab_size)]
+        if wrong:
+            raise invalid_argument(
+                f"{_named(name)} names {shown_keys(wrong)}, expected token ids from 0 to {vocab_size - 1}"
+            )

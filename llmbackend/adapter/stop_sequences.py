@@ -1,13 +1,15 @@
 """Ending a generation at a sequence of token ids.
 
 For: the assembler, for clients that send stop words as tokens. Does not know: text. Invariant: only generated tokens
-count, and it does not matter in which pieces they come. Cost per token does not grow with the generation.
+count, and it does not matter in which pieces they come. The cost per token grows neither with the generation nor with
+the number of sequences.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+
+from .stop_automaton import StopAutomaton
 
 
 class StopSequences:
@@ -15,13 +17,13 @@ class StopSequences:
 
     def __init__(self, sequences: Sequence[tuple[int, ...]]) -> None:
         """`sequences`: non-empty ones; may be none, then nothing ever matches."""
-        self._sequences = sequences
-        self._tail: deque[int] = deque(maxlen=max(map(len, sequences), default=0))
+        self._automaton = StopAutomaton(sequences, ())
+        self._state = self._automaton.root
+        self._is_idle = not sequences
 
     def push(self, token_id: int) -> bool:
         """Whether a sequence ends with this token."""
-        if not self._sequences:
+        if self._is_idle:
             return False
-        self._tail.append(token_id)
-        tail = tuple(self._tail)
-        return any(tail[-len(sequence) :] == sequence for sequence in self._sequences)
+        self._state = self._automaton.step(self._state, (token_id,))
+        return self._state.match is not None

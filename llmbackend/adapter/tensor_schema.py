@@ -153,6 +153,13 @@ def single(tensor: Tensor) -> Any:
     return tensor.data.ravel()[0]
 
 
+def num_bytes(tensor: Tensor) -> int:
+    """What its elements hold; of BYTES, without what Python objects cost."""
+    if tensor.datatype != "BYTES":
+        return tensor.data.nbytes
+    return sum(map(len, tensor.data.ravel().tolist()))
+
+
 def wanted_outputs(enabled: Iterable[str], request: Request) -> frozenset[str]:
     return frozenset(enabled).intersection(request.requested_outputs)
 

@@ -19,6 +19,7 @@ from tritonclient.grpc import model_config_pb2
 
 from llmbackend.core.backend_api import ModelConfig, Request, Tensor, invalid_argument, unsupported
 
+from .request_bounds import MAX_LOGIT_BIAS, MAX_STOPS, MAX_STOPS_TOTAL_LENGTH, check_count, check_stops
 from .sampling import SEED_MASK
 from .tensor_schema import (
     LlmInputs,
@@ -206,13 +207,16 @@ class Row:
 
     def texts(self, name: str) -> list[str]:
         """The strings that are not empty."""
-        return [decoded(name, value) for value in self._values.get(name, np.empty(0)).ravel().tolist() if value]
+        values = self._values.get(name, np.empty(0))
+        check_count(f"input '{name}'", values.size, MAX_STOPS, "elements")
+        return [decoded(name, value) for value in values.ravel().tolist() if value]
 
     def bias(self, name: str) -> dict[int, float] | None:
         """What is added to the logits, by token id."""
         values = self._values.get(name)
         if values is None or not np.any(values):
             return None
+        check_count(f"input '{name}'", int(np.count_nonzero(values)), MAX_LOGIT_BIAS, "biases that are not 0")
         flat = values.ravel()
         return {int(token_id): float(flat[token_id]) for token_id in np.flatnonzero(flat)}
 
@@ -264,6 +268,7 @@ def _words(name: str, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
     """Two rows: all words' token ids one after the other, and where each word ends; both padded."""
     if values.ndim != 2 or values.shape[0] != 2:
         raise invalid_argument(f"Invalid format for word list: '{name}' has shape {list(values.shape)}, expected [2,n]")
+    check_count(f"input '{name}'", values.shape[1], MAX_STOPS_TOTAL_LENGTH, "columns")
     ids, ends = values.tolist()
     words: list[tuple[int, ...]] = []
     start = 0
@@ -276,4 +281,5 @@ def _words(name: str, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
             raise invalid_argument(f"Invalid format for word list: '{name}' has offset {end} after {start}")
         words.append(tuple(ids[start:end]))
         start = end
+    check_stops(f"input '{name}'", words, "words", "tokens")
     return tuple(words)

@@ -17,6 +17,7 @@ from tritonclient.grpc import model_config_pb2
 
 from llmbackend.core.backend_api import ModelConfig, Request, invalid_argument, shown, unsupported
 
+from .request_bounds import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_count
 from .tensor_schema import (
     LlmInputs,
     OutputOptions,
@@ -24,6 +25,7 @@ from .tensor_schema import (
     Reply,
     TensorType,
     complete_tensors,
+    num_bytes,
     single,
     text_of,
     wanted_outputs,
@@ -141,7 +143,9 @@ class VllmSchema:
 def _read_sampling(request: Request) -> Mapping[str, Any]:
     tensor = request.inputs.get("sampling_parameters")
     if tensor is None:
+        check_count("the request", len(request.parameters), MAX_PARAMETERS, "parameters")
         return {name: value for name, value in request.parameters.items() if not name.startswith("triton_")}
+    check_count("input 'sampling_parameters'", num_bytes(tensor), MAX_SAMPLING_JSON_BYTES, "bytes")
     try:
         values = json.loads(text_of(tensor) or "{}")
     except (ValueError, RecursionError) as error:

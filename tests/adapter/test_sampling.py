@@ -68,7 +68,7 @@ def test_values_may_be_strings_as_vllm_backends_clients_send_them() -> None:
         ("presence_penalty", 2.5, "from -2.0 to 2.0"),
         ("frequency_penalty", -2.5, "from -2.0 to 2.0"),
         ("logit_bias", [1], "an object"),
-        ("logit_bias", {"x": 1}, "an integer"),
+        ("logit_bias", {"x": 1}, "token ids from 0 to 258"),
         ("logit_bias", {"1": 101}, "from -100.0 to 100.0"),
         ("logit_bias", {"259": 1}, "token ids from 0 to 258"),
         ("seed", 1 << 63, "from"),
@@ -142,3 +142,43 @@ def test_stop_is_a_string_or_a_list_and_stays_with_the_adapter() -> None:
     assert parse(stop="[1]").stop == ("[1]",)
     params = parse(stop=["a", "b", "a"], include_stop_str_in_output="true")
     assert (params.stop, params.include_stop_str_in_output) == (("a", "b"), True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("stop", ["x"] * 257, "has 257 strings, expected at most 256"),
+        ("stop", ["ok", "x" * 1025], "'stop'[1] has 1025 characters, expected at most 1024"),
+        ("stop", [f"{index:02}" + "x" * 1000 for index in range(17)], "has 17034 characters in all, expected at most"),
+        ("stop_token_ids", [1] * 1025, "has 1025 token ids, expected at most 1024"),
+        ("stop_token_ids", "[" + "1," * 200_000 + "1]", "has 400003 characters of JSON, expected at most 262144"),
+        ("logit_bias", {str(index): 1 for index in range(1025)}, "has 1025 token ids, expected at most 1024"),
+    ],
+)
+def test_what_costs_time_per_token_is_bounded(name: str, value: Any, expected: str) -> None:
+    error = refusal(**{name: value})
+    assert error.code is ErrorCode.INVALID_ARG
+    assert name in error.message and expected in error.message
+
+
+def test_the_bounds_themselves_are_allowed() -> None:
+    parse(stop=[f"{index:064}" for index in range(256)])
+    parse(stop=["x" * 1024])
+    sampling = parse_sampling_parameters(
+        {"stop_token_ids": list(range(1024)), "logit_bias": {str(index): 1 for index in range(1024)}},
+        room_tokens=100,
+        vocab_size=2000,
+    ).sampling
+    assert (len(sampling.stop_token_ids), len(sampling.logit_bias)) == (1024, 1024)
+
+
+def test_too_many_parameters_are_refused_before_any_is_read() -> None:
+    assert "has 257 sampling parameters, expected at most 256" in refusal(**dict.fromkeys(map(str, range(257)))).message
+
+
+def test_all_wrong_keys_of_a_logit_bias_are_named() -> None:
+    error = refusal(logit_bias={"x": 1, "5": 1, "-1": 1, "259": 1, "y" * 1000: 1, "1.5": 1})
+    assert "'logit_bias' names 'x', '-1', '259', '" + "y" * 24 + "…', '1.5', expected token ids from 0" in error.message
+    many = refusal(logit_bias={f"key{index}": 1 for index in range(1000)})
+    assert "'key19' and 980 more, expected" in many.message
+    assert len(many.message) < 1000

@@ -274,10 +274,25 @@ def test_what_cannot_be_served_is_refused_by_name(name: str, value: Any) -> None
         ({"stop_words_list": [[[1, 2], [2, 1]]]}, "Invalid format for word list: 'stop_words_list' has offset 1"),
         ({"stop_words_list": [[[1, 2], [3, -1]]]}, "Invalid format for word list: 'stop_words_list' has offset 3"),
         ({"num_return_sequences": [[0]]}, "'num_return_sequences' is 0, expected 1 to 64"),
+        (
+            {"stop_words_list": [[[1] * 257, [*range(1, 258)]]]},
+            "'stop_words_list' has 257 words, expected at most 256",
+        ),
+        (
+            {"stop_words_list": [[[1] * 2000, [1025] + [-1] * 1999]]},
+            "'stop_words_list'[0] has 1025 tokens, expected at most 1024",
+        ),
+        ({"stop_words_list": [[[0] * 16385] * 2]}, "'stop_words_list' has 16385 columns, expected at most 16384"),
+        ({"embedding_bias": [[1.0] * 1025]}, "'embedding_bias' has 1025 biases that are not 0, expected at most 1024"),
     ],
 )
 def test_a_bad_core_input_is_named(inputs: dict[str, Any], told: str) -> None:
     assert told in refusal(BATCH + CORE, **{"input_ids": [[1, 2]], "request_output_len": [[3]], **inputs}).message
+
+
+def test_stop_words_are_bounded_before_any_is_read() -> None:
+    inputs = {"text_input": [["a"]], "max_tokens": [[3]], "stop_words": [["x"] * 257]}
+    assert "'stop_words' has 257 elements, expected at most 256" in refusal(BATCH + USER, **inputs).message
 
 
 def test_what_must_be_given() -> None:

@@ -137,6 +137,13 @@ def test_malformed_sampling_parameters(text: str, expected: str) -> None:
         read(text_input="a", sampling_parameters=text)
 
 
+def test_the_sampling_parameters_are_bounded_before_they_are_parsed() -> None:
+    with pytest.raises(TritonError, match="'sampling_parameters' has 262145 bytes, expected at most 262144"):
+        read(text_input="a", sampling_parameters="{" * 262_145)
+    with pytest.raises(TritonError, match="the request has 257 parameters, expected at most 256"):
+        read(dict.fromkeys(map(str, range(257))), text_input="a")
+
+
 def test_text_must_be_utf8() -> None:
     with pytest.raises(TritonError, match="'text_input' is not UTF-8"):
         read(text_input=b"\xff")

@@ -1,0 +1,47 @@
+"""How much one request may ask for: the bounds of what is compared or added per token, and of the JSON that says it.
+
+For: sampling.py and the schemas, which check before they do anything in proportion to a value. Does not know: requests,
+models. Invariant: no bound is one that a client of OpenAI's API or of vLLM meets: OpenAI takes 4 stop strings, vLLM's
+GPU runner 128 stop token ids and 1024 biased tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from llmbackend.core.backend_api import invalid_argument
+
+MAX_STOPS = 256
+MAX_STOP_LENGTH = 1024
+MAX_STOPS_TOTAL_LENGTH = 16384
+"""Of stop strings in characters, of stop sequences in tokens."""
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_PARAMETERS = 256
+MAX_SAMPLING_JSON_BYTES = 256 << 10
+_SHOWN_KEYS = 20
+_SHOWN_KEY_CHARS = 24
+
+
+def check_count(what: str, count: int, most: int, unit: str) -> None:
+    """Raises TritonError INVALID_ARG when `what` ("input 'x'", "sampling parameter 'y'") has more than `most`."""
+    if count > most:
+        raise invalid_argument(f"{what} has {count} {unit}, expected at most {most}")
+
+
+def check_stops(what: str, stops: Sequence[Sequence[object]], kind: str, unit: str) -> None:
+    """Raises TritonError INVALID_ARG for stops that are too many, too long, or too long together.
+
+    kind: what a stop is ("strings"); unit: what its length counts ("characters").
+    """
+    check_count(what, len(stops), MAX_STOPS, kind)
+    for index, stop in enumerate(stops):
+        check_count(f"{what}[{index}]", len(stop), MAX_STOP_LENGTH, unit)
+    check_count(what, sum(map(len, stops)), MAX_STOPS_TOTAL_LENGTH, f"{unit} in all")
+
+
+def shown_keys(keys: Iterable[object]) -> str:
+    """All keys for an error's text, as far as it stays readable."""
+    texts = [key if len(key) <= _SHOWN_KEY_CHARS else f"{key[:_SHOWN_KEY_CHARS]}…" for key in map(str, keys)]
+    more = len(texts) - _SHOWN_KEYS
+    return ", ".join(f"'{text}'" for text in texts[:_SHOWN_KEYS]) + (f" and {more} more" if more > 0 else "")
