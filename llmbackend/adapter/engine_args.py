@@ -22,6 +22,7 @@ import msgspec
 from tritonclient.grpc import model_config_pb2
 
 from llmbackend.core.backend_api import Model, ModelConfig, invalid_argument, shown
+from llmbackend.engine.checkpoint_files import CheckpointError, bad_checkpoint, check_directory
 from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
 from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
 from llmbackend.gpus import supported_gpus
@@ -147,12 +148,13 @@ def with_lora_names(config: ModelConfig, names: Sequence[str]) -> ModelConfig:
     return told
 
 
-def check_checkpoint(model: str) -> None:
-    """A local directory must hold a checkpoint: said at once, not seconds later by whoever reads it first.
+def check_checkpoint(engine: EngineConfig) -> None:
+    """A local directory must hold a checkpoint whose files and config.json agree: said at once, not seconds later by
+    the engine, which has imported torch and transformers by then.
 
     Raises TritonError INVALID_ARG.
     """
-    path = Path(model)
+    model, path = engine.model, Path(engine.model)
     if not path.is_dir():
         return
     if not (path / "config.json").is_file():
@@ -162,6 +164,12 @@ def check_checkpoint(model: str) -> None:
             f"engine argument 'model' is '{model}', an engine that TensorRT-LLM has built and that it alone can run: "
             "name the Hugging Face checkpoint that it was built from"
         )
+    if engine.load_format == "dummy":
+        return
+    try:
+        check_directory(path)
+    except CheckpointError as error:
+        raise invalid_argument(str(bad_checkpoint(model, error))) from None
 
 
 def _read_model_json(version_directory: Path) -> dict[str, Any]:

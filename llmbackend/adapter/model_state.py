@@ -73,7 +73,7 @@ class ModelState:
         self._name = model.name
         self.schema = schema
         self._arguments = read_model_arguments(model)
-        check_checkpoint(self._arguments.engine.model)
+        check_checkpoint(self._arguments.engine)
         self._text = _load_text(self._arguments.engine) if schema.needs_text else NoText()
         self._policies = QueuePolicies.of(model.config.dynamic_batching)
         self._metrics = LlmMetrics(model.backend, model.name, model.version)

@@ -39,7 +39,7 @@ def check_config(config: Any) -> None:
     name = architecture_name(config)
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(name, "it is an encoder-decoder, and the engine runs decoder-only models")
-    model_class = _causal_lm_class(config)
+    model_class = causal_lm_class(config)
     if model_class is not None:
         if getattr(model_class, "_is_stateful", False):
             raise unsupported(name, "it keeps a recurrent state per sequence, which paged KV memory cannot hold")
@@ -53,7 +53,8 @@ def check_config(config: Any) -> None:
         raise unsupported(name, f"its layers of type {', '.join(unknown)} are not plain or sliding-window attention")
 
 
-def _causal_lm_class(config: Any) -> Any | None:
+def causal_lm_class(config: Any) -> Any | None:
+    """The class of transformers that computes this config's text; None: it has none of its own for it."""
     return AutoModelForCausalLM._model_mapping.get(type(config), None)
 
 

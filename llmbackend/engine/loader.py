@@ -18,10 +18,14 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from .attention import interface
 from .attention.kv_cache import LayerShape
-from .compatibility import CheckedModel, architecture_name, check_config, check_model
+from .checkpoint_check import check_loading_info, check_tensors, without_report
+from .checkpoint_files import CheckpointError, TensorHeader, bad_checkpoint, check_directory, read_headers
+from .compatibility import CheckedModel, architecture_name, causal_lm_class, check_config, check_model
 from .config import EngineConfig
 from .cpu.native_linear import swap_linears
 from .cpu.packed_linear import pack_linears
@@ -74,11 +78,12 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
     interface.register()
     device = _device(config.device)
     dense = device.type != "cpu" if dense is None else dense
+    tensors = _read_directory(config)
     hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     check_config(hf_config)
     _check_quantization(config, hf_config, dense)
     max_model_len = _max_model_len(config, hf_config.get_text_config(decoder=True))
-    model = _instantiate(config, hf_config, device)
+    model = _instantiate(config, hf_config, device, tensors)
     loras = None
     if config.lora_modules:
         loras = add_adapters(model, config.lora_modules, config.max_lora_rank, config.max_num_seqs, device)
@@ -187,25 +192,74 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _instantiate(config: EngineConfig, hf_config: Any, device: torch.device) -> Any:
+def _read_directory(config: EngineConfig) -> dict[str, TensorHeader] | None:
+    """The tensors of a local checkpoint, before transformers builds anything by what its config.json states."""
+    if config.load_format == "dummy" or not Path(config.model).is_dir():
+        return None
+    try:
+        return check_directory(Path(config.model))
+    except CheckpointError as error:
+        raise bad_checkpoint(config.model, error) from None
+
+
+def _instantiate(
+    config: EngineConfig, hf_config: Any, device: torch.device, tensors: Mapping[str, TensorHeader] | None
+) -> Any:
+    """tensors: of the checkpoint, None: of one that is not read yet."""
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.load_format == "dummy":
         return _random_model(config, hf_config, dtype, device)
-    if Path(config.model).is_dir() and not any(Path(config.model).glob("*.safetensors")):
-        raise ValueError(f"engine argument 'model' is '{config.model}', which holds no safetensors file")
     transformers.utils.logging.disable_progress_bar()
+    multimodal = hf_config.get_text_config(decoder=True) is not hf_config
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            config.model,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=interface.PAGED_ATTENTION,
-            use_safetensors=True,
-            trust_remote_code=config.trust_remote_code,
-        )
-    except SafetensorError as error:
-        message = f"engine argument 'model' is '{config.model}', whose weights cannot be read: {error}"
-        raise ValueError(message) from error
+        tensors = read_headers(_hub_files(config)) if tensors is None else tensors
+        check_tensors(*_class_and_config(config, hf_config), tensors, multimodal)
+        with without_report():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                config.model,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=interface.PAGED_ATTENTION,
+                use_safetensors=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
+        check_loading_info(info, multimodal)
+    except (CheckpointError, SafetensorError) as error:
+        raise bad_checkpoint(config.model, error) from error
+    return model
+
+
+def _class_and_config(config: EngineConfig, hf_config: Any) -> tuple[Any, Any]:
+    """The class that AutoModelForCausalLM will choose, and the config that it will give it."""
+    model_class = causal_lm_class(hf_config)
+    if model_class is None or "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {}):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+        return type(model), model.config
+    text_class = hf_config.sub_configs.get("text_config")
+    if text_class is not None and model_class.config_class == text_class:
+        text_config = hf_config.get_text_config()
+        if (quantization := getattr(hf_config, "quantization_config", None)) is not None:
+            text_config.quantization_config = quantization
+        return model_class, text_config
+    return model_class, hf_config
+
+
+def _hub_files(config: EngineConfig) -> list[Path]:
+    """The safetensors files of a hub id, downloaded. Raises OSError."""
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        path = cached_file(config.model, name, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            return [Path(file) for file in _shards(config, path)]
+    raise ValueError(f"engine argument 'model' is '{config.model}', which has no safetensors file")
+
+
+def _shards(config: EngineConfig, path: str) -> list[str]:
+    if not path.endswith(SAFE_WEIGHTS_INDEX_NAME):
+        return [path]
+    files, _ = get_checkpoint_shard_files(config.model, path)
+    return list(files)
 
 
 def _random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str, device: torch.device) -> Any:

@@ -17,6 +17,7 @@ from llmbackend.adapter.engine_args import ModelArguments, check_checkpoint, rea
 from llmbackend.core.backend_api import TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import ServerOptions
+from llmbackend.engine.config import EngineConfig
 
 GPU_TREE = """
 parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }
@@ -144,4 +145,4 @@ def test_a_parameter_that_cannot_be_followed_is_refused(tmp_path: Path, name: st
 def test_an_engine_that_tensorrtllm_built_is_told_from_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"pretrained_config": {}, "build_config": {}}')
     with pytest.raises(TritonError, match="an engine that TensorRT-LLM has built"):
-        check_checkpoint(str(tmp_path))
+        check_checkpoint(EngineConfig(model=str(tmp_path)))

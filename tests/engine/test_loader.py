@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import save_file
 from torch import nn
 
 from llmbackend.engine.compatibility import check_model
@@ -59,7 +60,7 @@ def test_a_model_that_would_compute_nonsense_is_refused_before_its_weights_are_r
     config = UNSUPPORTED[architecture]
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    save_file({"weight": torch.zeros(1 << 16)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"model architecture '{architecture}' is not supported: "):
         load_model(EngineConfig(model=str(tmp_path), transport="inline"))
 
