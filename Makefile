@@ -9,6 +9,7 @@
 # make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
 # make overload   ten times the capacity offered for a minute
 # make fuzz    hostile input on every protocol and configuration beside live streams (10 minutes)
+# make stall   every kind of input at its largest beside streams and a health probe: how long they wait (5 minutes)
 # make idle    the CPU use of a whole server that nobody uses
 # make bench   our engine and its peers in turns, into docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
-.PHONY: serve test lint unit smoke conformance conformance-live real-triton chaos soak overload idle fuzz bench clean
+.PHONY: serve test lint unit smoke conformance conformance-live real-triton chaos soak overload idle fuzz stall bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -52,6 +53,9 @@ chaos soak overload idle: $(VENV)/.test
 
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz $(ARGS)
+
+stall: $(VENV)/.test
+	$(BIN)/python -m tests.stall $(ARGS)
 
 bench: $(VENV)/.serve
 	$(BIN)/python -m benchmarks $(ARGS)

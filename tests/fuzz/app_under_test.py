@@ -23,7 +23,7 @@ from .exchange import HttpAnswer, HttpInput
 from .http_inputs import DECOUPLED, WHOLE
 
 Result = TypeVar("Result")
-HANG_S = 20.0
+HANG_S = 5.0
 CONFIG_PBTXT = 'backend: "llm"\nmodel_transaction_policy { decoupled: %s }\n'
 
 

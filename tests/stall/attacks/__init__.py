@@ -1,0 +1,25 @@
+"""What is offered, one file per way in."""
+
+from __future__ import annotations
+
+from .attack import Attack
+from .control import CONTROL_ATTACKS
+from .generate import GENERATE_ATTACKS
+from .grpc import GRPC_ATTACKS
+from .http_infer import HTTP_INFER_ATTACKS
+from .memory import MEMORY_ATTACKS
+from .openai import OPENAI_ATTACKS
+
+ATTACKS: tuple[Attack, ...] = (
+    *HTTP_INFER_ATTACKS,
+    *GENERATE_ATTACKS,
+    *GRPC_ATTACKS,
+    *MEMORY_ATTACKS,
+    *OPENAI_ATTACKS,
+    *CONTROL_ATTACKS,
+)
+"""In the order in which they run."""
+
+BY_NAME = {attack.name: attack for attack in ATTACKS}
+assert len(BY_NAME) == len(ATTACKS), "two attacks have one name"
+"""A worker process is told a name."""

@@ -1,0 +1,70 @@
+"""/v1/chat/completions, /v1/completions and /v1/responses: everything that a body may hold many of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .attack import Attack, HttpSent, Sent, numbered, repeated
+
+_MODEL = '"model":"steady","max_tokens":2'
+_MESSAGES = '"messages":[{"role":"user","content":"hi"}]'
+_PART = '{"type":"text","text":"a"}'
+_MESSAGE = '{"role":"user","content":"a"}'
+_ONE = '"a"'
+_ESCAPE = "\\u00e9"
+_TOOL = '{"type":"function","function":{"name":"f%d","parameters":{}}}'
+
+
+def _post(path: str, members: Callable[[int], str]) -> Callable[[int], list[Sent]]:
+    def make(size: int) -> list[Sent]:
+        return [HttpSent(f"/v1/{path}", f"{{{_MODEL},{members(size - 1000)}}}".encode())]
+
+    return make
+
+
+def _chat(members: Callable[[int], str]) -> Callable[[int], list[Sent]]:
+    return _post("chat/completions", lambda size: f"{_MESSAGES},{members(size)}")
+
+
+def _completions(members: Callable[[int], str], prompt: str = '"hi"') -> Callable[[int], list[Sent]]:
+    return _post("completions", lambda size: f'"prompt":{prompt},{members(size)}')
+
+
+def _member(key: str, form: str, brackets: str = "[]") -> Callable[[int], str]:
+    return lambda size: f'"{key}":{brackets[0]}{numbered(form, size)}{brackets[1]}'
+
+
+def _message(content: Callable[[int], str]) -> Callable[[int], list[Sent]]:
+    return _post("chat/completions", lambda size: f'"messages":[{{"role":"user","content":{content(size)}}}]')
+
+
+def _prompts(prompt: Callable[[int], str]) -> Callable[[int], list[Sent]]:
+    return _post("completions", lambda size: f'"prompt":{prompt(size)}')
+
+
+_CHAT: tuple[tuple[str, Callable[[int], list[Sent]]], ...] = (
+    ("many messages", _post("chat/completions", lambda size: f'"messages":[{repeated(_MESSAGE, size)}]')),
+    ("one long message", _message(lambda size: f'"{"word " * (size // 5)}"')),
+    ("escaped message", _message(lambda size: f'"{_ESCAPE * (size // 6)}"')),
+    ("content parts", _message(lambda size: f"[{repeated(chr(123) + _PART + chr(125), size)}]")),
+    ("chat_template_kwargs", _chat(_member("chat_template_kwargs", '"k%d":[[],{}]', "{}"))),
+    ("tools", _chat(_member("tools", _TOOL))),
+    ("stop strings", _chat(_member("stop", '"s%dq"'))),
+    ("stop_token_ids", _chat(_member("stop_token_ids", "%d"))),
+    ("logit_bias", _chat(_member("logit_bias", '"%d":1', "{}"))),
+    ("unknown members", _chat(lambda size: numbered('"k%d":1', size))),
+    ("deep", _chat(lambda size: f'"tools":{"[" * (size // 2)}{"]" * (size // 2)}')),
+    ("cut short", _chat(lambda size: f'"tools":[{repeated("[]", size)}')),
+    ("huge user", _chat(lambda size: f'"user":"{"u" * size}"')),
+)
+_COMPLETIONS: tuple[tuple[str, Callable[[int], list[Sent]]], ...] = (
+    ("many prompts", _prompts(lambda size: f"[{repeated(chr(34) + 'a' + chr(34), size)}]")),
+    ("token ids", _prompts(lambda size: f"[{repeated('5', size)}]")),
+    ("many lists of token ids", _prompts(lambda size: f"[{repeated('[5]', size)}]")),
+    ("long prompt", _prompts(lambda size: f'"{"word " * (size // 5)}"')),
+    ("stop strings", _completions(_member("stop", '"s%dq"'))),
+)
+OPENAI_ATTACKS = (
+    *(Attack(f"chat {name}", make) for name, make in _CHAT),
+    *(Attack(f"completions {name}", make) for name, make in _COMPLETIONS),
+)
