@@ -26,6 +26,10 @@ class Answers:
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         self._items.put((response, flags))
 
+    @property
+    def is_answered(self) -> bool:
+        return not self._items.empty()
+
     def next(self) -> Item:
         return self._items.get(timeout=ANSWER_TIMEOUT_S)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,13 +93,13 @@ def test_inference_request_has_tritons_arguments_and_refusals() -> None:
         timeout=5,
         preferred_memory=pb_utils.PreferredMemory(pb_utils.TRITONSERVER_MEMORY_GPU, 0),
         trace=pb_utils.InferenceTrace(),
-        parameters={"a": 1, "b": np.float64(0.5)},
+        parameters={"a": 1, "b": True, "c": "x"},
     )
     request.set_flags(3)
     seen = (request.request_id(), request.correlation_id(), request.inputs(), request.requested_output_names())
     assert seen == ("r", "c", [tensor], {"Y"})
     assert (request.model_name(), request.model_version(), request.flags(), request.timeout()) == ("m", 2, 3, 5)
-    assert json.loads(request.parameters()) == {"a": 1, "b": 0.5}
+    assert json.loads(request.parameters()) == {"a": 1, "b": True, "c": "x"}
     assert not request.is_cancelled() and request.trace().get_context() is None
     with pytest.raises(pb_utils.TritonModelException, match="get_response_sender is for a request that this model"):
         request.get_response_sender()
@@ -104,8 +107,71 @@ def test_inference_request_has_tritons_arguments_and_refusals() -> None:
         pb_utils.InferenceRequest(model_name="m")
     with pytest.raises(pb_utils.TritonModelException, match="Requested output name for request with id"):
         pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[""])
-    with pytest.raises(TypeError, match="parameter 'a' of an InferenceRequest must be a str, bool, int or float"):
-        pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[], parameters={"a": [1]})
+    for wrong in (None, 3):
+        with pytest.raises(TypeError, match="must be str or bytes"):
+            pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[wrong])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="model_version must be an int, got NoneType"):
+        pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[], model_version=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="flags must be an int from 0 to 4294967295, got -1"):
+        pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[], flags=-1)
+    with pytest.raises(pb_utils.TritonModelException, match="Correlation ID must be integer or string"):
+        pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[], correlation_id=b"c")  # type: ignore[arg-type]
+    with pytest.raises(pb_utils.TritonModelException, match="Input tensor for request with id '' and model name 'm'"):
+        pb_utils.InferenceRequest(model_name="m", inputs=[None], requested_output_names=[])  # type: ignore[list-item]
+
+
+WRONG_PARAMETERS = [
+    ([], "Expect dict, got <class 'list'>"),
+    ({1: "x"}, "Expect parameters keys to have type str, found type <class 'int'>"),
+    ({"a": 1, "f": 0.5}, "Expect parameters values to have type bool/int/str, found type <class 'float'>"),
+    ({"n": None}, "Expect parameters values to have type bool/int/str, found type <class 'NoneType'>"),
+    ({"l": ["x"]}, "Expect parameters values to have type bool/int/str, found type <class 'list'>"),
+    ({"b": 1 << 63}, "Expect parameter 'b' to fit into 64 bits, got 9223372036854775808"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "told"), WRONG_PARAMETERS)
+def test_parameters_are_bool_int_and_str_alone(parameters: Any, told: str) -> None:
+    with pytest.raises(pb_utils.TritonModelException, match=re.escape(told)):
+        pb_utils.InferenceResponse(parameters=parameters)
+    with pytest.raises(pb_utils.TritonModelException, match=re.escape(told)):
+        pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[], parameters=parameters)
+    assert json.loads(pb_utils.InferenceResponse(parameters={"a": 1, "b": True}).parameters()) == {"a": 1, "b": True}
+
+
+def test_text_may_be_bytes_wherever_pb_utils_takes_text() -> None:
+    tensor = pb_utils.Tensor(b"X", np.zeros(1, dtype=np.float32))
+    request = pb_utils.InferenceRequest(
+        request_id=b"r", inputs=[tensor], requested_output_names=[b"Y", np.bytes_(b"Z")], model_name=np.bytes_(b"m")
+    )
+    assert (request.request_id(), request.model_name(), request.requested_output_names()) == ("r", "m", {"Y", "Z"})
+    assert all(type(name) is str for name in (tensor.name(), request.request_id(), request.model_name()))
+    assert pb_utils.get_input_tensor_by_name(request, b"X") is tensor
+    assert pb_utils.get_output_tensor_by_name(pb_utils.InferenceResponse([tensor]), b"X") is tensor
+    assert pb_utils.Tensor.from_dlpack(b"X", np.zeros(1)).name() == "X"
+    assert pb_utils.TritonError("ü".encode()).message() == "ü"
+    with pytest.raises(ValueError, match="model_name must be UTF-8"):
+        pb_utils.InferenceRequest(model_name=b"\xff", inputs=[], requested_output_names=[])
+
+
+def test_tensors_and_responses_refuse_what_triton_refuses() -> None:
+    array = np.zeros(1, dtype=np.float32)
+    refused: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (TypeError, lambda: pb_utils.Tensor(None, array)),  # type: ignore[arg-type]
+        (TypeError, lambda: pb_utils.Tensor("X", None)),  # type: ignore[arg-type]
+        (pb_utils.TritonModelException, lambda: pb_utils.Tensor("", array)),
+        (pb_utils.TritonModelException, lambda: pb_utils.Tensor.from_dlpack("X", None)),
+        (pb_utils.TritonModelException, lambda: pb_utils.Tensor.from_dlpack("", array)),
+        (pb_utils.TritonModelException, lambda: pb_utils.InferenceResponse([None])),  # type: ignore[list-item]
+        (TypeError, lambda: pb_utils.InferenceResponse(None)),  # type: ignore[arg-type]
+        (TypeError, lambda: pb_utils.TritonError(None)),  # type: ignore[arg-type]
+        (TypeError, lambda: pb_utils.Logger.log("m", 1)),  # type: ignore[arg-type]
+        (TypeError, lambda: pb_utils.Logger.log("m", None)),  # type: ignore[arg-type]
+        (TypeError, lambda: pb_utils.Logger.log_info(None)),  # type: ignore[arg-type]
+    ]
+    for kind, call in refused:
+        with pytest.raises(kind):
+            call()
 
 
 @pytest.mark.parametrize("sizes", [(), (3,), (0, 5000), (PACKET_BYTES,), (1, 3 * PACKET_BYTES, 0, 7)])

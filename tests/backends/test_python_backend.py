@@ -123,7 +123,8 @@ def test_error_response_carries_the_models_code(host: Host) -> None:
 
 WRONG_USES = [
     ("return 5", "Expected a list in the execute return, found type '<class 'int'>'."),
-    ("return None", "Expected a list in the execute return, found type '<class 'NoneType'>'."),
+    ("return None", "the backend of model 'm' ended the request without a response"),
+    ("return [None]", "the backend of model 'm' ended the request without a response"),
     ("return []", "InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
     ("return ['x']", "Expected an 'InferenceResponse' object in the execute function return list, found type"),
     (
@@ -204,9 +205,9 @@ def test_request_that_a_decoupled_model_drops_is_ended_with_an_error(host: Host)
 
 
 def test_response_parameters_reach_the_client(host: Host) -> None:
-    execute = 'return [pb_utils.InferenceResponse([], parameters=\'{"k": 1, "s": "v"}\')]'
+    execute = 'return [pb_utils.InferenceResponse([], parameters={"k": 1, "s": "v", "b": True})]'
     host.load("m", TEXT_CONFIG, body(execute))
-    assert dict(host.infer("m", text("x")).one().parameters) == {"k": 1, "s": "v"}
+    assert dict(host.infer("m", text("x")).one().parameters) == {"k": 1, "s": "v", "b": True}
 
 
 @pytest.mark.parametrize("config", [TEXT_CONFIG, DECOUPLED_CONFIG])

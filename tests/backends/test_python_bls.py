@@ -125,6 +125,27 @@ return [response(json.dumps([words(r), r.parameters(), len(r.output_tensors())])
     assert host.counts("servant") == (1, 1, 1, 0)
 
 
+def test_names_may_be_bytes_as_a_tensor_holds_them(host: Host) -> None:
+    execute = """
+name = pb_utils.get_input_tensor_by_name(requests[0], "T").as_numpy()[0]
+t = pb_utils.Tensor(b"T", np.array(["hi"], dtype=object))
+r = pb_utils.InferenceRequest(model_name=name, requested_output_names=[b"R"], inputs=[t], request_id=b"i").exec()
+seen = [json.loads(words(r))["id"], pb_utils.is_model_ready(name, b"1"), pb_utils.is_model_ready(b"no-" + name)]
+pb_utils.unload_model(name)
+while pb_utils.is_model_ready(name):
+    time.sleep(0.01)
+code = CODE
+made = {"backend": "python", "input": [{"name": "T", "data_type": "TYPE_STRING", "dims": [1]}],
+        "output": [{"name": "R", "data_type": "TYPE_STRING", "dims": [1]}]}
+pb_utils.load_model(name, json.dumps(made).encode(), {b"file:1/model.py": code})
+r = pb_utils.InferenceRequest(model_name=name, requested_output_names=[b"R"], inputs=[t]).exec()
+return [response(json.dumps([*seen, words(r)]))]
+"""
+    host.load("servant", config(), SERVANT)
+    host.load("master", config(), master(execute.replace("CODE", repr(answering("'made'")))))
+    assert json.loads(said(host.infer("master", text("servant")).one())) == ["i", True, False, "made"]
+
+
 def test_exec_tells_errors_as_a_response_with_their_code(host: Host) -> None:
     execute = """
 def error(request, **options):

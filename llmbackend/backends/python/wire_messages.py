@@ -24,11 +24,12 @@ from llmbackend.core.backend_api import (
 
 from .stub.errors import PackedError
 from .stub.pb_request import PackedRequest
-from .stub.pb_response import PackedResponse, plain_parameters
+from .stub.pb_response import PackedResponse
 from .stub.tensor_wire import PackedTensor, pack_tensor, unpack_data
 from .stub.working_for import PackedTenant
 
 _CODES = tuple(ErrorCode)
+_PARAMETER_TYPES: tuple[type[ParameterValue], ...] = (bool, int, float, str)
 Response = tuple[list[Tensor], Mapping[str, ParameterValue], TritonError | None]
 
 
@@ -81,4 +82,10 @@ def unpack_error(packed: PackedError | None) -> TritonError | None:
 
 
 def _plain(parameters: Mapping[str, ParameterValue]) -> dict[str, ParameterValue]:
-    return plain_parameters(parameters, "request or response") if parameters else {}
+    """Subclasses, such as numpy's floats, become plain."""
+    return {str(name): _plain_value(value) for name, value in parameters.items()} if parameters else {}
+
+
+def _plain_value(value: ParameterValue) -> ParameterValue:
+    kind = next((kind for kind in _PARAMETER_TYPES if isinstance(value, kind)), str)
+    return kind(value)

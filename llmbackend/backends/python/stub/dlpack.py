@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from .errors import TritonModelException
+
 CPU, CUDA_HOST = 1, 3
 _UINT, _BFLOAT = 1, 4
 
@@ -55,12 +57,17 @@ def to_capsule(data: np.ndarray[Any, Any], is_bfloat16: bool) -> Any:
 def from_capsule(name: str, source: Any) -> tuple[np.ndarray[Any, Any], bool]:
     """The data of a capsule or of an object with `__dlpack__`, and whether it is bfloat16 (then it is uint16 here).
 
-    Raises ValueError for memory that can not be brought to the CPU.
+    Raises ValueError for memory that can not be brought to the CPU, TritonModelException for what is neither.
     """
     if hasattr(source, "__dlpack__"):
         if _is_device(source.__dlpack_device__()[0]) and hasattr(source, "cpu"):
             source = source.cpu()
         source = source.__dlpack__()
+    elif type(source).__name__ != "PyCapsule":
+        raise TritonModelException(
+            "Provided tensor is not supported. Tensor must be a DLPack capsule or have `__dlpack__` and "
+            f"`__dlpack_device__` attributes, got {type(source).__name__}"
+        )
     tensor = _tensor_of(source)
     if _is_device(tensor.device_type):
         raise ValueError(f"tensor '{name}' is in the memory of a device: copy it to the CPU first")

@@ -22,12 +22,22 @@ def exception_text(error: BaseException) -> str:
     if isinstance(error, WrongReturnError):
         return str(error)
     head = f"{type(error).__name__}: {str(error) or '<EMPTY MESSAGE>'}"
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_PACKAGE_DIRECTORY, "<frozen importlib", _IMPORTLIB_FILE))
-    ]
+    frames = _model_frames(error)
     if not frames:
         return head
     lines = "".join(f"  {frame.filename}({frame.lineno}): {frame.name}\n" for frame in reversed(frames))
     return f"{head}\n\nAt:\n{lines}"
+
+
+def raised_at(error: BaseException, model_file: str) -> tuple[str, int]:
+    """The file and line that raised; `model_file` where no frame is the model's."""
+    frames = _model_frames(error)
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else (model_file, 0)
+
+
+def _model_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_PACKAGE_DIRECTORY, "<frozen importlib", _IMPORTLIB_FILE))
+    ]

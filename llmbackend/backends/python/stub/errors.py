@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from .arguments import text
+
 PackedError = tuple[int, str]
 
 
@@ -31,10 +33,10 @@ class TritonError:
     ALREADY_EXISTS: ClassVar[int] = 6
     CANCELLED: ClassVar[int] = 7
 
-    def __init__(self, message: str, code: int = INTERNAL) -> None:
+    def __init__(self, message: str | bytes, code: int = INTERNAL) -> None:
         if code not in range(8):
             raise ValueError(f"TritonError code must be one of TritonError's codes 0 to 7, got {code!r}")
-        self._message = str(message)
+        self._message = text(message, "message")
         self._code = int(code)
 
     def message(self) -> str:

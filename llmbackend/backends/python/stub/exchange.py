@@ -72,7 +72,7 @@ class Exchange:
                 "Inference Response object must be provided when the response flags is set to zero."
             )
         with self._lock:
-            self._check(response)
+            self._check(has_response=response is not None)
             self._is_closed = flags == FINAL
             if response is not None:
                 is_last = self._is_closed or not self._decoupled
@@ -80,6 +80,11 @@ class Exchange:
             elif not self._is_over:
                 self._end()
                 self._link.post(("final", self.number))
+
+    def check_response(self) -> None:
+        """Raises TritonModelException when a response that execute returned may not be sent."""
+        with self._lock:
+            self._check(has_response=True)
 
     def end_by_runner(self) -> None:
         """The runner tells the host of the end, if the model did not."""
@@ -96,14 +101,14 @@ class Exchange:
                 self._end()
                 self._link.post(("failed", self.number, text))
 
-    def _check(self, response: InferenceResponse | None) -> None:
+    def _check(self, *, has_response: bool) -> None:
         if self._is_closed:
             raise TritonModelException(f"{_PREFIX}Response sender has been closed.")
         if self._decoupled:
             return
-        if response is not None and self._is_over:
+        if has_response and self._is_over:
             raise TritonModelException(f"{_PREFIX}Non-decoupled model cannot send more than one response.")
-        if response is None and not self._is_over:
+        if not has_response and not self._is_over:
             raise TritonModelException(
                 f"{_PREFIX}Non-decoupled model cannot send complete final before sending a response."
             )

@@ -12,17 +12,20 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from . import arguments
 from .errors import TritonModelException
 from .exchange import RELEASE_ALL, RELEASE_RESCHEDULE, Exchange, InferenceResponseSender
 from .host_link import host
 from .inner_call import InnerCall, ResponseIterator, only_response_of
-from .pb_response import InferenceResponse, plain_parameters
+from .parameters import checked_parameters
+from .pb_response import InferenceResponse
 from .pb_tensor import Tensor
 from .tensor_wire import PackedTensor
 from .working_for import WORKING_FOR, PackedTenant
 
 MEMORY_CPU, MEMORY_GPU = 0, 2
 _MEMORY_DEFAULT = -1
+_MOST_UINT32, _MOST_INT64, _MOST_UINT64 = (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1
 PackedFields = tuple[str, int | str, int, int, dict[str, Any], Sequence[PackedTensor], str | None, PackedTenant]
 """Id, correlation id, flags, timeout in microseconds, parameters, inputs, the context of the trace, the tenant."""
 PackedRequest = tuple[int, Sequence[str], PackedFields]
@@ -57,11 +60,11 @@ class InferenceRequest:
 
     def __init__(
         self,
-        request_id: str = "",
+        request_id: str | bytes = "",
         correlation_id: int | str = 0,
         inputs: Sequence[Tensor] | None = None,
-        requested_output_names: Sequence[str] | None = None,
-        model_name: str | None = None,
+        requested_output_names: Sequence[str | bytes] | None = None,
+        model_name: str | bytes | None = None,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -71,25 +74,26 @@ class InferenceRequest:
     ) -> None:
         if inputs is None or requested_output_names is None or model_name is None:
             raise TypeError("an InferenceRequest needs inputs, requested_output_names and model_name")
-        owner = f"request with id '{request_id}' and model name '{model_name}'"
-        for tensor in inputs:
-            if not isinstance(tensor, Tensor):
-                raise TritonModelException(f"Input tensor for {owner} should not be empty.")
-        if not all(requested_output_names):
-            raise TritonModelException(f"Requested output name for {owner} should not be empty.")
         if preferred_memory is not None and not isinstance(preferred_memory, PreferredMemory):
             raise TypeError(f"preferred_memory must be a PreferredMemory, got {type(preferred_memory).__name__}")
-        self._request_id = str(request_id)
-        self._correlation_id = str(correlation_id) if isinstance(correlation_id, str) else int(correlation_id)
-        self._inputs = list(inputs)
-        self._requested_outputs: Sequence[str] = list({str(name) for name in requested_output_names})
-        self._model = (str(model_name), int(model_version))
-        self._flags = int(flags)
-        self._timeout_us = int(timeout)
+        self._request_id = arguments.text(request_id, "request_id")
+        self._correlation_id = _correlation_id(correlation_id)
+        self._model = (
+            arguments.text(model_name, "model_name"),
+            arguments.integer(model_version, "model_version", -1, _MOST_INT64),
+        )
+        owner = f"request with id '{self._request_id}' and model name '{self._model[0]}'"
+        self._inputs = [_input(tensor, owner) for tensor in inputs]
+        names = {arguments.text(name, "requested_output_names") for name in requested_output_names}
+        if "" in names:
+            raise TritonModelException(f"Requested output name for {owner} should not be empty.")
+        self._requested_outputs: Sequence[str] = list(names)
+        self._flags = arguments.integer(flags, "flags", 0, _MOST_UINT32)
+        self._timeout_us = arguments.integer(timeout, "timeout", 0, _MOST_UINT64)
         self._trace: InferenceTrace | None = trace or InferenceTrace()
         self._trace_context: str | None = None
         self._tenant: PackedTenant = None
-        self._parameters = plain_parameters(parameters, "InferenceRequest") if parameters else {}
+        self._parameters = checked_parameters(parameters)
         self._exchange: Exchange | None = None
 
     @classmethod
@@ -133,7 +137,7 @@ class InferenceRequest:
         return self._flags
 
     def set_flags(self, flags: int) -> None:
-        self._flags = int(flags)
+        self._flags = arguments.integer(flags, "flags", 0, _MOST_UINT32)
 
     def timeout(self) -> int:
         """Microseconds, 0 when the client set none."""
@@ -210,3 +214,19 @@ class InferenceRequest:
         if self._exchange is None:
             raise TritonModelException(f"{asked_for} is for a request that this model received, not for one it made")
         return self._exchange
+
+
+def _correlation_id(value: int | str) -> int | str:
+    if isinstance(value, str):
+        return str(value)
+    if not hasattr(value, "__index__"):
+        raise TritonModelException("Correlation ID must be integer or string")
+    return arguments.integer(value, "correlation_id", 0, _MOST_UINT64)
+
+
+def _input(tensor: Tensor, owner: str) -> Tensor:
+    if tensor is None:
+        raise TritonModelException(f"Input tensor for {owner} should not be empty.")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"inputs of an InferenceRequest must be Tensors, got {type(tensor).__name__}")
+    return tensor

@@ -1,47 +1,51 @@
 """`pb_utils.InferenceResponse`.
 
 For: model code; what it sends, and what other models answer to it. Does not know: how a response reaches the host.
-Invariant: parameters hold plain str, bool, int and float values alone. Source: Triton python_backend documentation.
+Invariant: parameters hold plain str, bool, int and float values alone; a model sets no float, as in Triton, but may see
+one of another backend's. Source: Triton python_backend documentation, and its constructor.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
-from .errors import PackedError, TritonError
+from .errors import PackedError, TritonError, TritonModelException
+from .parameters import ParameterValue, checked_parameters
 from .pb_tensor import Tensor
 from .tensor_wire import PackedTensor
 
-ParameterValue = str | int | bool | float
 PackedResponse = tuple[list[PackedTensor], dict[str, ParameterValue], PackedError | None]
-_PLAIN_TYPES: tuple[type[Any], ...] = (bool, int, float, str)
 
 
 class InferenceResponse:
-    """Output tensors, or an error. `parameters`: a dict of str, bool, int and float values, or its JSON text."""
+    """Output tensors, or an error. `parameters`: a dict of str, bool and int values."""
 
     def __init__(
         self,
         output_tensors: Sequence[Tensor] = (),
         error: TritonError | None = None,
-        parameters: Mapping[str, Any] | str | None = None,
+        parameters: dict[str, Any] | None = None,
     ) -> None:
         for tensor in output_tensors:
+            if tensor is None:
+                raise TritonModelException("Output tensor for inference response should not be empty.")
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"output_tensors of an InferenceResponse must be Tensors, got {type(tensor).__name__}")
         if error is not None and not isinstance(error, TritonError):
             raise TypeError(f"error of an InferenceResponse must be a TritonError, got {type(error).__name__}")
         self._output_tensors = list(output_tensors)
         self._error = error
-        self._parameters = plain_parameters(parameters, "InferenceResponse") if parameters else {}
+        self._parameters = checked_parameters(parameters)
 
     @classmethod
     def _unpack(cls, packed: PackedResponse, parts: Sequence[Any]) -> InferenceResponse:
         outputs, parameters, error = packed
         tensors = [Tensor._unpack(tensor, parts) for tensor in outputs]
-        return cls(tensors, None if error is None else TritonError(error[1], error[0]), parameters)
+        response = cls(tensors, None if error is None else TritonError(error[1], error[0]))
+        response._parameters = parameters
+        return response
 
     def _pack(self, wanted: Container[str], parts: list[Any]) -> PackedResponse:
         """With the outputs that the client wants; none beside an error."""
@@ -61,19 +65,3 @@ class InferenceResponse:
 
     def parameters(self) -> str:
         return json.dumps(self._parameters)
-
-
-def plain_parameters(parameters: Mapping[str, Any] | str | None, owner: str) -> dict[str, ParameterValue]:
-    """Raises TypeError for a key or value of another type. Subclasses, such as numpy's floats, become plain."""
-    fields = json.loads(parameters) if isinstance(parameters, str) and parameters else parameters or {}
-    if not isinstance(fields, Mapping):
-        raise TypeError(f"parameters of an {owner} must be a dict, got {type(fields).__name__}")
-    plain = {}
-    for name, value in fields.items():
-        kind = next((kind for kind in _PLAIN_TYPES if isinstance(value, kind)), None)
-        if not isinstance(name, str) or kind is None:
-            raise TypeError(
-                f"parameter {name!r} of an {owner} must be a str, bool, int or float, got {type(value).__name__}"
-            )
-        plain[str(name)] = kind(value)
-    return plain

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from . import dlpack
+from . import arguments, dlpack
 from .errors import TritonModelException
 from .tensor_wire import PackedTensor, pack_tensor, unpack_data
 
@@ -52,15 +52,14 @@ class Tensor:
 
     __slots__ = ("_data", "_datatype", "_name")
 
-    def __init__(self, name: str, array: Array) -> None:
-        if not isinstance(name, str):
-            raise TypeError(f"Tensor name must be a str, got {type(name).__name__}")
+    def __init__(self, name: str | bytes, array: Array) -> None:
+        name = _name(name)
         if not isinstance(array, np.ndarray):
             raise TypeError(f"Tensor '{name}' needs a numpy array, got {type(array).__name__}")
         datatype = _DATATYPE_OF_DTYPE.get(array.dtype) or np_to_triton_dtype(array.dtype)
         if datatype is None:
             raise ValueError(f"tensor '{name}' has numpy dtype {array.dtype}, which has no Triton datatype")
-        self._name = str(name)
+        self._name = name
         self._datatype = datatype
         self._data = _of_bytes(array) if datatype == "BYTES" else array
 
@@ -123,10 +122,21 @@ class Tensor:
         return (dlpack.CPU, 0)
 
     @staticmethod
-    def from_dlpack(name: str, source: Any) -> Tensor:
-        """A tensor over `source`: a DLPack capsule, or any object with `__dlpack__`. A device's memory is copied."""
+    def from_dlpack(name: str | bytes, source: Any) -> Tensor:
+        """A tensor over `source`: a DLPack capsule, or any object with `__dlpack__`. A device's memory is copied.
+
+        Raises TritonModelException for another type.
+        """
+        name = _name(name)
         data, is_bfloat16 = dlpack.from_capsule(name, source)
         return Tensor._of(name, "BF16", data) if is_bfloat16 else Tensor(name, data)
+
+
+def _name(value: str | bytes) -> str:
+    name = arguments.text(value, "Tensor name")
+    if not name:
+        raise TritonModelException("Tensor name cannot be an empty string.")
+    return name
 
 
 def _of_bytes(array: Array) -> Array:

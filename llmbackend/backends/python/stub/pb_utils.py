@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
+from .arguments import text
 from .errors import TritonError, TritonModelException
 from .exchange import FINAL, RELEASE_ALL, RELEASE_RESCHEDULE, InferenceResponseSender
 from .inner_call import ResponseIterator
@@ -90,16 +91,17 @@ def make_importable() -> None:
     sys.modules[MODULE_NAME] = sys.modules[__name__]
 
 
-def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
+def get_input_tensor_by_name(inference_request: InferenceRequest, name: str | bytes) -> Tensor | None:
     """The input of that name, None when the request has none (an optional input)."""
     return _named(inference_request.inputs(), name)
 
 
-def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
+def get_output_tensor_by_name(inference_response: InferenceResponse, name: str | bytes) -> Tensor | None:
     return _named(inference_response.output_tensors(), name)
 
 
-def _named(tensors: list[Tensor], name: str) -> Tensor | None:
+def _named(tensors: list[Tensor], name: str | bytes) -> Tensor | None:
+    name = text(name, "name")
     for tensor in tensors:
         if tensor._name == name:
             return tensor

@@ -2,19 +2,21 @@
 
 For: main.py, on the process's main thread. Does not know: sockets, schedulers. Invariants: every request of an execute
 call gets its end told exactly once, whatever the model returns or raises: in the answer to the call, or by its response
-sender; a request that the model keeps (decoupled, or async) is the sender's.
+sender; a request for which execute returns None is the sender's; what execute raises is logged, also where no client
+waits for it any more.
 Source: Triton's python backend; the texts of its checks.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import time
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .error_text import exception_text
-from .errors import WrongReturnError
+from .error_text import exception_text, raised_at
+from .errors import TritonModelException, WrongReturnError
 from .exchange import RELEASE_RESCHEDULE, Exchange
 from .host_link import HostLink
 from .model_module import load_class
@@ -31,6 +33,7 @@ class Runner:
     def __init__(self, link: HostLink) -> None:
         self._link = link
         self._loop: CoroutineLoop | None = None
+        self._file = ""
         self._class: Any = None
         self._model: Any = None
         self._name = ""
@@ -52,6 +55,7 @@ class Runner:
         """The process runs and reads its calls."""
 
     def _load(self, where: tuple[str, str]) -> None:
+        self._file = where[0]
         self._class = load_class(*where)
 
     def _auto_complete(self, config_json: str) -> dict[str, Any] | None:
@@ -100,7 +104,7 @@ class Runner:
         except BaseException as error:
             for exchange in exchanges:
                 exchange.end_by_runner()
-            return exception_text(error), (), (), start_ns, time.monotonic_ns()
+            return self._report(error), (), (), start_ns, time.monotonic_ns()
         finally:
             WORKING_FOR.reset(working_for)
         end_ns = time.monotonic_ns()
@@ -124,11 +128,20 @@ class Runner:
         exchanges = [request._own_exchange("execute") for request in requests]
 
         def on_error(error: BaseException) -> None:
+            text = self._report(error)
             for exchange in exchanges:
-                exchange.fail(exception_text(error))
+                exchange.fail(text)
 
         loop.start(coroutine, on_error)
         return None
+
+    def _report(self, error: BaseException) -> str:
+        """Logs what execute raised, as Triton does; the text for the requests that wait for an answer."""
+        text = exception_text(error)
+        file, line = raised_at(error, self._file)
+        told = f"Failed to process the request(s) for model '{self._name}', message: {text}"
+        self._link.post(("log", logging.ERROR, file, line, told.rstrip()))
+        return text
 
     def _checked(self, returned: Any, exchanges: list[Exchange]) -> Sequence[InferenceResponse | None]:
         """Triton's checks on what execute returned; one entry per request."""
@@ -140,7 +153,7 @@ class Runner:
                     "None."
                 )
             return nothing
-        if returned is None and all(exchange.is_over for exchange in exchanges):
+        if returned is None:
             return nothing
         if not isinstance(returned, list):
             raise WrongReturnError(f"Expected a list in the execute return, found type '{type(returned)}'.")
@@ -154,21 +167,22 @@ class Runner:
         return returned
 
     def _check_response(self, exchange: Exchange, response: Any) -> None:
-        is_rescheduled = exchange.release_flags == RELEASE_RESCHEDULE
-        if response is None and (exchange.is_over or is_rescheduled):
+        if response is None:
             return
+        if exchange.release_flags == RELEASE_RESCHEDULE:
+            raise WrongReturnError(
+                "Expected a None object in the execute function return list for reschduled request, "
+                f"found type '{type(response)}'."
+            )
         if not isinstance(response, InferenceResponse):
             raise WrongReturnError(
                 "Expected an 'InferenceResponse' object in the execute function return list, "
                 f"found type '{type(response)}'."
             )
-        if is_rescheduled:
-            raise WrongReturnError(
-                "Expected a None object in the execute function return list for reschduled request, "
-                "found type '<class 'InferenceResponse'>'."
-            )
-        if exchange.is_over:
-            raise WrongReturnError("a request was answered through its response sender and in execute's return list")
+        try:
+            exchange.check_response()
+        except TritonModelException as error:
+            raise WrongReturnError(str(error)) from None
 
 
 def _new_loop() -> CoroutineLoop:
