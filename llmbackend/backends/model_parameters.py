@@ -1,13 +1,14 @@
-"""A model configuration's `parameters`, read by a backend: each has a name, a kind and a place; any other is refused.
+"""A model configuration's `parameters`, read by a backend.
 
-For: the pytorch and onnxruntime backends. Does not know: what a parameter does. Invariant: an unknown key or a value
-that is not of its kind is an error that names it; a key that has a meaning in Triton, but none here, is warned about.
+For: the pytorch and onnxruntime backends. Does not know: what a parameter does. Invariant: a value that is not of its
+kind is an error that names it; a key that has no meaning here is warned about and ignored, as Triton's backends do with
+keys that they do not know.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmbackend.core.backend_api import ModelConfig, TritonError, invalid_argument
@@ -31,19 +32,14 @@ def positive(text: str) -> int:
     return number
 
 
-def read_parameters(config: ModelConfig, readers: Readers, without_effect: Sequence[str] = ()) -> dict[str, Any]:
+def read_parameters(config: ModelConfig, readers: Readers) -> dict[str, Any]:
     """The values of the parameters that are set. Raises TritonError INVALID_ARG."""
     found = {}
     for key, value in config.parameters.items():
-        if key in without_effect:
+        if key in readers:
+            found[key] = _read(config.name, key, value.string_value, readers[key])
+        else:
             _log.warning("model '%s': parameter '%s' has no effect in this server", config.name, key)
-            continue
-        if key not in readers:
-            raise invalid_argument(
-                f"model '{config.name}': parameter '{key}' is unknown to backend '{config.backend}', expected one of "
-                f"{', '.join(sorted(readers))}"
-            )
-        found[key] = _read(config.name, key, value.string_value, readers[key])
     return found
 
 

@@ -16,6 +16,12 @@ from .errors import TritonError, invalid_argument
 ENTRY_POINT_GROUP = "llmbackend.backends"
 PYTHON_BACKEND = "python"
 PYTHON_BASED_FILE = "model.py"
+_NOT_SERVED = {
+    "openvino": "OpenVINO models",
+    "tensorflow": "TensorFlow graphs and saved models",
+    "tensorrt": "TensorRT plans",
+}
+"""By backend of NVIDIA's server: what this one has no backend for, and models are often found to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +109,14 @@ def _not_found(backend: str, model: str, directories: list[Path], runtime: str) 
     if not runtime:
         return invalid_argument(
             f"unable to find backend library for backend '{backend}', "
-            f"try specifying runtime on the model configuration."
+            f"try specifying runtime on the model configuration.{_why_not_served(backend)}"
         )
     searched = "".join(f"'{directory}' " for directory in directories)
     return invalid_argument(f"unable to find backend library '{runtime}' for model '{model}', searched: {searched}")
+
+
+def _why_not_served(backend: str) -> str:
+    if backend not in _NOT_SERVED:
+        return ""
+    installed = ", ".join(sorted(entry_points(group=ENTRY_POINT_GROUP).names))
+    return f" This server does not run {_NOT_SERVED[backend]}, its backends are {installed}."

@@ -35,11 +35,16 @@ class Pending:
     """One request on its way."""
 
     def __init__(
-        self, server: InferenceServer, model: str, inputs: Mapping[str, Array], outputs: tuple[str, ...]
+        self,
+        server: InferenceServer,
+        model: str,
+        inputs: Mapping[str, Array],
+        outputs: tuple[str, ...] = (),
+        **fields: Any,
     ) -> None:
         self._answers: queue.Queue[InferenceResponse | None] = queue.Queue()
         tensors = tuple(Tensor.of(name, array) for name, array in inputs.items())
-        server.infer_async(InferenceRequest(model, self._take, inputs=tensors, requested_outputs=outputs))
+        server.infer_async(InferenceRequest(model, self._take, inputs=tensors, requested_outputs=outputs, **fields))
 
     def _take(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         assert flags & ResponseFlag.FINAL

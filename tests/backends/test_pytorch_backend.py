@@ -66,6 +66,13 @@ def test_torchscript_inputs_are_matched_by_the_names_of_its_arguments(tmp_path: 
         assert list(infer(server, "script", "sum", right=row(1, 2), left=row(10, 20))) == ["sum"]
 
 
+def test_torchscript_inputs_are_matched_by_position_where_a_name_is_not_that_of_an_argument(tmp_path: Path) -> None:
+    save_script(SumAndDifference(), version_directory(tmp_path, "script", two_tensors("right", "other")))
+    with serving(tmp_path) as server:
+        server.load_model("script")
+        assert infer(server, "script", other=row(1, 2), right=row(10, 20))["difference"].tolist() == [[9, 18]]
+
+
 def test_torchscript_inputs_are_matched_by_their_index(tmp_path: Path) -> None:
     config = two_tensors("INPUT__1", "INPUT__0", "OUTPUT__1", "OUTPUT__0")
     save_script(SumAndDifference(), version_directory(tmp_path, "script", config))
@@ -147,15 +154,15 @@ def parameter(key: str, value: str) -> str:
     return two_tensors(more=f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}')
 
 
+THREE_INPUTS = two_tensors(more='input { name: "third" data_type: TYPE_FP32 dims: [ -1 ] }')
 OPTIONAL = two_tensors().replace("FP32 dims: [ -1 ] }, {", "FP32 dims: [ -1 ] optional: true }, {", 1)
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (two_tensors("a", "b"), "inputs are a, b, but the program's arguments are left, right"),
+        (THREE_INPUTS, "inputs are left, right, third, but the program's arguments are left, right"),
         (parameter("INFERENCE_MODE", "maybe"), "'maybe': expected true"),
-        (parameter("ABSENT", "1"), "parameter 'ABSENT' is unknown"),
         (two_tensors(more='default_model_filename: "other.pt"'), "unable to find '.*other.pt' for model 'script'"),
         (OPTIONAL, "no optional inputs"),
     ],

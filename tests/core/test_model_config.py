@@ -9,9 +9,9 @@ import pytest
 from core_host import ECHO_BACKEND, Repository, serving
 
 from llmbackend.core.backend_api import InstanceGroupKind
+from llmbackend.core.config.backend_rules import fill_backend
 from llmbackend.core.config.model_config import (
     config_to_json,
-    fill_backend,
     parse_json,
     parse_text,
     set_defaults,
@@ -89,7 +89,6 @@ def test_instance_groups_are_named() -> None:
 
 def test_old_platform_names_fill_the_backend() -> None:
     assert completed('name: "m" platform: "onnxruntime_onnx"')["backend"] == "onnxruntime"
-    assert completed('name: "m"')["backend"] == ""
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,6 @@ _OPTIONS = {
     "enable_mem_arena": "enable_cpu_mem_arena",
     "enable_mem_pattern": "enable_mem_pattern",
 }
-_WITHOUT_EFFECT = ("cudnn_conv_algo_search", "gpu_mem_limit", "memory.enable_memory_arena_shrinkage")
 
 
 class ModelState:
@@ -77,7 +76,7 @@ class ModelState:
         """Raises TritonError naming the file or the field that is wrong."""
         self.name = model.name
         self.path = _find(model)
-        settings = read_parameters(model.config, _PARAMETERS, _WITHOUT_EFFECT)
+        settings = read_parameters(model.config, _PARAMETERS)
         self._options = {_OPTIONS[key]: value for key, value in settings.items()}
 
     def new_session(self, instance: ModelInstance) -> onnxruntime.InferenceSession:

@@ -26,16 +26,6 @@ _PARAMETERS = {
     "DISABLE_OPTIMIZED_EXECUTION": boolean,
     "INTRA_OP_THREAD_COUNT": positive,
 }
-_WITHOUT_EFFECT = (
-    "DISABLE_CUDNN",
-    "ENABLE_CACHE_CLEANING",
-    "ENABLE_JIT_EXECUTOR",
-    "ENABLE_JIT_PROFILING",
-    "ENABLE_NVFUSER",
-    "ENABLE_TENSOR_FUSER",
-    "ENABLE_WEIGHT_SHARING",
-    "INTER_OP_THREAD_COUNT",
-)
 
 
 class ModelState:
@@ -44,7 +34,7 @@ class ModelState:
         config = model.config
         self.name = model.name
         self.path = _find(model)
-        self.settings: dict[str, Any] = read_parameters(config, _PARAMETERS, _WITHOUT_EFFECT)
+        self.settings: dict[str, Any] = read_parameters(config, _PARAMETERS)
         self.inputs = [*(tensor.name for tensor in config.input), *batch_input_names(config), *sequence_inputs(config)]
         self.outputs = in_order(output_names(config))
         if not self.inputs or not self.outputs:
@@ -60,23 +50,18 @@ class ModelState:
         except Exception as error:  # the loader's own errors are of many kinds
             raise invalid_argument(f"failed to load model '{self.name}': {_first_line(error)}") from None
         arguments = program.arguments
-        if arguments is not None and not self._fit(arguments):
+        if arguments is not None and len(arguments) != len(self.inputs):
             raise invalid_argument(
                 f"model '{self.name}': inputs are {', '.join(self.inputs)}, but the program's arguments are "
-                f"{', '.join(arguments) or 'none'}; name inputs as the arguments or <name>__<index>"
+                f"{', '.join(arguments) or 'none'}"
             )
         return program
 
     def arranged(self, arguments: Sequence[str] | None) -> list[str]:
-        """The inputs' names in the order of the program's arguments."""
+        """The inputs' names in the order of the program's arguments: by name, else by index, else as configured."""
         if arguments is not None and set(arguments) == set(self.inputs):
             return list(arguments)
         return in_order(self.inputs)
-
-    def _fit(self, arguments: Sequence[str]) -> bool:
-        return len(arguments) == len(self.inputs) and (
-            set(arguments) == set(self.inputs) or len(arguments) == 1 or all(map(_INDEXED.match, self.inputs))
-        )
 
 
 def in_order(names: list[str]) -> list[str]:

@@ -25,16 +25,6 @@ from llmbackend.core.errors import internal, invalid_argument
 from .sequence_rules import set_sequence_defaults
 
 CONFIG_FILE_NAME = "config.pbtxt"
-BACKEND_OF_PLATFORM = {
-    "tensorflow_graphdef": "tensorflow",
-    "tensorflow_savedmodel": "tensorflow",
-    "tensorrt_plan": "tensorrt",
-    "onnxruntime_onnx": "onnxruntime",
-    "pytorch_libtorch": "pytorch",
-}
-"""Platform names from before `backend` existed; they still name a backend."""
-
-PYTHON_MODEL_FILE = "model.py"
 _ERROR_CHARACTERS = 500
 
 
@@ -71,17 +61,6 @@ def parse_json(text: str | bytes) -> ModelConfig:
 def _first_line(error: BaseException) -> str:
     """A parser quotes what it was given, which may be megabytes."""
     return (str(error).splitlines() or [type(error).__name__])[0][:_ERROR_CHARACTERS]
-
-
-def fill_backend(config: ModelConfig, model_directory: Path) -> None:
-    """Fills `backend` (from the platform's old name, or from a model.py) and `default_model_filename`."""
-    if not config.backend:
-        config.backend = BACKEND_OF_PLATFORM.get(config.platform, "")
-    has_python_file = any(model_directory.glob(f"*/{PYTHON_MODEL_FILE}"))
-    if not config.backend and not config.platform and has_python_file:
-        config.backend = "python"
-    if config.backend == "python" and not config.default_model_filename:
-        config.default_model_filename = PYTHON_MODEL_FILE
 
 
 def set_defaults(config: ModelConfig) -> None:

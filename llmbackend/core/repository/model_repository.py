@@ -22,7 +22,8 @@ from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.config.model_config import CONFIG_FILE_NAME, fill_backend, parse_json, read_config, set_defaults
+from llmbackend.core.config.backend_rules import fill_backend
+from llmbackend.core.config.model_config import CONFIG_FILE_NAME, parse_json, read_config, set_defaults
 from llmbackend.core.config.model_config_rules import validate_config
 from llmbackend.core.errors import ErrorCode, TritonError, internal, invalid_argument
 from llmbackend.core.messages import LoadParameters
