@@ -187,7 +187,10 @@ def _wrong_usage(error: typer.TyperException) -> str:
     if not isinstance(error, typer.BadParameter):
         return f"{usage}{error.format_message()}"
     option = error.param_hint or (error.param.opts[0] if error.param is not None else "")
-    return f'{usage}Bad option: "{option}".\n{error.message}' if option else f"{usage}{error.message}"
+    if not option:
+        return f"{usage}{error.message}"
+    message = error.message if str(option) in error.message else f"{option}: {error.message}"
+    return f'{usage}Bad option: "{option}".\n{message}'
 
 
 if __name__ == "__main__":

@@ -14,8 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
+from llmbackend.adapter.engine_args import check_checkpoint
+from llmbackend.core.errors import TritonError
 from llmbackend.core.messages import ServerOptions
 from llmbackend.core.metrics.metrics_options import MetricsOptions, with_metrics_config
+from llmbackend.engine.config import EngineConfig
 from llmbackend.frontends.doors.exposure import is_loopback
 from llmbackend.frontends.doors.rate_limit import Limits
 from llmbackend.frontends.doors.restrictions import parse_restrictions
@@ -27,6 +30,7 @@ from .flag_types import switch as _switch
 from .log_format import LOG_FORMATS
 from .server_log import LogSettings
 from .settings import Endpoint
+from .start_failure import advice
 
 
 def _port(help_text: str) -> Any:
@@ -99,13 +103,16 @@ class ModelFlags:
 
         found = list(self.model_repository or ())
         for directory in found:
-            if not directory.is_dir():
-                raise bad_option("--model-repository", f"'{directory}' is not a directory")
+            _check_repository(directory)
         if self.model:
+            try:
+                check_checkpoint(EngineConfig(model=self.model))
+            except TritonError as error:
+                raise bad_option("--model", f"{error.message}. {advice(error.message)}") from None
             made = single_model_repository(self.model, self.model_name, self.dtype, self.device, self.max_model_len)
             found.append(made)
         if not found:
-            raise typer.BadParameter("give --model-repository DIR, or --model DIR for a single checkpoint")
+            raise typer.BadParameter("nothing to serve: give --model-repository DIR, or --model DIR for one checkpoint")
         return found
 
 
@@ -319,6 +326,17 @@ def server_options(
         allow_client_shm=allow_client_shm,
         metrics=metrics,
     )
+
+
+def _check_repository(directory: Path) -> None:
+    try:
+        if directory.is_dir():
+            return
+        what = "is no directory" if directory.exists() else "does not exist"
+    except OSError as error:
+        what = f"can not be read: {error.strerror}"
+    expected = "give the directory that holds a directory for each model, or --model for one checkpoint"
+    raise bad_option("--model-repository", f"'{directory}' {what}: {expected}")
 
 
 def bad_option(flag: str, message: str) -> typer.BadParameter:

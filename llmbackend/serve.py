@@ -22,6 +22,7 @@ from rich.console import Console
 from llmbackend import __version__
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.lifecycle.load_errors import StartupError
 from llmbackend.frontends.doors.doors import Doors
 from llmbackend.frontends.doors.exposure import exposure
 from llmbackend.frontends.http_app import create_http_app
@@ -32,6 +33,7 @@ from llmbackend.frontends.serving import FrontendServer
 from .process_end import exit_now, in_thread, kill_children, stop_on_signal, temporary_directory
 from .server_log import ServerLog
 from .settings import ServerSettings
+from .start_failure import complain, last_words
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ def run_server(settings: ServerSettings) -> int:
     try:
         server_log.install()
     except OSError as error:
-        print(f"--log-file '{settings.log.file}' can not be written: {error}", file=sys.stderr)
+        complain(f"--log-file '{settings.log.file}' can not be written: {error.strerror}. Name another file, or none.")
         return 1
     gc.set_threshold(YOUNG_OBJECTS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -69,7 +71,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
     try:
         doors = Doors(settings.doors)
     except ValueError as error:
-        log.error("%s", error)
+        complain(str(error))
         return 1
     server = doors.host(settings.options)
     loading = in_thread(server.start)
@@ -79,6 +81,8 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         await loading
     except TritonError as error:
         print(f"error: creating server: {error.code.value} - {error.message}", file=sys.stderr)  # as Triton's main
+        if isinstance(error, StartupError):
+            complain(f"\n{last_words(error.reasons)}")
         return 1
     frontends = _frontends(server, settings, doors, server_log)
     try:

@@ -155,10 +155,20 @@ def check_checkpoint(engine: EngineConfig) -> None:
     Raises TritonError INVALID_ARG.
     """
     model, path = engine.model, Path(engine.model)
-    if not path.is_dir():
-        return
-    if not (path / "config.json").is_file():
-        raise invalid_argument(f"engine argument 'model' is '{model}', which has no config.json: not a checkpoint")
+    try:
+        if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
+            raise invalid_argument(f"engine argument 'model' is '{model}', which does not exist")
+        if path.exists() and not path.is_dir():
+            raise invalid_argument(f"engine argument 'model' is '{model}', which is no directory")
+        if not path.is_dir():
+            return
+        if not (path / "config.json").is_file():
+            raise invalid_argument(f"engine argument 'model' is '{model}', which has no config.json: not a checkpoint")
+        next(path.iterdir(), None)
+    except OSError as error:
+        raise invalid_argument(
+            f"engine argument 'model' is '{model}', which cannot be read: {error.strerror}"
+        ) from None
     if "build_config" in _read_object(path / "config.json"):
         raise invalid_argument(
             f"engine argument 'model' is '{model}', an engine that TensorRT-LLM has built and that it alone can run: "

@@ -84,6 +84,11 @@ def _python_based(
     return BackendLocation(key, own_directory, PYTHON_BACKEND, entry_point=entry_point, is_python_based=True)
 
 
+def installed_backends() -> list[str]:
+    """The names of the backends that installed packages bring along."""
+    return sorted(entry_points(group=ENTRY_POINT_GROUP).names)
+
+
 def _installed(backend: str) -> BackendLocation | None:
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=backend):
         return BackendLocation(f"{ENTRY_POINT_GROUP}:{backend}", Path(), backend, entry_point=entry_point)

@@ -16,9 +16,10 @@ from prometheus_client.samples import Sample
 
 from .conservation import breaches_of
 from .control_door import ControlDoor
-from .errors import TritonError, internal, unavailable
+from .errors import TritonError, unavailable
 from .inference_door import InferenceDoor
 from .lifecycle.draining import cut, wait_until_drained
+from .lifecycle.load_errors import StartupError
 from .lifecycle.model_lifecycle import STOPPING
 from .memory.shared_memory import SharedMemory
 from .messages import ServerOptions
@@ -51,7 +52,8 @@ class InferenceServer(InferenceDoor, ControlDoor, ServedModels):
     def start(self) -> None:
         """Loads the startup models; blocks until they are READY or failed.
 
-        Raises TritonError when a startup model failed and options.exit_on_error; the server is stopped then.
+        Raises StartupError when a startup model failed and options.exit_on_error, another TritonError when the server
+        itself can not start; it is stopped then.
         """
         self._state = ServerState.INITIALIZING
         try:
@@ -70,7 +72,7 @@ class InferenceServer(InferenceDoor, ControlDoor, ServedModels):
         self._log_tables()
         if errors and self._options.exit_on_error:
             self._fail_to_start(timeout_s=30.0)
-            raise internal("failed to load all models")
+            raise StartupError(errors)
         with self._state_lock:
             if not self.is_exiting:
                 self._state = ServerState.READY

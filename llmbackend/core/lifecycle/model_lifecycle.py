@@ -86,7 +86,7 @@ class ModelLifecycle(ModelLookup):
             raise LoadError(spec.key, f"{OUTDATED}\n")
         if errors:
             log.info("failed to load '%s'", spec.key)
-            raise LoadError(spec.key, what_failed(errors, updated))
+            raise LoadError(spec.key, what_failed(errors, updated), tuple(errors.values()))
         log.info("successfully loaded '%s'", spec.key)
 
     def unload(self, name: str) -> None:

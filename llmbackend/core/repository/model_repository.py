@@ -92,10 +92,14 @@ class ModelRepository:
         self._uploads: Path | None = None
 
     def check(self) -> None:
-        """Raises TritonError INTERNAL when a repository is no directory."""
+        """Raises TritonError INTERNAL when a repository is no directory, or can not be read."""
         for root in self._roots:
-            if not root.is_dir():
-                raise internal(f"failed to stat file {root}: a model repository must be a directory")
+            try:
+                if not root.is_dir():
+                    raise internal(f"failed to stat file {root}: a model repository must be a directory")
+                next(root.iterdir(), None)
+            except OSError as error:
+                raise internal(f"failed to read model repository {root}: {error.strerror}") from error
 
     def listing(self) -> dict[str, list[ModelSource]]:
         """The directories of every model by its key, sorted. More than one: the model is in several repositories, and
@@ -256,7 +260,7 @@ def polling(key: str, name: str | None = None) -> Iterator[None]:
         log.error("Poll failed for model directory '%s': %s", key, error)
         if isinstance(error, TritonError) and error.code is ErrorCode.UNSUPPORTED:
             raise
-        raise internal(f"failed to load '{name or key}', failed to poll from model repository") from None
+        raise internal(f"failed to load '{name or key}', failed to poll from model repository") from error
 
 
 def _normalise(spec: ModelSpec) -> None:

@@ -1,0 +1,145 @@
+"""The last line of a server that does not start: what is wrong and what to do, in plain words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from llmbackend.core.errors import TritonError
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.lifecycle.load_errors import StartupError
+from llmbackend.core.messages import ServerOptions
+from llmbackend.start_failure import MOST_MODELS_SHOWN, advice, last_words
+
+CHECKPOINT = "Give the directory of a Hugging Face checkpoint"
+
+
+def last_line(*flags: str) -> str:
+    """What the command writes last before it ends with exit code 1."""
+    ports = [f"--{protocol}-port=0" for protocol in ("http", "grpc", "metrics")]
+    command = [sys.executable, "-m", "llmbackend.cli", "serve", *ports, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr.rstrip().splitlines()[-1]
+
+
+def refused_flags(flags: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    from llmbackend import cli
+
+    monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *flags])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    return capsys.readouterr().err.rstrip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "wrong", "remedy"),
+    [
+        (["--model", "/no/such/dir"], "is '/no/such/dir', which does not exist", CHECKPOINT),
+        (["--model", "a/b/c"], "is 'a/b/c', which does not exist", CHECKPOINT),
+        (["--model", __file__], "which is no directory", CHECKPOINT),
+        (["--model", str(Path(__file__).parent)], "has no config.json", CHECKPOINT),
+        (["--model-repository", "/no/such/repo"], "'/no/such/repo' does not exist", "give the directory that holds"),
+        (["--model-repository", __file__], "is no directory", "give the directory that holds"),
+        ([], "nothing to serve", "give --model-repository DIR, or --model DIR"),
+        (["--http-port", "many"], "--http-port", "valid integer"),
+    ],
+)
+def test_wrong_flags_end_before_anything_is_loaded(
+    flags: list[str], wrong: str, remedy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = refused_flags(flags, capsys, monkeypatch)
+    assert wrong in line
+    assert remedy in line
+
+
+def start(repository: Path) -> StartupError:
+    with pytest.raises(StartupError) as failure:
+        InferenceServer(ServerOptions(model_repositories=(repository,))).start()
+    assert str(failure.value) == "failed to load all models"
+    return failure.value
+
+
+def write_model(root: Path, name: str, config: str = 'backend: "llm"\n', **arguments: object) -> None:
+    (root / name / "1").mkdir(parents=True)
+    (root / name / "config.pbtxt").write_text(config)
+    if arguments:
+        (root / name / "1" / "model.json").write_text(json.dumps(arguments))
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "wrong", "remedy"),
+    [
+        ('backend: "nosuch"', {}, "backend 'nosuch'", "Name an installed backend in config.pbtxt (llm, onnxruntime, "),
+        ("backend: llm", {}, "config.pbtxt", "Correct that"),
+        ('backend: "llm"', {}, "model.json", CHECKPOINT),
+        (
+            'backend: "llm"',
+            {"model": "mock", "block_size": 0},
+            "'block_size' is 0, expected at least 1",
+            "Correct that",
+        ),
+        ('backend: "llm"', {"model": "/no/such"}, "is '/no/such', which does not exist", CHECKPOINT),
+    ],
+)
+def test_models_that_do_not_load_say_why_and_what_to_do(
+    tmp_path: Path, config: str, arguments: dict[str, object], wrong: str, remedy: str
+) -> None:
+    write_model(tmp_path, "bad", config, **arguments)
+    words = last_words(start(tmp_path).reasons)
+    assert words.startswith("Model 'bad' was not loaded: ")
+    assert "\n" not in words
+    assert wrong in words
+    assert remedy in words
+
+
+def test_a_refused_architecture_is_named_at_the_end(tmp_path: Path) -> None:
+    write_model(tmp_path, "bloom")
+    version = tmp_path / "bloom" / "1"
+    for file in Path("model_repository/demo/1").iterdir():
+        (version / file.name).write_bytes(file.read_bytes())
+    config = json.loads((version / "config.json").read_text())
+    (version / "config.json").write_text(
+        json.dumps(config | {"architectures": ["BloomForCausalLM"], "model_type": "bloom"})
+    )
+    line = last_line("--model-repository", str(tmp_path))
+    assert line.startswith("Model 'bloom' was not loaded: ")
+    assert "'BloomForCausalLM' is not supported" in line
+    assert line.endswith("docs/llm_backend.md says which architectures work and why others do not.")
+
+
+def test_a_repository_that_may_not_be_read_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)  # tests may run as root, whom no mode bits stop
+    with pytest.raises(TritonError, match=r"failed to read model repository .*: Permission denied"):
+        InferenceServer(ServerOptions(model_repositories=(tmp_path,))).start()
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("engine argument 'model' is '/x', which cannot be read: Permission denied", "Let the user that runs"),
+        ("the engine of 'm_0' did not start: the engine process ended by signal SIGKILL", "too little memory"),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes", "too little memory"),
+        ("CUDA out of memory. Tried to allocate 2 GiB", "too little memory"),
+        ("the tokenizer of 'a/b' cannot be loaded: Got: ConnectError: … on the Hub", "check the name and the network"),
+        ("KeyError: 'x'", "The log above says more."),
+    ],
+)
+def test_advice_follows_the_reason(reason: str, remedy: str) -> None:
+    assert remedy in advice(reason)
+
+
+def test_many_failures_are_cut() -> None:
+    lines = last_words({f"m{index}": "x " * 5000 for index in range(MOST_MODELS_SHOWN + 3)}).splitlines()
+    assert lines[-1] == "and 3 more models; the log above names them."
+    assert max(map(len, lines)) < 800
