@@ -170,15 +170,20 @@ class MetricKind(Enum):
 
 
 class MetricFamily(Protocol):
-    """One Prometheus family; every metric of it has the same label names. Source: TRITONSERVER_MetricFamily."""
+    """One Prometheus family. Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric."""
+
+    def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
+        """Makes the metric with these labels, at 0, if it is not there. `buckets`: a histogram's upper bounds,
+        ascending, in the place of its family's. Raises TritonError INVALID_ARG for labels or buckets that can not be.
+        """
 
     def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
     def set(self, value: float, /, **labels: str) -> None: ...
     def observe(self, value: float, /, **labels: str) -> None: ...
-    def value(self, **labels: str) -> float:
+    def value(self, /, **labels: str) -> float:
         """What a counter or gauge holds."""
 
-    def remove(self, **labels: str) -> None:
+    def remove(self, /, **labels: str) -> None:
         """Forgets the metric with exactly these labels, if it exists."""
 
 
@@ -263,12 +268,13 @@ class Backend(Protocol):
         kind: MetricKind,
         name: str,
         description: str,
-        label_names: Sequence[str] = (),
+        label_names: Sequence[str] | None = (),
         buckets: Sequence[float] | None = None,
     ) -> MetricFamily:
-        """The family of that name, made at the first call.
+        """The family of that name, made at the first call, whose description stays. `label_names`: of all its metrics;
+        None: each metric names its own.
 
-        Raises TritonError ALREADY_EXISTS when it exists with another kind, description or label names.
+        Raises TritonError ALREADY_EXISTS when it exists with another kind or label names.
         """
 
 

@@ -113,10 +113,11 @@ class LoadedBackend:
         kind: MetricKind,
         name: str,
         description: str,
-        label_names: Sequence[str] = (),
+        label_names: Sequence[str] | None = (),
         buckets: Sequence[float] | None = None,
     ) -> MetricFamily:
-        return self._families.get(kind, name, description, tuple(label_names), buckets)
+        names = None if label_names is None else tuple(label_names)
+        return self._families.get(kind, name, description, names, buckets)
 
     def attributes(self) -> BackendAttributes:
         """What GetBackendAttribute says; its error is ignored, and so are the attributes of a failing call."""

@@ -53,7 +53,7 @@ class TritonBackend:
         kind: MetricKind,
         name: str,
         description: str,
-        label_names: Sequence[str] = (),
+        label_names: Sequence[str] | None = (),
         buckets: Sequence[float] | None = None,
     ) -> MetricFamily:
         return self.chores.metrics.family(kind, name, description, buckets)

@@ -117,7 +117,7 @@ class _Series:
 
     _name: str
 
-    def value(self, **labels: str) -> float:
+    def value(self, /, **labels: str) -> float:
         raise unsupported(f"metric '{self._name}' is written here, and not read")
 
 
@@ -128,6 +128,9 @@ class Scalar(_Series):
         self._buffer = buffer
         self._name = name
 
+    def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
+        self._buffer.add(self._name, labels, 0.0)
+
     def increment(self, value: float = 1.0, /, **labels: str) -> None:
         self._buffer.add(self._name, labels, value)
 
@@ -137,7 +140,7 @@ class Scalar(_Series):
     def observe(self, value: float, /, **labels: str) -> None:
         raise unsupported(f"metric '{self._name}' is no histogram: can not observe it")
 
-    def remove(self, **labels: str) -> None:
+    def remove(self, /, **labels: str) -> None:
         self._buffer.forget(self._name, labels)
 
 
@@ -150,6 +153,13 @@ class Histogram(_Series):
         self._bounds = (*sorted(buckets), math.inf)
         self._texts = ["+Inf" if math.isinf(bound) else f"{bound:g}" for bound in self._bounds]
         self._seen: set[tuple[str, ...]] = set()
+
+    def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
+        """The bounds are the family's."""
+        for text in self._texts:
+            self._buffer.add(f"{self._name}_bucket", {**labels, "le": text}, 0.0)
+        for part in ("sum", "count"):
+            self._buffer.add(f"{self._name}_{part}", labels, 0.0)
 
     def increment(self, value: float = 1.0, /, **labels: str) -> None:
         raise unsupported(f"metric '{self._name}' is a histogram: can not increment it")
@@ -168,7 +178,7 @@ class Histogram(_Series):
         self._buffer.add(f"{self._name}_sum", labels, value)
         self._buffer.add(f"{self._name}_count", labels, 1.0)
 
-    def remove(self, **labels: str) -> None:
+    def remove(self, /, **labels: str) -> None:
         self._seen.discard(tuple(labels.values()))
         for part in ("bucket", "sum", "count"):
             self._buffer.forget(f"{self._name}_{part}", labels)

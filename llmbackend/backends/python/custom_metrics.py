@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind, invalid_argument
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]
-"""A family's name, and labels."""
+"""A family's name, and labels, sorted by name."""
 
 
 class MetricUsers:
@@ -35,13 +35,19 @@ class ModelMetrics:
         self._numbers: dict[_Key, int] = {}
         self._metrics: list[tuple[MetricFamily, dict[str, str]]] = []
 
+    def open_family(self, kind: str, name: str, description: str) -> None:
+        """Raises TritonError ALREADY_EXISTS when the family is of another kind, INVALID_ARG for its name."""
+        self._family(kind, name, description)
+
     def open(
         self, kind: str, name: str, description: str, labels: dict[str, str], buckets: Sequence[float] | None
     ) -> int:
-        """The number of a metric. Raises TritonError ALREADY_EXISTS when its family is of another kind."""
-        family = self._backend.metric_family(MetricKind(kind), name, description, tuple(labels), buckets)
-        key = (name, tuple(labels.items()))
+        """The number of a metric, which is exported from now on. Raises TritonError as `open_family`, and INVALID_ARG
+        for labels or buckets that can not be."""
+        family = self._family(kind, name, description)
+        key = (name, tuple(sorted(labels.items())))
         with self._users.lock:
+            family.declare(buckets, **labels)
             if key not in self._numbers:
                 self._users.counts[key] += 1
                 self._numbers[key] = len(self._metrics)
@@ -73,3 +79,6 @@ class ModelMetrics:
                     family, labels = self._metrics[number]
                     family.remove(**labels)
             self._numbers.clear()
+
+    def _family(self, kind: str, name: str, description: str) -> MetricFamily:
+        return self._backend.metric_family(MetricKind(kind), name, description, None)

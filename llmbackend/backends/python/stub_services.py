@@ -132,6 +132,9 @@ class StubServices:
         except TritonError as error:  # the model was told already where it could be
             log.error("a metric of model '%s' can not be changed: %s", self._model.name, error)
 
+    def _on_metric_family(self, question: int, *arguments: Any) -> None:
+        self._reply(question, self._metrics.open_family, *arguments)
+
     def _on_metric_open(self, question: int, *arguments: Any) -> None:
         self._reply(question, self._metrics.open, *arguments)
 

@@ -1,8 +1,9 @@
 """Metric families that backends make: counters, gauges and histograms under exactly the names they ask for.
 
-For: Backend.metric_family. Does not know: models, how metrics are served. Invariants: one family per name; a sample's
-name is the family's name, with no suffix added (a counter called `x_total` is printed once as `x_total`).
-Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric.
+For: Backend.metric_family. Does not know: models, how metrics are served. Invariants: one family per name, of one kind
+and with its first description; every name can be printed, because one that can not would spoil the page for all; a
+sample's name is the family's name, with no suffix added (a counter called `x_total` is printed once as `x_total`).
+Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric; the texts of prometheus-cpp, which Triton hands on.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import re
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -21,25 +23,46 @@ from llmbackend.core.backend_api import MetricKind
 from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument
 
 DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-LabelValues = tuple[str, ...]
+LabelSet = tuple[tuple[str, str], ...]
+"""Names and values, sorted by name."""
+_METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class Family:
     """One family. Owner of its values; any thread may write."""
 
     def __init__(
-        self, kind: MetricKind, name: str, description: str, label_names: tuple[str, ...], buckets: tuple[float, ...]
+        self,
+        kind: MetricKind,
+        name: str,
+        description: str,
+        label_names: tuple[str, ...] | None,
+        buckets: tuple[float, ...],
     ) -> None:
+        """`label_names`: those of all its metrics; None: each metric names its own."""
         self.kind = kind
         self.name = name
         self.description = description
         self.label_names = label_names
         self.buckets = buckets
         self._lock = threading.Lock()
-        self._values: dict[LabelValues, float] = {}
-        self._bucket_counts: dict[LabelValues, list[int]] = {}
-        if not label_names and kind is not MetricKind.HISTOGRAM:
+        self._values: dict[LabelSet, float] = {}
+        self._buckets: dict[LabelSet, tuple[float, ...]] = {}
+        self._bucket_counts: dict[LabelSet, list[int]] = {}
+        if label_names == () and kind is not MetricKind.HISTOGRAM:
             self._values[()] = 0.0
+
+    def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
+        """Makes the metric with these labels, at 0; leaves one that is there as it is. `buckets`: a histogram's upper
+        bounds, in the place of its family's. Raises TritonError INVALID_ARG for labels or buckets that can not be."""
+        bounds = self.buckets if buckets is None else _checked_bounds(buckets)
+        key = self._key(labels)
+        for label in labels:
+            if not _LABEL_NAME.fullmatch(label) or (label == "le" and self.kind is MetricKind.HISTOGRAM):
+                raise invalid_argument(f"Invalid label name: '{label}' of metric '{self.name}'")
+        with self._lock:
+            self._add(key, bounds)
 
     def increment(self, value: float = 1.0, /, **labels: str) -> None:
         """Adds to a counter or gauge. Raises TritonError INVALID_ARG for a histogram or a counter that would fall."""
@@ -60,21 +83,22 @@ class Family:
         self._check_kind("observe", MetricKind.HISTOGRAM)
         key = self._key(labels)
         with self._lock:
-            counts = self._bucket_counts.setdefault(key, [0] * (len(self.buckets) + 1))
-            counts[bisect.bisect_left(self.buckets, value)] += 1
-            self._values[key] = self._values.get(key, 0.0) + value
+            self._add(key, self.buckets)
+            self._bucket_counts[key][bisect.bisect_left(self._buckets[key], value)] += 1
+            self._values[key] += value
 
-    def value(self, **labels: str) -> float:
+    def value(self, /, **labels: str) -> float:
         """Of a counter or gauge; 0 where nothing was written yet. Raises TritonError INVALID_ARG for a histogram."""
         self._check_kind("read", MetricKind.COUNTER, MetricKind.GAUGE)
         key = self._key(labels)
         with self._lock:
             return self._values.get(key, 0.0)
 
-    def remove(self, **labels: str) -> None:
+    def remove(self, /, **labels: str) -> None:
         key = self._key(labels)
         with self._lock:
             self._values.pop(key, None)
+            self._buckets.pop(key, None)
             self._bucket_counts.pop(key, None)
 
     def collect(self) -> Metric:
@@ -82,26 +106,42 @@ class Family:
         metric = Metric(self.name, self.description, self.kind.value)
         with self._lock:
             for key, value in self._values.items():
-                labels = dict(zip(self.label_names, key, strict=True))
+                labels = dict(key)
                 if self.kind is not MetricKind.HISTOGRAM:
                     metric.add_sample(self.name, labels, value)
                     continue
                 counts = self._bucket_counts[key]
                 metric.add_sample(f"{self.name}_count", labels, sum(counts))
                 metric.add_sample(f"{self.name}_sum", labels, value)
-                bounds = (*self.buckets, float("inf"))
+                bounds = (*self._buckets[key], float("inf"))
                 for bound, total in zip(bounds, itertools.accumulate(counts), strict=True):
                     metric.add_sample(f"{self.name}_bucket", {**labels, "le": number_text(bound)}, total)
         return metric
 
-    def _key(self, labels: dict[str, str]) -> LabelValues:
-        if len(labels) != len(self.label_names) or any(name not in labels for name in self.label_names):
-            raise invalid_argument(f"metric '{self.name}' has labels {list(self.label_names)}, got {sorted(labels)}")
-        return tuple(str(labels[name]) for name in self.label_names)
+    def _add(self, key: LabelSet, bounds: tuple[float, ...]) -> None:
+        """Holds the lock."""
+        if key not in self._values:
+            self._values[key] = 0.0
+            if self.kind is MetricKind.HISTOGRAM:
+                self._buckets[key] = bounds
+                self._bucket_counts[key] = [0] * (len(bounds) + 1)
+
+    def _key(self, labels: dict[str, str]) -> LabelSet:
+        names = self.label_names
+        if names is not None and (len(labels) != len(names) or any(name not in labels for name in names)):
+            raise invalid_argument(f"metric '{self.name}' has labels {list(names)}, got {sorted(labels)}")
+        return tuple(sorted((name, str(value)) for name, value in labels.items()))
 
     def _check_kind(self, action: str, *kinds: MetricKind) -> None:
         if self.kind not in kinds:
             raise invalid_argument(f"metric '{self.name}' is a {self.kind.value}: can not {action} it")
+
+
+def _checked_bounds(buckets: Sequence[float]) -> tuple[float, ...]:
+    bounds = tuple(map(float, buckets))
+    if any(map(math.isnan, bounds)) or any(lower >= upper for lower, upper in itertools.pairwise(bounds)):
+        raise invalid_argument(f"Bucket Boundaries must be strictly sorted, got {list(bounds)}")
+    return bounds
 
 
 def number_text(value: float) -> str:
@@ -127,20 +167,29 @@ class MetricFamilies:
         kind: MetricKind,
         name: str,
         description: str,
-        label_names: tuple[str, ...],
+        label_names: tuple[str, ...] | None,
         buckets: Sequence[float] | None,
     ) -> Family:
-        """Raises TritonError ALREADY_EXISTS when the name is taken by another kind, description or label names."""
+        """Raises TritonError ALREADY_EXISTS when the name is taken by another kind or label names, INVALID_ARG for a
+        name that Prometheus has not."""
+        if not _METRIC_NAME.fullmatch(name):
+            raise invalid_argument(f"Invalid metric name: '{name}'")
         with self._lock:
             family = self._families.get(name)
             if family is None:
                 bounds = tuple(sorted(buckets)) if buckets else DEFAULT_BUCKETS
                 family = Family(kind, name, description, label_names, bounds)
                 self._families[name] = family
-            elif (family.kind, family.description, family.label_names) != (kind, description, label_names):
+            elif family.kind is not kind:
                 raise TritonError(
-                    f"metric family '{name}' already exists as a {family.kind.value} with labels "
-                    f"{list(family.label_names)} and description '{family.description}'",
+                    f"Family name already exists with different type: '{name}' is a {family.kind.value}",
+                    ErrorCode.ALREADY_EXISTS,
+                )
+            elif label_names is None:
+                family.label_names = None
+            elif family.label_names not in (None, label_names):
+                raise TritonError(
+                    f"metric family '{name}' already exists with labels {list(family.label_names or ())}",
                     ErrorCode.ALREADY_EXISTS,
                 )
             return family
@@ -158,4 +207,6 @@ class MetricFamilies:
         with self._lock:
             families = list(self._families.values())
         for family in families:
-            yield family.collect()
+            collected = family.collect()
+            if collected.samples or family.label_names is not None:
+                yield collected
