@@ -208,10 +208,17 @@ class DoorFlags:
         None
     )
     api_key_file: Annotated[
-        Path | None, typer.Option(help="File of name:key [rpm=N] [tpm=N] lines; read again when it changes.")
+        Path | None,
+        typer.Option(help="File of name:key [role=operator] [rpm=N] [tpm=N] [concurrency=N] lines; read again."),
     ] = None
-    api_key_rpm: Annotated[int, typer.Option(min=0, help="Requests per minute of a key; 0 = no limit.")] = 0
+    api_key_rpm: Annotated[int, typer.Option(min=0, help="Prompts per minute of a key; 0 = no limit.")] = 0
     api_key_tpm: Annotated[int, typer.Option(min=0, help="Tokens per minute of a key; 0 = no limit.")] = 0
+    api_key_max_concurrent_requests: Annotated[
+        int, typer.Option(min=0, help="Inferences of a key at once; 0 = its share, so that no key takes all.")
+    ] = 0
+    share_caches_between_api_keys: Annotated[
+        Any, _switch("--share-caches-between-api-keys", "A key finds prefixes and responses computed for others.")
+    ] = False
     http_restricted_api: Annotated[
         list[str] | None,
         typer.Option("--http-restricted-api", help="<api>,<api>:<header>=<value>; repeatable."),
@@ -248,7 +255,8 @@ class DoorFlags:
                 api_key_file=self.api_key_file,
                 api_keys=tuple(self.api_key or ()),
                 environment_keys=os.environ.pop("LLMBACKEND_API_KEYS", ""),  # engines and models need not see them
-                default_limits=Limits(self.api_key_rpm, self.api_key_tpm),
+                default_limits=Limits(self.api_key_rpm, self.api_key_tpm, self.api_key_max_concurrent_requests),
+                share_caches=self.share_caches_between_api_keys,
                 http_restrictions=parse_restrictions(self.http_restricted_api or (), "api"),
                 grpc_restrictions=parse_restrictions(self.grpc_restricted_protocol or (), "protocol"),
                 http_tls=self._http_tls(),

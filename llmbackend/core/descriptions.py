@@ -41,6 +41,7 @@ class Description:
     platform: str
     inputs: tuple[TensorMetadata, ...]
     outputs: tuple[TensorMetadata, ...]
+    batches: bool
     parameters: Mapping[str, str]
     """`parameters` of the configuration, their string values."""
 
@@ -51,6 +52,7 @@ class Description:
             platform=config.platform or config.backend,
             inputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.input),
             outputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.output),
+            batches=config.max_batch_size > 0,
             parameters={key: value.string_value for key, value in config.parameters.items()},
         )
 

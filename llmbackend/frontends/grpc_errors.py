@@ -12,7 +12,7 @@ import grpc
 
 from llmbackend.core.errors import ErrorCode, TritonError
 
-from .limits import LimitReachedError
+from .limits import LimitReachedError, PermissionDeniedError
 
 INTERNAL_ERROR: Final = "internal error, see the server's log"
 
@@ -29,4 +29,8 @@ GRPC_STATUS: Final[Mapping[ErrorCode, grpc.StatusCode]] = {
 
 
 def grpc_status(error: TritonError) -> grpc.StatusCode:
-    return grpc.StatusCode.RESOURCE_EXHAUSTED if isinstance(error, LimitReachedError) else GRPC_STATUS[error.code]
+    if isinstance(error, LimitReachedError):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+    if isinstance(error, PermissionDeniedError):
+        return grpc.StatusCode.PERMISSION_DENIED
+    return GRPC_STATUS[error.code]

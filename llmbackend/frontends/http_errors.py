@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from llmbackend.core.errors import ErrorCode, TritonError
 
-from .limits import RETRY_AFTER_S, LimitReachedError
+from .limits import RETRY_AFTER_S, LimitReachedError, PermissionDeniedError
 
 JSON: Final = "application/json"
 TEXT: Final = "text/plain"
@@ -56,12 +56,18 @@ def error_body(message: str) -> bytes:
 
 def error_response(error: TritonError, content_type: str = JSON, headers: Mapping[str, str] | None = None) -> Response:
     """`error` as a response with the status of its code; a refusal that may pass later says when to try again."""
-    status = 429 if isinstance(error, LimitReachedError) else HTTP_STATUS[error.code]
+    status = _status(error)
     response = plain(error_body(error.message), status, content_type)
     if status in (429, 503):
-        response.headers["retry-after"] = RETRY_AFTER_S
+        response.headers["retry-after"] = getattr(error, "retry_after", RETRY_AFTER_S)
     response.headers.update(headers or {})
     return response
+
+
+def _status(error: TritonError) -> int:
+    if isinstance(error, LimitReachedError):
+        return 429
+    return 403 if isinstance(error, PermissionDeniedError) else HTTP_STATUS[error.code]
 
 
 def install_error_handlers(app: FastAPI) -> None:

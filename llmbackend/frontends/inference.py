@@ -21,7 +21,11 @@ from llmbackend.core.requests.request_bounds import most_strings
 from llmbackend.core.tracing.trace import RequestTrace
 
 from .client_presence import PRESENCE, ClientPresence
-from .limits import InferenceLimits, LimitReachedError
+from .doors.key_shares import KeyShares
+from .doors.rate_limit import Account
+from .doors.roles import Role, role_needed
+from .doors.visit import VISIT
+from .limits import InferenceLimits, LimitReachedError, PermissionDeniedError
 from .mailbox import Backlog, Item, Mailbox, ResponseStream
 from .work_threads import WorkThreads
 
@@ -114,6 +118,7 @@ class InferenceGate:
         self._limits = limits or InferenceLimits()
         self._mailbox: Mailbox | None = None
         self._open = 0
+        self._shares = KeyShares()
         self._large_body = asyncio.Lock()
         self._threads = WorkThreads()
 
@@ -130,11 +135,22 @@ class InferenceGate:
         return Backlog(self._limits.max_stream_buffer_bytes)
 
     def check_room(self, count: int = 1) -> None:
-        """Raises LimitReachedError when `count` more inferences would be too many."""
-        if self._open + count > self._limits.max_concurrent_requests:
-            raise LimitReachedError(
-                f"the server is at its limit of {self._limits.max_concurrent_requests} concurrent requests"
-            )
+        """Raises LimitReachedError when `count` more inferences would be too many for the server, or for one key."""
+        most = self._limits.max_concurrent_requests
+        if self._open + count > most:
+            raise LimitReachedError(f"the server is at its limit of {most} concurrent requests")
+        visit = VISIT.get()
+        if visit is not None:
+            self._shares.check(visit.account, count, most - self._open - count)
+
+    def admit(self, count: int) -> None:
+        """For a body with `count` prompts, each of which becomes an inference: all or none. Raises LimitReachedError
+        when there is no room for them, or the key has not as many prompts left in this minute."""
+        self.check_room(count)
+        visit = VISIT.get()
+        refusal = None if visit is None else visit.pay(count)
+        if refusal is not None:
+            raise LimitReachedError(refusal.message, refusal.retry_after, refusal.kind)
 
     async def decoded(self, body_bytes: int, decode: Callable[[], T]) -> T:
         """What `decode` makes of a body; of a large one in a thread, one body at a time.
@@ -148,7 +164,12 @@ class InferenceGate:
             return await self._threads.run(decode)
 
     async def with_shared_inputs(self, request: InferenceRequest) -> InferenceRequest:
-        """`request` with its inputs read from shared memory; large ones in a thread. Raises TritonError."""
+        """`request` with its inputs read from shared memory; large ones in a thread. Raises TritonError;
+        PermissionDeniedError when the client's key may not use the regions, which belong to operators."""
+        visit = VISIT.get()
+        uses_regions = bool(request.shared_inputs or request.output_places)
+        if uses_regions and visit is not None and visit.account.role is not Role.OPERATOR:
+            raise PermissionDeniedError(role_needed(visit.account.name, visit.account.role))
         if not request.shared_inputs:
             return request
         read = partial(self.server.shared_memory.with_inputs, request)
@@ -170,22 +191,14 @@ class InferenceGate:
             return self.submit(complete, backlog)
         self.check_room()
         responses = ResponseStream(self._current_mailbox(), backlog or self.new_backlog())
-        self._open += 1
+        leave = self._enter()
         submitted = asyncio.ensure_future(self._threads.run(self.server.infer_async, complete(responses)))
-        submitted.add_done_callback(self._leave_if_refused)
+        submitted.add_done_callback(partial(_leave_if_refused, leave))
         try:
-            return Inference(responses, await asyncio.shield(submitted), self._leave)
+            return Inference(responses, await asyncio.shield(submitted), leave)
         except asyncio.CancelledError:
-            submitted.add_done_callback(partial(self._close_unseen, responses))
+            submitted.add_done_callback(partial(_close_unseen, responses, leave))
             raise
-
-    def _leave_if_refused(self, submitted: asyncio.Future[InferenceHandle]) -> None:
-        if submitted.cancelled() or submitted.exception() is not None:
-            self._leave()
-
-    def _close_unseen(self, responses: ResponseStream, submitted: asyncio.Future[InferenceHandle]) -> None:
-        if not submitted.cancelled() and submitted.exception() is None:
-            Inference(responses, submitted.result(), self._leave).close()
 
     def submit(
         self,
@@ -199,15 +212,37 @@ class InferenceGate:
         """
         self.check_room()
         responses = ResponseStream(self._current_mailbox(), backlog or self.new_backlog(), on_response)
-        inference = Inference(responses, self.server.infer_async(build(responses)), self._leave)
-        self._open += 1
-        return inference
+        handle = self.server.infer_async(build(responses))
+        return Inference(responses, handle, self._enter())
 
-    def _leave(self) -> None:
+    def _enter(self) -> Callable[[], None]:
+        """Counts one more open inference; what is returned takes it back."""
+        self._open += 1
+        visit = VISIT.get()
+        if visit is None:
+            return self._leave
+        self._shares.enter(visit.account)
+        return partial(self._leave, visit.account)
+
+    def _leave(self, account: Account | None = None) -> None:
         self._open -= 1
+        if account is not None:
+            self._shares.leave(account)
 
     def _current_mailbox(self) -> Mailbox:
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
         return self._mailbox
+
+
+def _leave_if_refused(leave: Callable[[], None], submitted: asyncio.Future[InferenceHandle]) -> None:
+    if submitted.cancelled() or submitted.exception() is not None:
+        leave()
+
+
+def _close_unseen(
+    responses: ResponseStream, leave: Callable[[], None], submitted: asyncio.Future[InferenceHandle]
+) -> None:
+    if not submitted.cancelled() and submitted.exception() is None:
+        Inference(responses, submitted.result(), leave).close()

@@ -18,8 +18,17 @@ RETRY_AFTER_S: Final = "1"
 class LimitReachedError(TritonError):
     """The server has as much to do as it was allowed to take: HTTP 429, gRPC RESOURCE_EXHAUSTED.
 
-    Triton has no code for it; where only a code crosses, it is UNAVAILABLE.
+    Triton has no code for it; where only a code crosses, it is UNAVAILABLE. `kind` is OpenAI's type of the error.
     """
+
+    def __init__(self, message: str, retry_after: str = RETRY_AFTER_S, kind: str = "requests") -> None:
+        super().__init__(message, ErrorCode.UNAVAILABLE)
+        self.retry_after = retry_after
+        self.kind = kind
+
+
+class PermissionDeniedError(TritonError):
+    """The client may not do this: HTTP 403, gRPC PERMISSION_DENIED. Where only Triton's codes cross, UNAVAILABLE."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorCode.UNAVAILABLE)

@@ -13,6 +13,7 @@ from fake_clock import FakeClock
 from llmbackend.frontends.doors.api_keys import KeyFile, KeyRing, digest_of, parse_keys, unnamed_keys
 from llmbackend.frontends.doors.doors import key_ring
 from llmbackend.frontends.doors.rate_limit import Limits
+from llmbackend.frontends.doors.roles import Role
 from llmbackend.frontends.doors.settings import DoorSettings
 
 DEFAULTS = Limits(requests=10, tokens=20)
@@ -31,11 +32,15 @@ def write(path: Path, text: str) -> None:
 
 
 def test_lines_of_a_key_file() -> None:
-    text = "# team keys\n\nalice:sk-1\n  bob:sk:2 rpm=5\ncarol:sk-3  tpm=7 rpm=0 \n"
-    alice, bob, carol = parse_keys(text, DEFAULTS)
+    text = (
+        "# team keys\n\nalice:sk-1\n  bob:sk:2 rpm=5\ncarol:sk-3  tpm=7 rpm=0 \nroot:sk-4 concurrency=3 role=operator"
+    )
+    alice, bob, carol, root = parse_keys(text, DEFAULTS)
     assert (alice.name, alice.digest, alice.limits) == ("alice", digest_of("sk-1"), DEFAULTS)
     assert (bob.name, bob.digest, bob.limits) == ("bob", digest_of("sk:2"), Limits(5, 20))
     assert carol.limits == Limits(0, 7)
+    assert root.limits == Limits(10, 20, 3)
+    assert [key.role for key in (alice, bob, carol, root)] == [Role.USER, Role.USER, Role.USER, Role.OPERATOR]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,8 @@ def test_lines_of_a_key_file() -> None:
         ("alice:secret rpm=-1", "expected rpm="),
         ("alice:secret rpm=1.5", "expected rpm="),
         ("alice:secret burst=3", "expected rpm="),
+        ("alice:secret role=admin", "expected rpm=.* or role=user|operator"),
+        ("alice:secret concurrency=many", "expected rpm="),
     ],
 )
 def test_a_wrong_line_is_named_without_the_key(line: str, complaint: str) -> None:
@@ -85,6 +92,27 @@ def test_keys_of_all_three_sources_open(tmp_path: Path) -> None:
     )
     found = [name_of(ring, key) for key in ("sk-file", "sk-1", "sk-2", "sk-env", "sk-env2", "sk-", "sk-file ", "")]
     assert found == ["filed", "api-key-1", "api-key-2", "env", "env2", None, None, None]
+    assert not ring.has_operator
+
+
+def test_keys_share_caches_only_where_they_are_told_to() -> None:
+    for shares, names in ((False, ["api-key-1", "api-key-2"]), (True, ["", ""])):
+        ring = key_ring(DoorSettings(api_keys=("sk-1", "sk-2"), share_caches=shares))
+        tenants = [account.tenant for key in (b"sk-1", b"sk-2") if (account := ring.find(key))]
+        assert [tenant.cache_name for tenant in tenants] == names
+        assert [tenant.key_name for tenant in tenants] == ["api-key-1", "api-key-2"]
+
+
+def test_a_key_given_another_role_has_it_at_once(tmp_path: Path) -> None:
+    file, clock = tmp_path / "keys", FakeClock()
+    write(file, "a:sk-a\n")
+    ring = KeyRing((), KeyFile(file, DEFAULTS), clock)
+    account = ring.find(b"sk-a")
+    assert account is not None and account.is_only_one and not account.tenant.is_operator
+    write(file, "a:sk-a role=operator\nb:sk-b\n")
+    clock.now_s += 1
+    account = ring.find(b"sk-a")
+    assert account is not None and account.tenant.is_operator and not account.is_only_one and ring.has_operator
 
 
 def test_a_changed_file_is_read_again_once_a_second(tmp_path: Path) -> None:

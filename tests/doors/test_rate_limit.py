@@ -8,8 +8,10 @@ import pytest
 from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from llmbackend.frontends.doors.rate_limit import Account, Limits, duration
+from llmbackend.frontends.doors.visit import DoorMetrics, Visit
 
 
 def header(account: Account, name: str) -> str:
@@ -54,6 +56,43 @@ def test_a_refused_request_takes_nothing() -> None:
     account.charge(20)
     assert all(account.admit() is not None for _ in range(10))
     assert header(account, "remaining-requests") == "5"
+
+
+def test_prompts_are_admitted_together_or_not_at_all() -> None:
+    clock = FakeClock()
+    account = Account("a", Limits(requests=60), clock)
+    assert account.admit(40) is None
+    refusal = account.admit(30)
+    assert refusal is not None and refusal.retry_after == "10"
+    assert header(account, "remaining-requests") == "20", "a refusal takes nothing"
+    assert account.admit(20) is None
+    clock.now_s += 30
+    assert account.admit(30) is None
+    refusal = account.admit(61)
+    assert refusal is not None and refusal.message.startswith(
+        "Request too large for requests per minute (RPM): limit 60, requested 61."
+    )
+
+
+def test_a_visit_pays_at_the_door_and_for_the_rest_when_it_is_known() -> None:
+    registry = CollectorRegistry()
+    account = Account("a", Limits(requests=6), FakeClock())
+
+    def decided(outcome: str) -> float | None:
+        return registry.get_sample_value(
+            "llmbackend:api_requests_total", {"key_name": "a", "protocol": "http", "outcome": outcome}
+        )
+
+    metrics = DoorMetrics(registry)
+    visit = Visit(account, "http", metrics)
+    assert visit.enter() is None and visit.pay(3) is None
+    assert header(account, "remaining-requests") == "3"
+    assert [visit.spend(1) for _ in range(3)] == [None] * 3
+    assert (header(account, "remaining-requests"), decided("accepted")) == ("3", 1)
+    stream = Visit(account, "http", metrics)
+    assert [stream.spend(1) for _ in range(2)] == [None] * 2
+    assert stream.spend(2) is not None and stream.spend(1) is None
+    assert (header(account, "remaining-requests"), decided("accepted"), decided("rate_limited")) == ("0", 4, 1)
 
 
 def test_no_limits_means_no_refusal_and_no_headers() -> None:

@@ -13,10 +13,18 @@ from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import ServerOptions
+from llmbackend.frontends.doors.api_keys import KeyRing, unnamed_keys
 from llmbackend.frontends.doors.grpc_door import CATEGORY_OF, OPEN_RPCS
 from llmbackend.frontends.doors.http_door import HttpDoor
-from llmbackend.frontends.doors.http_paths import OPEN_PATHS, category_of
-from llmbackend.frontends.doors.restrictions import Category, Restriction, Restrictions, parse_restrictions
+from llmbackend.frontends.doors.http_paths import OPEN_PATHS, category_of, is_operators
+from llmbackend.frontends.doors.rate_limit import NO_LIMITS
+from llmbackend.frontends.doors.restrictions import (
+    NO_RESTRICTIONS,
+    Category,
+    Restriction,
+    Restrictions,
+    parse_restrictions,
+)
 from llmbackend.frontends.doors.visit import DoorMetrics
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.openai import create_openai_router
@@ -122,6 +130,34 @@ def test_no_route_is_without_a_category_and_no_spelling_of_it_slips_through() ->
     found = asyncio.run(statuses())
     assert all(found[f"GET {path}"] == found[f"POST {path}"] == 403 for path in paths)
     assert {request: status for request, status in found.items() if status not in (403, 404)} == {}
+
+
+def test_no_spelling_of_an_operators_path_lets_a_user_in() -> None:
+    server = InferenceServer(ServerOptions())
+    app = create_http_app(server, routers=(create_openai_router(server),))
+    keys, counted = KeyRing(unnamed_keys(["key"], NO_LIMITS)), DoorMetrics(CollectorRegistry())
+    door = HttpDoor(app, keys, NO_RESTRICTIONS, counted, False)
+    operators = {path for path in all_paths(app) if is_operators(path, category_of(path))}
+    others = all_paths(app) - operators
+    assert {"/v2/logging", "/v2/trace/setting", "/v2/models/1/trace/setting"} <= operators
+    assert {path for path in others if re.search("load|logging|setting|sharedmemory", path)} == set()
+    assert {path for path in operators if re.search("infer|generate|index|stop|v1", path)} == set()
+    assert len(operators) >= 16
+
+    async def statuses() -> dict[str, int]:
+        transport = httpx.ASGITransport(door, raise_app_exceptions=False)
+        headers = {"authorization": "Bearer key"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://door", headers=headers) as client:
+            return {
+                f"{method} {path}{end}": (await client.request(method, f"{path}{end}")).status_code
+                for path in operators
+                for end in ("", "%0A", "?x=1", "/", "%2F", "%00", "%0A%0A")
+                for method in ("GET", "POST")
+            }
+
+    found = asyncio.run(statuses())
+    assert all(found[f"{method} {path}"] == 403 for path in operators for method in ("GET", "POST"))
+    assert set(found.values()) <= {403, 404}
 
 
 def test_every_rpc_has_a_category() -> None:

@@ -87,6 +87,8 @@ def test_good_flags_become_settings(pem: Path, monkeypatch: pytest.MonkeyPatch) 
     settings = DoorFlags(
         api_key=["sk-1"],
         api_key_rpm=7,
+        api_key_max_concurrent_requests=9,
+        share_caches_between_api_keys=True,
         ssl_certfile=pem / "server.pem",
         ssl_keyfile=pem / "server.key",
         ssl_ca_certs=pem / "ca.pem",
@@ -94,7 +96,7 @@ def test_good_flags_become_settings(pem: Path, monkeypatch: pytest.MonkeyPatch) 
         grpc_server_cert=Path("not looked at without --grpc-use-ssl"),
     ).settings()
     assert (settings.api_keys, settings.environment_keys) == (("sk-1",), "env:sk-env")
-    assert settings.default_limits == Limits(7, 0) and settings.needs_keys
+    assert settings.default_limits == Limits(7, 0, 9) and settings.needs_keys and settings.share_caches
     assert settings.http_tls is not None and settings.http_tls.client_certificates is ssl.CERT_OPTIONAL
     assert settings.grpc_tls is None
     assert "LLMBACKEND_API_KEYS" not in os.environ, "an engine and its model need not see them"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from .rate_limit import Account, Clock, Limits
+from .roles import Role
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class ApiKey:
     name: str
     digest: bytes
     limits: Limits
+    role: Role = Role.USER
 
 
 def digest_of(key: str) -> bytes:
@@ -39,7 +41,8 @@ def digest_of(key: str) -> bytes:
 
 
 def parse_keys(text: str, defaults: Limits, separator: str = "\n") -> list[ApiKey]:
-    """`name:key [rpm=N] [tpm=N]` per line; blank lines and lines that begin with # are skipped.
+    """`name:key [role=user|operator] [rpm=N] [tpm=N] [concurrency=N]` per line; blank lines and lines that
+    begin with # are skipped.
 
     Raises ValueError, which names the line and never shows a key.
     """
@@ -56,7 +59,7 @@ def parse_keys(text: str, defaults: Limits, separator: str = "\n") -> list[ApiKe
 
 
 def unnamed_keys(keys: Iterable[str], defaults: Limits) -> list[ApiKey]:
-    """Keys given without a name (vLLM's --api-key): api-key-1, api-key-2 and so on. Raises ValueError."""
+    """Keys given without a name (vLLM's --api-key), all of users: api-key-1, api-key-2 and so on. Raises ValueError."""
     return [ApiKey(f"api-key-{number}", _digest(key), defaults) for number, key in enumerate(keys, 1)]
 
 
@@ -64,13 +67,17 @@ def _parse_line(words: list[str], defaults: Limits) -> ApiKey:
     name, colon, key = words[0].partition(":")
     if not colon or not _NAME.fullmatch(name):
         raise ValueError("expected name:key, a name is up to 64 letters, digits and . _ -")
-    limits = {"rpm": defaults.requests, "tpm": defaults.tokens}
+    limits = {"rpm": defaults.requests, "tpm": defaults.tokens, "concurrency": defaults.concurrency}
+    role = Role.USER
     for word in words[1:]:
         what, _, value = word.partition("=")
-        if what not in limits or not (value.isascii() and value.isdecimal()):
-            raise ValueError("expected rpm=<number> or tpm=<number> after the key")
-        limits[what] = int(value)
-    return ApiKey(name, _digest(key), Limits(limits["rpm"], limits["tpm"]))
+        if what == "role" and value in set(Role):
+            role = Role(value)
+        elif what in limits and value.isascii() and value.isdecimal():
+            limits[what] = int(value)
+        else:
+            raise ValueError("expected rpm=N, tpm=N, concurrency=N or role=user|operator after the key")
+    return ApiKey(name, _digest(key), Limits(limits["rpm"], limits["tpm"], limits["concurrency"]), role)
 
 
 def _digest(key: str) -> bytes:
@@ -139,8 +146,16 @@ class KeyRing:
     limits as they were.
     """
 
-    def __init__(self, fixed: Iterable[ApiKey], file: KeyFile | None = None, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        fixed: Iterable[ApiKey],
+        file: KeyFile | None = None,
+        clock: Clock = time.monotonic,
+        *,
+        shares_caches: bool = False,
+    ) -> None:
         """Raises ValueError when a key is given twice or the file is no good."""
+        self._shares_caches = shares_caches
         self._fixed = tuple(fixed)
         self._file = file
         self._clock = clock
@@ -160,6 +175,10 @@ class KeyRing:
                 found = account
         return found
 
+    @property
+    def has_operator(self) -> bool:
+        return any(account.role is Role.OPERATOR for _, account in self._entries)
+
     def _refresh(self) -> None:
         now_s = self._clock()
         if self._file is None or now_s - self._checked_at_s < _CHECK_EVERY_S:
@@ -178,8 +197,10 @@ class KeyRing:
         check_distinct(keys)
         accounts = {account.name: account for _, account in self._entries}
         self._entries = tuple((key.digest, self._account(key, accounts.get(key.name))) for key in keys)
+        for _, account in self._entries:
+            account.is_only_one = len(keys) == 1
 
     def _account(self, key: ApiKey, before: Account | None) -> Account:
-        if before is not None and before.limits == key.limits:
+        if before is not None and (before.limits, before.role) == (key.limits, key.role):
             return before
-        return Account(key.name, key.limits, self._clock)
+        return Account(key.name, key.limits, self._clock, role=key.role, shares_caches=self._shares_caches)

@@ -6,6 +6,7 @@ not there, so that it costs nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import grpc
@@ -18,10 +19,12 @@ from llmbackend.core.messages import ServerOptions
 from .api_keys import KeyFile, KeyRing, parse_keys, unnamed_keys
 from .grpc_door import GrpcDoor
 from .http_door import HttpDoor
-from .metering import MeteredServer
+from .keyed_server import KeyedServer
 from .settings import DoorSettings
 from .tls import TlsFiles
 from .visit import DoorMetrics
+
+log = logging.getLogger(__name__)
 
 
 class Doors:
@@ -29,11 +32,16 @@ class Doors:
         """Reads the keys. Raises ValueError, one line, when they are no good."""
         self._settings = settings
         self._keys = key_ring(settings) if settings.needs_keys else None
+        if self._keys is not None and not self._keys.has_operator:
+            log.info(
+                "no API key has role=operator: loading and unloading models, shared memory, and the settings of trace "
+                "and log are refused to all (docs/security.md)"
+            )
         self._metrics: DoorMetrics | None = None
 
     def host(self, options: ServerOptions) -> InferenceServer:
-        """The host to serve: one that counts tokens when there are keys to charge them to."""
-        return InferenceServer(options) if self._keys is None else MeteredServer(options)
+        """The host to serve: one that knows whose each request is when there are keys."""
+        return InferenceServer(options) if self._keys is None else KeyedServer(options)
 
     @property
     def http_tls(self) -> TlsFiles | None:
@@ -72,4 +80,4 @@ def key_ring(settings: DoorSettings) -> KeyRing:
     except ValueError as error:
         raise ValueError(f"--api-key: {error}") from None
     file = None if settings.api_key_file is None else KeyFile(settings.api_key_file, defaults)
-    return KeyRing(fixed, file)
+    return KeyRing(fixed, file, shares_caches=settings.share_caches)

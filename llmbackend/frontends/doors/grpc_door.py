@@ -1,10 +1,10 @@
-"""The door of the gRPC port: who may call, and how often.
+"""The door of the gRPC port: who may call, what for, and how often.
 
 For: the gRPC server, as its outermost interceptor. Does not know: what an RPC does. Invariants: a call that may not
-enter is ended before its message is read; each request of a stream is admitted on its own, in the stream (metering.py),
-and the call itself costs nothing.
-Source: UNAVAILABLE and its text for restricted protocols are Triton's; UNAUTHENTICATED and RESOURCE_EXHAUSTED are what
-gRPC's status codes say of themselves.
+enter is ended before its message is read; each request of a stream is admitted on its own, in the stream
+(keyed_server.py), and the call itself costs nothing.
+Source: UNAVAILABLE and its text for restricted protocols are Triton's; UNAUTHENTICATED, PERMISSION_DENIED and
+RESOURCE_EXHAUSTED are what gRPC's status codes say of themselves.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from . import refusals
 from .api_keys import KeyRing
 from .rate_limit import Account
 from .restrictions import Category, Restrictions
+from .roles import OPERATORS_CATEGORIES, Role, role_needed
 from .visit import VISIT, DoorMetrics, Visit
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,14 @@ CATEGORY_OF: Final = {f"{_SERVICE}{rpc}": category for category, rpcs in _RPCS.i
     _HEALTH_SERVICE, Category.HEALTH
 )
 OPEN_RPCS: Final = frozenset({f"{_SERVICE}ServerLive", f"{_SERVICE}ServerReady", *_HEALTH_SERVICE})
+_OPERATORS_RPCS: Final = frozenset(
+    f"{_SERVICE}{rpc}"
+    for rpc in (
+        "RepositoryModelLoad",
+        "RepositoryModelUnload",
+        *(name for category in OPERATORS_CATEGORIES for name in _RPCS[category]),
+    )
+)
 _STATUS_NAMES: Final[dict[Any, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
 _KINDS: Final = ("unary_unary", "unary_stream", "stream_stream")
 
@@ -87,16 +96,19 @@ class GrpcDoor(grpc.aio.ServerInterceptor):
             text = f"This protocol is restricted, expecting header '{header}'"
             return _refusing(grpc.StatusCode.UNAVAILABLE, text), account
         if account is not None:
-            handler = self._admit(account, category, handler)
+            handler = self._admit(account, method, category, handler)
         return handler, account
 
-    def _admit(self, account: Account, category: Category | None, handler: Handler) -> Handler:
-        """Limits are on inference; anything else just passes."""
+    def _admit(self, account: Account, method: str, category: Category | None, handler: Handler) -> Handler:
+        """Roles are asked for first. Limits are on inference; anything else just passes."""
+        if account.role is not Role.OPERATOR and method in _OPERATORS_RPCS:
+            self._metrics.decided(account, "grpc", "forbidden")
+            return _refusing(grpc.StatusCode.PERMISSION_DENIED, role_needed(account.name, account.role))
+        visit = Visit(account, "grpc", self._metrics)
         if category is not Category.INFERENCE:
             self._metrics.decided(account, "grpc", "accepted")
-            return handler
-        visit = Visit(account, "grpc", self._metrics, asks_each=handler.stream_stream is not None)
-        refusal = None if visit.asks_each else visit.admit()
+            return _visiting(handler, visit)
+        refusal = None if handler.stream_stream is not None else visit.enter()
         if refusal is not None:
             return _refusing(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, refusal.message, (("retry-after", refusal.retry_after),)

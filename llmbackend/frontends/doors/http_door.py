@@ -1,4 +1,4 @@
-"""The door of the HTTP port: who may enter, and how often.
+"""The door of the HTTP port: who may enter, what for, and how often.
 
 For: whoever assembles the HTTP application. Does not know: what is behind a path. Invariants: pure ASGI, nothing is
 buffered, and a body is not read before its request is admitted; whatever a client sends leaves nothing behind; the
@@ -18,9 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import refusals
 from .api_keys import KeyRing
-from .http_paths import OPEN_PATHS, category_of
+from .http_paths import OPEN_PATHS, category_of, is_operators, is_stop
 from .rate_limit import Account
 from .restrictions import Category, Restrictions
+from .roles import Role
 from .visit import VISIT, DoorMetrics, Visit
 
 log = logging.getLogger(__name__)
@@ -69,15 +70,18 @@ class HttpDoor:
         return None if account is None else self._admit(entry, account, category)
 
     def _admit(self, entry: _Entry, account: Account, category: Category | None) -> Response | None:
-        """Limits are on inference; anything else, and stopping one, just passes."""
-        if category is not Category.INFERENCE or entry.path.endswith("/stop"):
-            self._metrics.decided(account, "http", "accepted")
-            return None
+        """Roles are asked for first. Limits are on inference; anything else, and stopping one, just passes."""
+        if account.role is not Role.OPERATOR and is_operators(entry.path, category):
+            self._metrics.decided(account, "http", "forbidden")
+            return refusals.forbidden(entry.path, account)
         visit = Visit(account, "http", self._metrics)
-        refusal = visit.admit()
-        if refusal is not None:
-            return refusals.rate_limited(entry.path, refusal, account)
-        entry.added_headers = account.headers()
+        if category is not Category.INFERENCE or is_stop(entry.path):
+            self._metrics.decided(account, "http", "accepted")
+        else:
+            refusal = visit.enter()
+            if refusal is not None:
+                return refusals.rate_limited(entry.path, refusal, account)
+            entry.limited = account
         VISIT.set(visit)
         return None
 
@@ -91,15 +95,15 @@ class _Entry:
         self.path: str = scope["path"]
         self.headers = {name.decode("latin-1"): value for name, value in reversed(scope["headers"])}
         self.account: Account | None = None
-        self.added_headers: list[tuple[bytes, bytes]] = []
+        self.limited: Account | None = None
         self.status = 0
         self._send = send
 
     def send(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if self.added_headers:
-                message = {**message, "headers": [*message["headers"], *self.added_headers]}
+            if self.limited is not None and (added := self.limited.headers()):
+                message = {**message, "headers": [*message["headers"], *added]}
         return self._send(message)
 
 

@@ -1,4 +1,4 @@
-"""Which of Triton's categories an HTTP path belongs to, and which paths are open to everybody.
+"""Which of Triton's categories an HTTP path belongs to, which paths are open to everybody, and which are an operator's.
 
 For: the HTTP door. Does not know: what is behind a path. Invariant: every route of the HTTP application has a category
 (a test walks them all); a path that matches nothing here is no route, and the application answers it with 404.
@@ -12,11 +12,14 @@ import re
 from typing import Final
 
 from .restrictions import Category
+from .roles import OPERATORS_CATEGORIES
 
 OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
 """Probes need no key."""
 
 _MODEL: Final = r"/v2/models/[^/]+(/versions/[^/]+)?"
+_INDEX: Final = re.compile(r"/v2/repository(/[^/]+)?/index\n?")
+_STOP: Final = re.compile(rf"{_MODEL}/(stop|stopInfer)\n?", re.DOTALL)
 _CATEGORIES: Final = tuple(
     # A router's "$" also matches before a last newline: so must this, or a path with one would pass as unknown.
     (re.compile(rf"({pattern})\n?", re.DOTALL), category)
@@ -41,3 +44,14 @@ _CATEGORIES: Final = tuple(
 
 def category_of(path: str) -> Category | None:
     return next((category for pattern, category in _CATEGORIES if pattern.fullmatch(path)), None)
+
+
+def is_operators(path: str, category: Category | None) -> bool:
+    """Whether only operators may enter. Of the repository, all but its index is theirs."""
+    if category is Category.MODEL_REPOSITORY:
+        return path.startswith("/v2/") and _INDEX.fullmatch(path) is None
+    return category in OPERATORS_CATEGORIES
+
+
+def is_stop(path: str) -> bool:
+    return _STOP.fullmatch(path) is not None

@@ -1,52 +1,35 @@
-"""The host as the holders of keys see it: their tokens are counted, and each request of a stream asks for admission.
+"""The tokens of a request, charged to the key that it came with.
 
-For: whoever serves with API keys; frontends use it as any InferenceServer. Does not know: protocols, keys. Invariants:
-a client sees no tensor that it did not ask for; a request whose visit is not known passes untouched.
+For: keyed_server.py. Does not know: protocols, keys. Invariant: a client sees no tensor that it did not ask for.
 Source: the counts are the tensors num_input_tokens and num_output_tokens of vllm_backend's interface, asked for with
 return_num_input_tokens and return_num_output_tokens. A model without them is not charged for tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback
+from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback
 from llmbackend.core.tensors import RawTensor, Tensor
-from llmbackend.frontends.limits import LimitReachedError
 
-from .visit import VISIT, Visit
+from .visit import Visit
 
 PROMPT_TOKENS: Final = "num_input_tokens"
 GENERATED_TOKENS: Final = "num_output_tokens"
 _SWITCHES: Final = {f"return_{name}": name for name in (PROMPT_TOKENS, GENERATED_TOKENS)}
 
 
-class MeteredServer(InferenceServer):
-    """An InferenceServer that counts the tokens of visits."""
-
-    def infer_async(self, request: InferenceRequest) -> InferenceHandle:
-        """As InferenceServer's; also raises LimitReachedError when a request of a stream is not admitted."""
-        visit = VISIT.get()
-        if visit is None:
-            return super().infer_async(request)
-        refusal = visit.admit() if visit.asks_each else None
-        if refusal is not None:
-            raise LimitReachedError(refusal.message)
-        metadata = self.model_metadata(request.model_name, request.model_version)
-        shapes = {tensor.name: tensor.shape for tensor in metadata.inputs}
-        if request.raw_input is not None or not _SWITCHES.keys() <= shapes.keys():
-            return super().infer_async(request)
-        # A switch has one element: a shape of two dimensions has the batch's before it.
-        return super().infer_async(_counted(request, visit, batches=len(shapes[next(iter(_SWITCHES))]) > 1))
+def counts_tokens(inputs: Collection[str]) -> bool:
+    """Whether a model with these inputs can say how many tokens a request had."""
+    return _SWITCHES.keys() <= set(inputs)
 
 
-def _counted(request: InferenceRequest, visit: Visit, batches: bool) -> InferenceRequest:
+def counted(request: InferenceRequest, visit: Visit, batches: bool) -> InferenceRequest:
     """`request` with both counts asked for, and a callback that takes them out again where the client did not ask."""
     inputs = {tensor.name: tensor for tensor in request.inputs if not _is_false(tensor)}
     hidden = frozenset(
@@ -80,7 +63,7 @@ class _Meter:
 
     def __init__(self, visit: Visit, callback: ResponseCallback, hidden: frozenset[str]) -> None:
         self._account = visit.account
-        self._prompt_tokens, self._generated_tokens = visit.metrics.token_counters(visit.account)
+        self._prompt_tokens, self._generated_tokens = visit.token_counters()
         self._callback = callback
         self._hidden = hidden
         self._prompt_is_charged = False

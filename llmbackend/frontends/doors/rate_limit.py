@@ -1,8 +1,9 @@
-"""What one API key may use: requests and tokens per minute, as token buckets.
+"""What one API key may use: requests and tokens per minute, as token buckets; and on whose behalf it asks.
 
-For: the doors. Does not know: keys, protocols. Invariants: a bucket never holds more than one minute's worth; a request
-is admitted only when both buckets hold at least one unit; tokens are charged when they are known, after the fact, so a
-bucket of tokens may fall below zero and then admits nobody until it has filled up again. Any thread may charge.
+For: the doors. Does not know: keys, protocols. Invariants: a bucket never holds more than one minute's worth; prompts
+are admitted together or not at all, and only while there is a token left; tokens are charged when they are known, after
+the fact, so a bucket of tokens may fall below zero and then admits nobody until it has filled up again. Any thread may
+charge.
 Source: the fields of a refusal and the headers are those of OpenAI's API ("Rate limits").
 """
 
@@ -15,6 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from llmbackend.core.tenants import Tenant
+
+from .roles import Role
+
 Kind = Literal["requests", "tokens"]
 Clock = Callable[[], float]
 _SHORT: Final = {"requests": "RPM", "tokens": "TPM"}
@@ -25,10 +30,12 @@ _HEADERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Per minute; 0 = no limit."""
+    """requests (counted in prompts) and tokens are per minute, 0 = no limit. concurrency: requests at once, 0 = the
+    key's share of the server's."""
 
     requests: int = 0
     tokens: int = 0
+    concurrency: int = 0
 
 
 NO_LIMITS: Final = Limits()
@@ -36,11 +43,13 @@ NO_LIMITS: Final = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Which limit was reached, and in how many seconds a request may be admitted again."""
+    """Which limit was reached, and in how many seconds a request may be admitted again. `asked`: how many units it
+    wanted at once."""
 
     kind: Kind
     limit: int
     retry_after_s: float
+    asked: int = 1
 
     @property
     def retry_after(self) -> str:
@@ -49,6 +58,11 @@ class Refusal:
 
     @property
     def message(self) -> str:
+        if self.asked > self.limit:
+            return (
+                f"Request too large for {self.kind} per minute ({_SHORT[self.kind]}): limit {self.limit}, requested "
+                f"{self.asked}. Each prompt counts: send fewer in one request."
+            )
         return (
             f"Rate limit reached for {self.kind} per minute ({_SHORT[self.kind]}): limit {self.limit}. "
             f"Please try again in {duration(self.retry_after_s)}."
@@ -79,21 +93,35 @@ class Bucket:
 
 
 class Account:
-    """The limits of one key, and what is left of them."""
+    """The limits of one key, and what is left of them. `is_only_one`: the server has no other key."""
 
-    def __init__(self, name: str, limits: Limits, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str,
+        limits: Limits,
+        clock: Clock = time.monotonic,
+        *,
+        role: Role = Role.USER,
+        shares_caches: bool = False,
+    ) -> None:
         self.name = name
         self.limits = limits
+        self.role = role
+        self.tenant = Tenant(name, is_operator=role is Role.OPERATOR, cache_name="" if shares_caches else name)
+        self.is_only_one = False
         self._lock = threading.Lock()
         self._requests = Bucket(limits.requests, clock) if limits.requests else None
         self._tokens = Bucket(limits.tokens, clock) if limits.tokens else None
 
-    def admit(self) -> Refusal | None:
-        """Takes one request, or says why not."""
+    def admit(self, prompts: int = 1, paid: int = 0) -> Refusal | None:
+        """Takes that many prompts, or says why not. `paid`: how many of them were taken before; they opened the way for
+        the others, as far as tokens go."""
         with self._lock:
-            refusal = _refusal("requests", self._requests) or _refusal("tokens", self._tokens)
+            refusal = _refusal("requests", self._requests, prompts, paid)
+            if refusal is None and not paid:
+                refusal = _refusal("tokens", self._tokens)
             if refusal is None and self._requests is not None:
-                self._requests.take(1)
+                self._requests.take(prompts - paid)
             return refusal
 
     def charge(self, tokens: int) -> None:
@@ -108,10 +136,10 @@ class Account:
             return [*_headers("requests", self._requests), *_headers("tokens", self._tokens)]
 
 
-def _refusal(kind: Kind, bucket: Bucket | None) -> Refusal | None:
-    if bucket is None or bucket.units() >= 1:
+def _refusal(kind: Kind, bucket: Bucket | None, units: int = 1, paid: int = 0) -> Refusal | None:
+    if bucket is None or (units <= bucket.per_minute and bucket.units() >= units - paid):
         return None
-    return Refusal(kind, bucket.per_minute, bucket.seconds_until(1))
+    return Refusal(kind, bucket.per_minute, bucket.seconds_until(min(units, bucket.per_minute)), units)
 
 
 def _headers(kind: Kind, bucket: Bucket | None) -> list[tuple[bytes, bytes]]:

@@ -15,6 +15,7 @@ from llmbackend.frontends.http_errors import JSON, TEXT, error_body, plain
 from llmbackend.frontends.openai.errors import INVALID_REQUEST, OpenAIError
 
 from .rate_limit import Account, Refusal
+from .roles import role_needed
 
 NO_KEY = "You didn't provide an API key. Provide it in an Authorization header: 'Authorization: Bearer YOUR_KEY'."
 WRONG_KEY = "Incorrect API key provided."
@@ -42,6 +43,10 @@ def restricted(path: str, header: str) -> Response:
     if is_openai(path):
         return _error(path, 403, message, "authentication_error", "invalid_auth")
     return plain(error_body(message), 403, TEXT)
+
+
+def forbidden(path: str, account: Account) -> Response:
+    return _error(path, 403, role_needed(account.name, account.role), INVALID_REQUEST, "insufficient_permissions")
 
 
 def rate_limited(path: str, refusal: Refusal, account: Account) -> Response:

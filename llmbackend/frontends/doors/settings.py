@@ -17,12 +17,14 @@ from .tls import TlsFiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorSettings:
-    """`default_limits` are those of keys that have none of their own. No source of keys: everybody may enter."""
+    """`default_limits` are those of keys that have none of their own. `share_caches`: what is computed for one key is
+    found by others. No source of keys: everybody may enter."""
 
     api_key_file: Path | None = None
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     environment_keys: str = field(default="", repr=False)
     default_limits: Limits = NO_LIMITS
+    share_caches: bool = False
     http_restrictions: Restrictions = NO_RESTRICTIONS
     grpc_restrictions: Restrictions = NO_RESTRICTIONS
     http_tls: TlsFiles | None = None

@@ -1,13 +1,13 @@
-"""Who the request at hand belongs to: carried in the context from the door to the host's infer_async.
+"""Whose the request at hand is: carried in the context from the door to the host.
 
-For: the doors, which set it, and metering.py, which reads it. Does not know: protocols beyond their names. Invariant:
-a context variable follows its request into every task made for it, and into no other request.
+For: the doors, which set it; keyed_server.py and what bounds one key's share, which read it. Does not know: protocols
+beyond their names. Invariant: a context variable follows its request into every task made for it, and into no other
+request.
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter
@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter
 from .rate_limit import Account, Refusal
 
 Protocol = Literal["http", "grpc"]
-Outcome = Literal["accepted", "rate_limited", "restricted", "unauthenticated"]
+Outcome = Literal["accepted", "rate_limited", "restricted", "forbidden", "unauthenticated"]
 
 
 class DoorMetrics:
@@ -43,19 +43,46 @@ class DoorMetrics:
         return self._tokens.labels(account.name, "prompt"), self._tokens.labels(account.name, "generated")
 
 
-@dataclass(frozen=True, slots=True)
 class Visit:
-    """One HTTP request or RPC of a key. `asks_each`: it is a stream of requests, and each must be admitted."""
+    """One HTTP request or RPC of a key. Prompts are admitted once they are known: one at the door, before the body is
+    read, which `enter` takes; the others when the body has said how many there are. One thread at a time uses it."""
 
-    account: Account
-    protocol: Protocol
-    metrics: DoorMetrics
-    asks_each: bool = False
+    __slots__ = ("_is_decided", "_metrics", "_paid", "account", "protocol")
 
-    def admit(self) -> Refusal | None:
-        refusal = self.account.admit()
-        self.metrics.decided(self.account, self.protocol, "accepted" if refusal is None else "rate_limited")
+    def __init__(self, account: Account, protocol: Protocol, metrics: DoorMetrics) -> None:
+        self.account = account
+        self.protocol: Protocol = protocol
+        self._metrics = metrics
+        self._paid = 0
+        self._is_decided = False
+
+    def enter(self) -> Refusal | None:
+        """Takes the first prompt in advance, or says why not."""
+        return self.pay(1)
+
+    def pay(self, prompts: int) -> Refusal | None:
+        """Takes that many prompts in advance, those taken before among them, all or none."""
+        if prompts <= self._paid:
+            return None
+        refusal = self.account.admit(prompts, self._paid)
+        if refusal is None:
+            self._paid = prompts
+        if refusal is not None or not self._is_decided:
+            self._is_decided = refusal is None
+            self._metrics.decided(self.account, self.protocol, "accepted" if refusal is None else "rate_limited")
         return refusal
+
+    def spend(self, prompts: int) -> Refusal | None:
+        """Uses prompts that were taken in advance, and takes what lacks. Each request of a stream takes its own."""
+        if not self._paid:
+            self._is_decided = False
+        refusal = self.pay(prompts)
+        if refusal is None:
+            self._paid -= prompts
+        return refusal
+
+    def token_counters(self) -> tuple[Counter, Counter]:
+        return self._metrics.token_counters(self.account)
 
 
 VISIT: Final[ContextVar[Visit | None]] = ContextVar("visit", default=None)

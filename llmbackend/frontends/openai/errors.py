@@ -52,6 +52,7 @@ class OpenAIError(Exception):
         self.code = code
         self.status = status
         self.kind = kind
+        self.retry_after = RETRY_AFTER_S
 
     @classmethod
     def of(cls, error: Exception) -> OpenAIError:
@@ -59,7 +60,9 @@ class OpenAIError(Exception):
         if isinstance(error, OpenAIError):
             return error
         if isinstance(error, LimitReachedError):
-            return cls(error.message, status=429, kind="requests", code="rate_limit_exceeded")
+            limited = cls(error.message, status=429, kind=error.kind, code="rate_limit_exceeded")
+            limited.retry_after = error.retry_after
+            return limited
         if isinstance(error, TritonError):
             status, kind, code = _STATUS_TYPE_CODE[error.code]
             blamed = _BLAMED.search(error.message) if status == 400 else None
@@ -77,7 +80,7 @@ class OpenAIError(Exception):
         return orjson.dumps({"error": fields})
 
     def response(self) -> Response:
-        headers = {"Retry-After": RETRY_AFTER_S} if self.status in (429, 503) else {}
+        headers = {"Retry-After": self.retry_after} if self.status in (429, 503) else {}
         return Response(self.body(), self.status, headers, media_type="application/json")
 
     def event(self) -> bytes:

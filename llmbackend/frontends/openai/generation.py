@@ -43,7 +43,7 @@ class Generation:
         self._open = len(request.prompts)
         self._choices: list[Inference] = []
         backlog = gate.new_backlog()
-        gate.check_room(len(request.prompts))
+        gate.admit(len(request.prompts))
         try:
             for index in range(len(request.prompts)):
                 part = trace.child() if trace is not None and index else trace
