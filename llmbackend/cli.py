@@ -96,6 +96,7 @@ def serve(
         grpc=endpoints["GRPC"],
         metrics=endpoints["metrics"],
         http_max_input_size_bytes=http.http_max_input_size,
+        openai_max_input_size_bytes=http.openai_max_input_size,
         exit_timeout_s=life.exit_timeout_secs,
         limits=limits.limits(),
         doors=door_settings,

@@ -136,6 +136,7 @@ class HttpFlags:
     http_port: Annotated[int, _port("Port of HTTP")] = 8000
     reuse_http_port: Annotated[Any, _switch("--reuse-http-port", _REUSE)] = False
     http_max_input_size: Annotated[int, typer.Option(min=1, help="Largest request body, bytes.")] = 64 << 20
+    openai_max_input_size: Annotated[int, typer.Option(min=1, help="The same for /v1 alone, bytes.")] = 4 << 20
 
     def endpoint(self) -> Endpoint:
         return Endpoint(self.http_address, self.http_port, self.allow_http, self.reuse_http_port)

@@ -106,7 +106,11 @@ def _frontends(
 ) -> FrontendServer:
     limit_bytes = settings.http_max_input_size_bytes
     gate = InferenceGate(server, settings.limits.inference)
-    routers = (create_openai_router(server, limit_bytes, gate, settings.protocols.openai_lora_separator),)
+    routers = (
+        create_openai_router(
+            server, settings.openai_max_input_size_bytes, gate, settings.protocols.openai_lora_separator
+        ),
+    )
     return FrontendServer(
         server,
         http_address=settings.http.address,

@@ -43,6 +43,7 @@ class ServerSettings:
     grpc: Endpoint
     metrics: Endpoint
     http_max_input_size_bytes: int = 64 << 20
+    openai_max_input_size_bytes: int = 4 << 20
     exit_timeout_s: int = 30
     limits: FrontendLimits = field(default_factory=FrontendLimits)
     doors: DoorSettings = NO_DOORS

@@ -28,6 +28,7 @@ from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
 from llmbackend.gpus import supported_gpus
 
 from . import tensorrtllm_parameters
+from .chat_request import MAX_MESSAGES_BYTES
 from .device_placement import AUTO
 from .tensor_schemas import PARAMETER as TENSOR_SCHEMA
 from .tensor_schemas import is_tensorrtllm
@@ -76,6 +77,7 @@ class ModelArguments:
 
     The others are config.pbtxt parameters; 0 = no limit. max_queue_size: requests the model's queue holds before it
     refuses with UNAVAILABLE. max_prompt_tokens: longer prompts are refused. max_output_tokens: max_tokens is cut to it.
+    max_messages_bytes: a longer JSON text in the input `messages` is refused.
     request_timeout_s: a request that is older ends with UNAVAILABLE. stall_timeout_s: work waiting and no step finished
     for this long = not ready.
     """
@@ -85,6 +87,7 @@ class ModelArguments:
     max_queue_size: int = 4096
     max_prompt_tokens: int = 0
     max_output_tokens: int = 0
+    max_messages_bytes: int = MAX_MESSAGES_BYTES
     request_timeout_s: float = 0.0
     stall_timeout_s: float = STALL_TIMEOUT_S
 
@@ -101,6 +104,7 @@ _OWN_PARAMETERS: dict[str, Callable[[str], float]] = {
     "max_queue_size": int,
     "max_prompt_tokens": int,
     "max_output_tokens": int,
+    "max_messages_bytes": int,
     "request_timeout_s": float,
     "stall_timeout_s": float,
 }

@@ -1,8 +1,8 @@
 """ModelInstanceState: an instance's way into its model's queue.
 
 For: Execute, which must return at once. Does not know: the queue's inside, how outputs come back. Invariant: every
-request given to `enqueue` is either in the model's queue or answered and released when it returns. Name and role are
-MindIE's.
+request given to `enqueue` is in the model's queue or on its way there, or answered and released when it returns. Name
+and role are MindIE's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from llmbackend.core.backend_api import (
     ModelInstance,
@@ -20,6 +21,7 @@ from llmbackend.core.backend_api import (
     unavailable,
 )
 
+from .conversion_pool import is_short
 from .infer_task import InferTask
 from .model_state import ModelState
 
@@ -41,16 +43,12 @@ class ModelInstanceState:
             if self._model_state.schema.is_stop(request):
                 self._stop(request)
                 continue
-            try:
-                tasks = self._convert(request, time.monotonic_ns())
-            except TritonError as error:
-                self._refuse(request, error)
-            except Exception as error:
-                logger.exception("a request could not be converted")
-                self._refuse(request, internal(f"the request could not be converted: {error}"))
-            else:
-                for task in tasks:
+            tasks = partial(self._tasks_of, request, time.monotonic_ns())
+            if is_short(request):
+                for task in tasks():
                     self._model_state.submit(task)
+            else:
+                self._model_state.convert_later(request, tasks, partial(self._refuse, request))
 
     def check_ready(self) -> None:
         """Raises TritonError UNAVAILABLE saying why the engine is not ready."""
@@ -62,11 +60,19 @@ class ModelInstanceState:
     def shutdown(self) -> None:
         self._model_state.stop_engine(self._engine)
 
-    def _convert(self, request: Request, exec_start_ns: int) -> list[InferTask]:
+    def _tasks_of(self, request: Request, exec_start_ns: int) -> Sequence[InferTask]:
+        """None when the request cannot be served, and was answered."""
         converter = self._model_state.converter
-        if converter is None:
-            raise unavailable("no engine is running")
-        return converter.convert(request, self._instance, exec_start_ns)
+        try:
+            if converter is None:
+                raise unavailable("no engine is running")
+            return converter.convert(request, self._instance, exec_start_ns)
+        except TritonError as error:
+            self._refuse(request, error)
+        except Exception as error:
+            logger.exception("a request could not be converted")
+            self._refuse(request, internal(f"the request could not be converted: {error}"))
+        return ()
 
     def _stop(self, request: Request) -> None:
         """Ends its client's requests with this id; its answer is empty. Source: TensorRT-LLM's handleStopRequest."""

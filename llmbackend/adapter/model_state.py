@@ -22,6 +22,7 @@ from functools import partial
 from llmbackend.core.backend_api import (
     Model,
     ModelInstance,
+    Request,
     Tenant,
     TritonError,
     cancelled,
@@ -36,6 +37,7 @@ from llmbackend.engine.transport import EngineDeadError
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Alarm, Timer
 
+from .conversion_pool import Conversion, ConversionPool
 from .device_placement import DevicePlacement
 from .engine_args import check_checkpoint, read_model_arguments
 from .infer_task import InferTask
@@ -79,6 +81,7 @@ class ModelState:
         self._metrics = LlmMetrics(model.backend, model.name, model.version)
         self._tasks = TaskMap(self._policies, self._arguments.max_queue_size)
         self._timer = Timer()
+        self._conversions = ConversionPool(model.name, self._tasks, self._timer)
         self._placement = DevicePlacement()
         self._lock = threading.Lock()
         self._engines: list[Engine] = []
@@ -119,6 +122,9 @@ class ModelState:
             if engine in self._engines:
                 self._engines.remove(engine)
             others = tuple(self._engines)
+        unloaded = unavailable(f"model '{self._name}' was unloaded before the request was finished")
+        if not others:
+            self._conversions.drain(unloaded)
         engine.manager.shutdown()
         self._placement.leave(engine.config)
         if others:
@@ -127,9 +133,10 @@ class ModelState:
             _wake(others)
             return
         for task in self._tasks.pop_all():
-            self._fail(task, unavailable(f"model '{self._name}' was unloaded before the request was finished"))
+            self._fail(task, unloaded)
 
     def close(self) -> None:
+        self._conversions.close()
         self._timer.stop()
         self._metrics.close()
 
@@ -153,16 +160,37 @@ class ModelState:
             max_prompt_tokens=self._arguments.max_prompt_tokens,
             max_output_tokens=self._arguments.max_output_tokens,
             lora_names=self.lora_names,
+            max_messages_bytes=self._arguments.max_messages_bytes,
         )
 
     # --- from Triton's threads ----------------------------------------------------------------------------------------
+
+    def convert_later(
+        self,
+        request: Request,
+        convert: Callable[[], Sequence[InferTask]],
+        refuse: Callable[[TritonError], None],
+    ) -> None:
+        """Has a long request converted beside its instance's thread, and queues what comes out.
+
+        convert: makes the tasks; none when it has answered the request itself. refuse: answers it with an error.
+        """
+        level = self._policies.level(self._policies.priority(request.priority))
+        whole_ns, queue_ns = self._deadlines_ns(level, request.timeout_us, time.monotonic_ns())
+        if not self._policies.policy(level).reject:
+            queue_ns = 0
+        deadline_ns = min((one for one in (whole_ns, queue_ns) if one), default=0)
+        stop = lambda task: self._give_up(task.request_id, None)  # noqa: E731
+        conversion = Conversion(request, level, deadline_ns, convert, refuse, self.submit, stop)
+        if refusal := self._conversions.start(conversion):
+            refuse(self._full(refusal))
 
     def submit(self, task: InferTask) -> None:
         """Queues a task and wakes the engines. One that cannot be queued is answered UNAVAILABLE."""
         engines = tuple(self._engines)
         refusal = _no_engine(engines) or self._tasks.admit(task)
         if refusal:
-            self._fail(task, unavailable(f"model '{self._name}' takes no more requests: {refusal}"))
+            self._fail(task, self._full(refusal))
             return
         # Before it is queued: afterwards it may be finished and released at any time.
         task.on_cancel(partial(self._cancel, task.request_id))
@@ -173,20 +201,28 @@ class ModelState:
 
     def stop_requests(self, client_id: str, by: Tenant) -> None:
         """Ends all requests with this id that `by` may end, with what they have so far and without an error."""
+        self._conversions.stop(client_id, by)
         for request_id in self._tasks.ids_of(client_id, by):
             self._give_up(request_id, None)
 
-    def _set_deadlines(self, task: InferTask) -> None:
-        """For the whole request (its own `timeout`, the model's request_timeout_s), and for its time in the queue."""
-        timeouts_s = [self._arguments.request_timeout_s, task.timeout_us * 1e-6]
+    def _full(self, refusal: str) -> TritonError:
+        return unavailable(f"model '{self._name}' takes no more requests: {refusal}")
+
+    def _deadlines_ns(self, level: int, timeout_us: int, start_ns: int) -> tuple[int, int]:
+        """For a whole request (its own `timeout`, the model's request_timeout_s), and for its time in the queue; 0 =
+        none."""
+        timeouts_s = [self._arguments.request_timeout_s, timeout_us * 1e-6]
         timeout_s = min((one for one in timeouts_s if one), default=0.0)
-        start_ns = task.times.exec_start_ns
-        if timeout_s:
-            self._set_alarm(task, partial(self._expire, task.request_id), start_ns + int(timeout_s * 1e9))
-        policy = self._policies.policy(task.infer_request.priority)
-        queue_deadline_ns = policy.deadline_ns(start_ns, task.timeout_us)
-        if queue_deadline_ns:
-            self._set_alarm(task, partial(self._expire_in_queue, task.request_id), queue_deadline_ns)
+        whole_ns = start_ns + int(timeout_s * 1e9) if timeout_s else 0
+        return whole_ns, self._policies.policy(level).deadline_ns(start_ns, timeout_us)
+
+    def _set_deadlines(self, task: InferTask) -> None:
+        level, start_ns = task.infer_request.priority, task.times.exec_start_ns
+        whole_ns, queue_ns = self._deadlines_ns(level, task.timeout_us, start_ns)
+        if whole_ns:
+            self._set_alarm(task, partial(self._expire, task.request_id), whole_ns)
+        if queue_ns:
+            self._set_alarm(task, partial(self._expire_in_queue, task.request_id), queue_ns)
 
     def _set_alarm(self, task: InferTask, alarm: Alarm, due_ns: int) -> None:
         task.alarms.append(alarm)

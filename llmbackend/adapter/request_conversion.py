@@ -9,46 +9,39 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmbackend.core.backend_api import ModelInstance, Request, TritonError, invalid_argument, unsupported
+import numpy.typing as npt
+
+from llmbackend.core.backend_api import ModelInstance, Request, TritonError, invalid_argument
 from llmbackend.engine.infer_request import InferRequest
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .answer import Answer
+from .chat_request import MAX_MESSAGES_BYTES, ChatBounds, read_chat
 from .infer_task import InferTask
 from .output_assembler import OutputAssembler
 from .sampling import GenerationParams, parse_sampling_parameters
 from .task_times import TaskTimes
 from .tensor_schema import LlmInputs, Prompt, Schema
-from .text import Text
+from .text import Text, TooManyTokensError
 
 _ids = itertools.count(1)
-_JSON_NAMES: dict[type, str] = {list: "list", dict: "object"}
-_CHAT_FIELDS = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "documents",
-)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
     """What a prompt must fit into. max_tokens counts prompt and output together. 0 = no limit of its own. lora_names:
-    None when LoRA is not enabled."""
+    None when LoRA is not enabled. max_messages_bytes: of the JSON of the input `messages`."""
 
     max_tokens: int
     vocab_size: int
     max_prompt_tokens: int = 0
     max_output_tokens: int = 0
     lora_names: tuple[str, ...] | None = None
+    max_messages_bytes: int = MAX_MESSAGES_BYTES
 
     def room_tokens(self, num_prompt_tokens: int) -> int:
         """How many tokens may follow the prompt."""
@@ -85,7 +78,7 @@ class RequestConverter:
 
     def _generation(self, inputs: LlmInputs) -> _Generation:
         prompt = self._prompt(inputs)
-        self._check_prompt(prompt.token_ids)
+        self._check_length(len(prompt.token_ids))
         params = parse_sampling_parameters(
             inputs.sampling,
             room_tokens=self._limits.room_tokens(len(prompt.token_ids)),
@@ -124,8 +117,8 @@ class RequestConverter:
             if inputs.messages is not None:
                 rendered = self._render(inputs.messages)
                 return Prompt(rendered, self._encode(rendered, add_special_tokens=False))
-            ids = inputs.input_ids or ()
-            self._check_ids(ids)
+            assert inputs.input_ids is not None
+            ids = self._checked_ids(inputs.input_ids)
             return Prompt(self._text.decode(ids) if inputs.options.prepend_prompt else "", ids)
         except TritonError:
             raise
@@ -133,43 +126,38 @@ class RequestConverter:
             raise invalid_argument(f"the prompt cannot be tokenised: {error}") from error
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        # Before megabytes are tokenised for nothing, on the thread that every request of the instance goes through.
-        most_chars = self._limits.max_tokens * self._text.max_token_chars
+        # Before megabytes are tokenised for nothing.
+        most_chars = self._max_chars
         if len(text) > most_chars:
             raise invalid_argument(
                 f"the prompt has {len(text)} characters, expected at most {most_chars}: "
                 f"the model's context is {self._limits.max_tokens} tokens"
             )
-        # An empty text is an empty prompt, also where the tokenizer would add a special token.
-        return tuple(self._text.encode(text, add_special_tokens=add_special_tokens)) if text else ()
-
-    def _render(self, text: str) -> str:
-        """The input `messages`: a JSON list of chat messages, or an object with them and what else the template
-        takes."""
+        if not text:  # an empty prompt, also where the tokenizer would add a special token
+            return ()
         try:
-            value: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise invalid_argument(f"input 'messages' is not JSON: {error}") from None
-        chat = {"messages": value} if isinstance(value, list) else value
-        if not isinstance(chat, dict) or not isinstance(chat.get("messages"), list) or not chat["messages"]:
-            raise invalid_argument("input 'messages' must be a non-empty JSON list of chat messages")
-        unknown = sorted(set(chat) - set(_CHAT_FIELDS))
-        if unknown:
-            raise invalid_argument(f"input 'messages' has unknown fields {unknown}, expected {', '.join(_CHAT_FIELDS)}")
-        if chat.get("continue_final_message"):
-            raise unsupported("'continue_final_message' of input 'messages' is not supported")
-        for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
-            if not isinstance(chat.get(name), kind | None):
-                raise invalid_argument(f"'{name}' of input 'messages' must be a JSON {_JSON_NAMES[kind]}")
-        options: dict[str, Any] = dict(chat.get("chat_template_kwargs") or {})
-        options |= {name: chat[name] for name in ("add_generation_prompt", "documents") if name in chat}
-        return self._text.render_chat(chat["messages"], chat.get("tools"), options)
+            return tuple(self._text.encode(text, add_special_tokens=add_special_tokens, below=self._limits.max_tokens))
+        except TooManyTokensError as error:
+            self._check_length(error.num_tokens)
+            raise
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
+    @property
+    def _max_chars(self) -> int:
+        return self._limits.max_tokens * self._text.max_token_chars
+
+    def _render(self, text: bytes) -> str:
+        bounds = ChatBounds(self._limits.max_tokens, self._max_chars, self._limits.max_messages_bytes)
+        chat = read_chat(text, bounds)
+        return self._text.render_chat(chat.messages, chat.tools, chat.options)
+
+    def _checked_ids(self, ids: npt.NDArray[Any]) -> tuple[int, ...]:
+        """Checked as an array, before each becomes an object."""
+        self._check_length(ids.size)
         size = self._limits.vocab_size
-        bad = next((token_id for token_id in ids if not 0 <= token_id < size), None)
-        if bad is not None:
-            raise invalid_argument(f"input 'input_ids' holds {bad}, expected token ids from 0 to {size - 1}")
+        bad = ids[(ids < 0) | (ids >= size)]
+        if bad.size:
+            raise invalid_argument(f"input 'input_ids' holds {bad[0]}, expected token ids from 0 to {size - 1}")
+        return tuple(ids.tolist())
 
     def _check_lora(self, name: str) -> None:
         """vllm_backend's texts."""
@@ -179,15 +167,15 @@ class RequestConverter:
         if name and names is not None and name not in names:
             raise invalid_argument(f"LoRA {name} is not supported, we currently support {list(names)}")
 
-    def _check_prompt(self, ids: Sequence[int]) -> None:
+    def _check_length(self, num_tokens: int) -> None:
         limit = self._limits.max_tokens
-        if not ids:
+        if not num_tokens:
             raise invalid_argument("the prompt is empty, expected at least one token")
-        if len(ids) >= limit:
+        if num_tokens >= limit:
             raise invalid_argument(
-                f"the prompt has {len(ids)} tokens, expected at most {limit - 1}: "
+                f"the prompt has {num_tokens} tokens, expected at most {limit - 1}: "
                 f"the model's context of {limit} tokens must leave room for one more"
             )
         most = self._limits.max_prompt_tokens
-        if most and len(ids) > most:
-            raise invalid_argument(f"the prompt has {len(ids)} tokens, expected at most {most} (max_prompt_tokens)")
+        if most and num_tokens > most:
+            raise invalid_argument(f"the prompt has {num_tokens} tokens, expected at most {most} (max_prompt_tokens)")

@@ -10,6 +10,7 @@ popped is nowhere else. Every method is atomic (`_lock`), and calls nobody.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -63,6 +64,8 @@ class TaskMap:
         self._tasks: dict[str, InferTask] = {}
         self._holder_of: dict[str, Holder] = {}
         self._queue = TaskQueue()
+        self._reserved: Counter[int] = Counter()
+        """Places by priority level, for requests that are being converted."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tasks
@@ -85,15 +88,32 @@ class TaskMap:
 
     def admit(self, task: InferTask) -> str:
         """Takes a new task into the map, but not yet into the queue; or says why the queue is too full for it."""
-        level = task.infer_request.priority
-        most = self._policies.policy(level).max_queue_size
         with self._lock:
-            in_level = self._queue.num_in_level(level)
-            if most and in_level >= most:
-                return f"its queue holds {in_level} requests of this priority"
-            if len(self._queue) >= self._max_queue_size:
-                return f"its queue holds {self._max_queue_size} requests"
-            self._tasks[task.request_id] = task
+            refusal = self._why_full(task.infer_request.priority)
+            if not refusal:
+                self._tasks[task.request_id] = task
+        return refusal
+
+    def reserve(self, level: int) -> str:
+        """A place in the queue for a request that is not a task yet; or says why the queue is too full for it."""
+        with self._lock:
+            refusal = self._why_full(level)
+            if not refusal:
+                self._reserved[level] += 1
+        return refusal
+
+    def release(self, level: int) -> None:
+        """Gives a reserved place back."""
+        with self._lock:
+            self._reserved[level] -= 1
+
+    def _why_full(self, level: int) -> str:
+        most = self._policies.policy(level).max_queue_size
+        in_level = self._queue.num_in_level(level) + self._reserved[level]
+        if most and in_level >= most:
+            return f"its queue holds {in_level} requests of this priority"
+        if len(self._queue) + self._reserved.total() >= self._max_queue_size:
+            return f"its queue holds {self._max_queue_size} requests"
         return ""
 
     def enqueue(self, task: InferTask) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy.typing as npt
 from tritonclient.grpc import model_config_pb2
 
 from llmbackend.core.backend_api import ModelConfig, Request, Tensor, invalid_argument
@@ -34,7 +35,8 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class LlmInputs:
-    """What one generation was asked for. Exactly one of text_input, messages and input_ids is set.
+    """What one generation was asked for. Exactly one of text_input, messages (JSON) and input_ids (integers, one
+    dimension) is set.
 
     stop_sequences: token ids that end it when they were generated one after the other. batch_index, sequence_index:
     which of a request's generations it is.
@@ -43,8 +45,8 @@ class LlmInputs:
     options: OutputOptions
     sampling: Mapping[str, Any]
     text_input: str | None = None
-    messages: str | None = None
-    input_ids: tuple[int, ...] | None = None
+    messages: bytes | None = None
+    input_ids: npt.NDArray[Any] | None = None
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     batch_index: int = 0
     sequence_index: int = 0

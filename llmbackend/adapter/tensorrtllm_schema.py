@@ -249,14 +249,14 @@ def _prompt_text(row: Row) -> str:
     return decoded("text_input", row.number("text_input"))
 
 
-def _prompt_ids(row: Row) -> tuple[int, ...]:
+def _prompt_ids(row: Row) -> npt.NDArray[Any]:
     """`input_ids` up to `input_lengths`; what follows is padding."""
     values = row.array("input_ids")
     assert values is not None
     length = int(row.number("input_lengths", values.size))
     if not 0 <= length <= values.size:
         raise invalid_argument(f"'input_lengths' is {length}, but 'input_ids' holds {values.size} token ids")
-    return tuple(values.ravel()[:length].tolist())
+    return values.ravel()[:length]
 
 
 def _word_list(row: Row, name: str) -> tuple[tuple[int, ...], ...]:

@@ -28,6 +28,20 @@ CONTEXT_TOKENS = 6
 """How many tokens of the prompt's end a window detokeniser sees."""
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CACHED_TOKEN_TEXTS = 1 << 16
+_SHORT_CHARS = 4096
+"""A text up to here is tokenised where it is; a longer one on the library's own threads, which do not hold the
+interpreter's lock and would let a short text wait for long ones."""
+
+
+class TooManyTokensError(Exception):
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
+def _check_length(num_tokens: int, below: int | None) -> None:
+    if below is not None and num_tokens >= below:
+        raise TooManyTokensError(num_tokens)
 
 
 class Text(Protocol):
@@ -38,7 +52,9 @@ class Text(Protocol):
 
     max_token_chars: int
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
+        """Raises TooManyTokensError when it is not fewer than `below` tokens."""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text, special tokens left out."""
 
@@ -66,9 +82,11 @@ class ByteText:
     def __init__(self) -> None:
         self._template = ChatTemplate(self._TEMPLATE, {})
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         """One id per byte; there is no special token to add."""
-        return list(text.encode())
+        data = text.encode()
+        _check_length(len(data), below)
+        return list(data)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return b"".join(self._bytes(token_id) for token_id in token_ids).decode("utf-8", "replace")
@@ -95,7 +113,7 @@ class NoText:
 
     max_token_chars = 1
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         raise invalid_argument("this model takes token ids, and has no tokenizer")
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -126,8 +144,13 @@ class HuggingFaceText:
         self._bytes = functools.lru_cache(maxsize=_CACHED_TOKEN_TEXTS)(self._token_bytes)
         self.token_text = functools.lru_cache(maxsize=_CACHED_TOKEN_TEXTS)(self._decode_one)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
+        if len(text) <= _SHORT_CHARS:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        _check_length(len(encoding), below)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

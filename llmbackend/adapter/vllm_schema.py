@@ -107,13 +107,12 @@ class VllmSchema:
                 f"exactly one of the inputs {', '.join(PROMPT_INPUTS)} must be given, got {', '.join(given) or 'none'}"
             )
         source = given[0]
-        ids = tuple(tensors[source].data.ravel().tolist()) if source == "input_ids" else None
         inputs = LlmInputs(
             options=self._read_options(request, source),
             sampling=_read_sampling(request),
             text_input=text_of(tensors[source]) if source == "text_input" else None,
-            messages=text_of(tensors[source]) if source == "messages" else None,
-            input_ids=ids,
+            messages=single(tensors[source]) if source == "messages" else None,
+            input_ids=tensors[source].data.ravel() if source == "input_ids" else None,
         )
         return (inputs,)
 

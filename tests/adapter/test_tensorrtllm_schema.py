@@ -49,6 +49,11 @@ def tensor_of(name: str, value: Any, data_type: int = 0) -> Tensor:
     return Tensor.of(name, array)
 
 
+def ids_of(inputs: LlmInputs) -> list[int]:
+    assert inputs.input_ids is not None
+    return list(inputs.input_ids.tolist())
+
+
 def refusal(pbtxt: str, **inputs: Any) -> TritonError:
     with pytest.raises(TritonError) as caught:
         read(pbtxt, **inputs)
@@ -174,7 +179,7 @@ def test_a_batch_is_one_generation_per_prompt_without_the_padding() -> None:
         stop_words_list=[[[9, 8, 7], [1, 3, -1]], [[0, 0, 0], [-1, -1, -1]]],
         seed=[[1], [2]],
     )
-    assert [inputs.input_ids for inputs in batch] == [(1, 2, 3), (4, 5)]
+    assert [ids_of(inputs) for inputs in batch] == [[1, 2, 3], [4, 5]]
     assert [inputs.sampling["max_tokens"] for inputs in batch] == [5, 6]
     assert [inputs.stop_sequences for inputs in batch] == [((9,), (8, 7)), ()]
     assert [inputs.batch_index for inputs in batch] == [0, 1]
@@ -183,7 +188,7 @@ def test_a_batch_is_one_generation_per_prompt_without_the_padding() -> None:
 
 def test_without_a_batch_dimension() -> None:
     (inputs,) = read(CORE, input_ids=[1, 2], input_lengths=[2], request_output_len=[3], stop_words_list=[[5], [1]])
-    assert (inputs.input_ids, inputs.stop_sequences) == ((1, 2), ((5,),))
+    assert (ids_of(inputs), inputs.stop_sequences) == ([1, 2], ((5,),))
     assert "batch_index" not in inputs.options.outputs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from tokenizers_for_tests import byte_level_tokenizer
 
 from llmbackend.adapter.chat_template import ChatTemplate
-from llmbackend.adapter.text import ByteText, load_text
+from llmbackend.adapter.text import ByteText, TooManyTokensError, load_text
 from llmbackend.core.backend_api import ErrorCode, TritonError
 
 CHATML = (
@@ -144,3 +145,32 @@ def test_the_mock_models_text_is_bytes() -> None:
     assert text.encode("hé", add_special_tokens=True) == [0x68, 0xC3, 0xA9]
     assert text.decode([0x68, 257, 0xC3, 0xA9, 999]) == "hé"
     assert [text.token_text(one) for one in (0x68, 0xC3, 257)] == ["h", "\ufffd", "<eos>"]
+
+
+def test_a_long_text_is_tokenised_without_the_interpreters_lock(tmp_path: Path) -> None:
+    text = load_text(str(checkpoint(tmp_path)))
+    done = threading.Event()
+    turns = 0
+
+    def count() -> None:
+        nonlocal turns
+        while not done.wait(0.001):
+            turns += 1
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    ids = text.encode("hello world " * 50_000, add_special_tokens=False)
+    before_end = turns
+    done.set()
+    counting.join()
+    assert before_end > 10
+    assert ids == text.encode("hello world ", add_special_tokens=False) * 50_000
+
+
+def test_a_text_of_too_many_tokens_is_told_by_their_number(tmp_path: Path) -> None:
+    for text in (load_text(str(checkpoint(tmp_path))), load_text("mock")):
+        num_tokens = len(text.encode("hello " * 2000, add_special_tokens=False))
+        assert len(text.encode("hello " * 2000, add_special_tokens=False, below=num_tokens + 1)) == num_tokens
+        with pytest.raises(TooManyTokensError) as caught:
+            text.encode("hello " * 2000, add_special_tokens=False, below=num_tokens)
+        assert caught.value.num_tokens == num_tokens

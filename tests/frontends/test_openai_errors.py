@@ -7,9 +7,15 @@ from typing import Any
 
 import httpx
 import openai
+import orjson
 import pytest
 from fake_llm_server import MODEL, FakeLlmServer
 from openai_live_server import serve_openai
+
+from llmbackend.cli_flags import HttpFlags
+from llmbackend.core.errors import TritonError
+from llmbackend.frontends.openai.http import MAX_OBJECTS, json_object
+from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
 
 USER_HI: list[Any] = [{"role": "user", "content": "hi"}]
 CHAT = {"model": MODEL, "messages": USER_HI}
@@ -153,10 +159,23 @@ def test_long_values_are_cut_in_messages(http: httpx.Client) -> None:
 
 def test_huge_bodies(http: httpx.Client) -> None:
     body = b'{"model": "' + b"x" * 30_000 + b'"}'
-    assert refusal(http.post("/completions", content=body), 413)["code"] == "content_too_large"
+    error = refusal(http.post("/completions", content=body), 413)
+    assert error["code"] == "content_too_large"
+    assert "larger than the 20000 bytes" in error["message"] and "--openai-max-input-size" in error["message"]
     pieces = (body[start : start + 1000] for start in range(0, len(body), 1000))
     assert refusal(http.post("/completions", content=pieces), 413)["code"] == "content_too_large"
     assert http.post("/completions", json=COMPLETION).status_code == 200
+
+
+def test_bodies_of_many_objects_are_refused_before_they_are_parsed() -> None:
+    braces = orjson.dumps(COMPLETION | {"user": "{" * (MAX_OBJECTS + 1)})
+    assert json_object(braces)["user"].startswith("{")  # those in strings are none
+    with pytest.raises(TritonError, match="has 65538 JSON objects and lists, expected at most 65536"):
+        json_object(b'{"a":[' + b"[]," * MAX_OBJECTS + b"0]}")
+
+
+def test_the_default_limit_of_bodies_is_that_of_the_flag() -> None:
+    assert HttpFlags().openai_max_input_size == DEFAULT_MAX_BODY_BYTES == 4 << 20
 
 
 def test_unknown_model(client: openai.OpenAI) -> None:

@@ -21,11 +21,13 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.errors import TritonError
-from llmbackend.frontends.json_reader import check_depth
+from llmbackend.frontends.json_reader import check_depth, check_objects
 
 from .errors import OpenAIError
 
 T = TypeVar("T")
+MAX_OBJECTS = 1 << 16
+"""JSON objects and lists of a body."""
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -42,8 +44,12 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """The object that `body` is. Raises OpenAIError 400 for anything but a JSON object, and for one nested deeper than
-    KServe's endpoints take it."""
+    """The object that `body` is.
+
+    Raises OpenAIError 400 for anything but a JSON object and for one nested deeper than KServe's endpoints take it,
+    TritonError INVALID_ARG for one of more objects than a parser makes in some milliseconds.
+    """
+    check_objects(body, MAX_OBJECTS)
     try:
         check_depth(body)
         value = orjson.loads(body)
@@ -56,7 +62,8 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 def _too_large(max_bytes: int) -> OpenAIError:
     return OpenAIError(
-        f"the request body is larger than the {max_bytes} bytes this server accepts",
+        f"the request body is larger than the {max_bytes} bytes this server accepts; "
+        "use --openai-max-input-size to increase the limit",
         status=413,
         code="content_too_large",
     )

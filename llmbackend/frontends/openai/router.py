@@ -33,8 +33,8 @@ from .requests import GenerationRequest, parse_chat, parse_completion
 from .responses import Identity, whole_response
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-DEFAULT_MAX_BODY_BYTES = 64 << 20
-"""Triton's default for --http-max-input-size."""
+DEFAULT_MAX_BODY_BYTES = 4 << 20
+"""The text of a million tokens; JSON of that size is parsed in some 50 ms, all of which hold the interpreter's lock."""
 _QUIET_S = 15.0
 """A stream silent for so long sends a ping, lest a proxy take it for dead; also how long the first answer may take
 before the stream begins without knowing whether it is an error."""

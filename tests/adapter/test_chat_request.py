@@ -1,0 +1,70 @@
+"""The input `messages`: what is refused before a template sees it, and by which bound."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llmbackend.adapter.chat_request import MAX_OBJECTS, ChatBounds, read_chat
+from llmbackend.core.backend_api import ErrorCode, TritonError
+
+BOUNDS = ChatBounds(context_tokens=10, max_chars=50)
+HI = {"role": "user", "content": "hi"}
+
+
+def refusal(value: Any, bounds: ChatBounds = BOUNDS) -> str:
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    with pytest.raises(TritonError) as caught:
+        read_chat(text, bounds)
+    assert caught.value.code is ErrorCode.INVALID_ARG
+    return caught.value.message
+
+
+def test_a_list_and_an_object_are_the_same_conversation() -> None:
+    assert read_chat(json.dumps([HI]).encode(), BOUNDS).messages == [HI]
+    chat = read_chat(
+        json.dumps({"messages": [HI], "tools": [{}], "chat_template_kwargs": {"a": 1}, "documents": []}).encode(),
+        BOUNDS,
+    )
+    assert (chat.messages, chat.tools, chat.options) == ([HI], [{}], {"a": 1, "documents": []})
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ([HI] * 11, "has 11 messages, expected at most 10: the model's context is 10 tokens"),
+        ([{"role": "user", "content": [{"type": "text", "text": ""}] * 11}], "has 11 content parts, expected at most"),
+        ([{"role": "user", "content": "x" * 26}] * 2, "the prompt has 52 characters and more, expected at most 50"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x" * 51}]}], "has 51 characters and more"),
+        ({"messages": [HI], "tools": [{"x": "y" * 50}]}, "'tools' of input 'messages' has 61 characters of JSON"),
+        ({"messages": [HI], "documents": ["y" * 50]}, "'documents' of input 'messages' has 54 characters of JSON"),
+        (
+            {"messages": [HI], "chat_template_kwargs": {"x": "y" * 65536}},
+            "'chat_template_kwargs' of input 'messages' has 65545 bytes of JSON, expected at most 65536",
+        ),
+        (
+            b'{"messages": [{}], "chat_template_kwargs": {"x":' + b"[" * 32 + b"]" * 32 + b"}}",
+            "'chat_template_kwargs' of input 'messages' is nested deeper than 32 levels",
+        ),
+        (b"[" * 100_000, "has 100000 JSON objects and lists, expected at most 65536"),
+        (b"[" * 5000, "is not JSON"),
+        (b'["\xff"]', "is not UTF-8: invalid start byte at byte 2"),
+        (b" " * (4 << 20) + b" ", "has 4194305 bytes, expected at most 4194304"),
+    ],
+)
+def test_what_cannot_fit_is_refused_by_name(value: Any, expected: str) -> None:
+    assert expected in refusal(value)
+
+
+def test_brackets_in_a_text_are_text() -> None:
+    text = json.dumps([{"role": "user", "content": '[{"' * 30_000}]).encode()
+    assert len(read_chat(text, ChatBounds(10, 100_000)).messages) == 1
+
+
+def test_the_text_is_bounded_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json, "loads", lambda text: pytest.fail("parsed"))
+    for value in (b"[" * (MAX_OBJECTS + 1), b" " * (BOUNDS.max_bytes + 1)):
+        with pytest.raises(TritonError):
+            read_chat(value, BOUNDS)

@@ -1,0 +1,155 @@
+"""Long requests are converted beside the instance thread: nobody waits for them, and they end as any other request."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from llm_host import Call, LlmHost, llm_host
+
+from llmbackend.adapter.conversion_pool import MAX_THREADS, SHORT_BYTES, Conversion, ConversionPool, is_short
+from llmbackend.adapter.request_conversion import RequestConverter
+from llmbackend.adapter.task_map import TaskMap
+from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, unavailable
+from llmbackend.waiting.queue_policy import QueuePolicies
+from llmbackend.waiting.timer import Timer
+
+LONG = "x" * (SHORT_BYTES + 1)
+GREEDY = {"max_tokens": 3, "temperature": 0}
+ROOM = {"max_model_len": 8192, "num_kv_blocks": 4096}
+
+
+class Gate:
+    """Long conversions wait for `open`; `begun` counts those that have started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.begun = threading.Semaphore(0)
+        convert = RequestConverter.convert
+
+        def waiting(converter: RequestConverter, request: Any, *others: Any) -> Any:
+            if not is_short(request):
+                self.begun.release()
+                assert self.open.wait(20)
+            return convert(converter, request, *others)
+
+        monkeypatch.setattr(RequestConverter, "convert", waiting)
+
+    def fill(self, host: LlmHost) -> list[Call]:
+        """As many long requests as there are threads, all being converted."""
+        calls = [host.start(text_input=LONG, sampling=GREEDY) for _ in range(MAX_THREADS)]
+        assert all(self.begun.acquire(timeout=20) for _ in calls)
+        return calls
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+def test_others_are_served_while_long_requests_are_converted(tmp_path: Path, gate: Gate) -> None:
+    with llm_host(tmp_path, **ROOM) as host:
+        long = gate.fill(host)
+        assert host.infer(text_input="short", sampling=GREEDY).error is None
+        gate.open.set()
+        texts = {call.wait().text for call in long}
+        assert len(texts) == 1 and texts.pop().startswith(LONG)
+
+
+def test_a_request_ends_at_its_cancel_or_deadline_before_its_conversion_begins(tmp_path: Path, gate: Gate) -> None:
+    with llm_host(tmp_path, **ROOM) as host:
+        running = gate.fill(host)
+        waiting = host.start(text_input=LONG, sampling=GREEDY)
+        late = host.start(text_input=LONG, sampling=GREEDY, timeout_us=1000)
+        waiting.handle.cancel()
+        assert waiting.wait().error is not None and waiting.error.code is ErrorCode.CANCELLED
+        assert late.wait().error is not None and late.error.message == "Request timeout expired"
+        running[0].handle.cancel()
+        gate.open.set()
+        assert running[0].wait().error is not None and running[0].error.code is ErrorCode.CANCELLED
+        assert running[1].wait().error is None
+        assert [call.num_finals for call in (*running, waiting, late)] == [1, 1, 1, 1]
+
+
+def test_what_is_converted_has_a_place_in_the_queue(tmp_path: Path, gate: Gate) -> None:
+    bound = 'parameters { key: "max_queue_size" value { string_value: "3" } }'
+    with llm_host(tmp_path, bound, **ROOM) as host:
+        accepted = [*gate.fill(host), host.start(text_input=LONG, sampling=GREEDY)]
+        for text in (LONG, "short"):
+            refused = host.infer(text_input=text, sampling=GREEDY).error
+            assert refused is not None and refused.code is ErrorCode.UNAVAILABLE
+            assert "takes no more requests: its queue holds 3 requests" in refused.message
+        gate.open.set()
+        assert [call.wait().error for call in accepted] == [None] * 3
+        assert host.infer(text_input=LONG, sampling=GREEDY).error is None
+
+
+def test_a_long_request_that_is_wrong_is_refused_and_its_place_given_back(tmp_path: Path) -> None:
+    bound = 'parameters { key: "max_queue_size" value { string_value: "1" } }'
+    with llm_host(tmp_path, bound, **ROOM) as host:
+        for _ in range(3):
+            error = host.infer(text_input=LONG, sampling={"top_k": -7}).error
+            assert error is not None and "'top_k' is -7" in error.message
+        assert host.infer(text_input=LONG, sampling=GREEDY).error is None
+
+
+def test_stop_reaches_requests_that_are_being_converted(tmp_path: Path, gate: Gate) -> None:
+    pbtxt = 'parameters { key: "tensor_schema" value { string_value: "tensorrtllm_core" } }'
+    with llm_host(tmp_path, pbtxt, mock_step_ms=1.0, **ROOM) as host:
+        ids = [65] * SHORT_BYTES
+        mine = start_core(host, "me", input_ids=ids, request_output_len=[2000], end_id=[-1])
+        other = start_core(host, "you", input_ids=ids, request_output_len=[3], end_id=[-1])
+        assert all(gate.begun.acquire(timeout=20) for _ in range(2))
+        start_core(host, "me", input_ids=[0], request_output_len=[0], stop=[True]).wait()
+        gate.open.set()
+        assert mine.wait().error is None
+        (length,) = mine.all("sequence_length")
+        assert length < len(ids) + 2000
+        assert other.wait().all("sequence_length") == [len(ids) + 3]
+
+
+def start_core(host: LlmHost, request_id: str, **inputs: Any) -> Call:
+    import numpy as np
+
+    kinds = {"stop": np.bool_}
+    tensors = tuple(Tensor.of(name, np.array(value, kinds.get(name, np.int32))) for name, value in inputs.items())
+    return host.start_tensors(tensors, request_id)
+
+
+def test_an_unload_refuses_what_waits_and_lets_the_rest_go_on() -> None:
+    tasks = TaskMap(QueuePolicies(), 10)
+    pool = ConversionPool("m", tasks, Timer())
+    begun, go_on = threading.Event(), threading.Event()
+    refused: list[str] = []
+    handed_on: list[Any] = []
+
+    def conversion(number: int) -> Conversion:
+        def convert() -> list[Any]:
+            begun.set()
+            assert go_on.wait(20)
+            return [number]
+
+        request: Any = SimpleNamespace(id="", tenant=Tenant(), on_cancel=lambda callback: None)
+        refuse = lambda error: refused.append(error.message)  # noqa: E731
+        return Conversion(request, 0, 0, convert, refuse, handed_on.append, lambda task: None)
+
+    for number in range(MAX_THREADS + 2):
+        assert pool.start(conversion(number)) == ""
+    assert begun.wait(20)
+    drain = threading.Thread(target=pool.drain, args=[unavailable("unloaded")])
+    drain.start()
+    drain.join(0.1)
+    assert drain.is_alive()
+    go_on.set()
+    drain.join(20)
+    pool.close()
+    assert refused == ["unloaded"] * (MAX_THREADS + 2 - len(handed_on))
+    assert 1 <= len(handed_on) <= MAX_THREADS
+    assert not tasks.leftovers([])
+    assert [tasks.reserve(0) for _ in range(10)] == [""] * 10, "places were lost"
