@@ -1,7 +1,8 @@
 """What a test may not leave behind: processes, threads, file descriptors; and hosts and engines that lost something.
 
 For: tests/conftest.py, which asks before and after every test. Does not know: what a test does.
-What can be told reliably: a child process that is new, always. New threads and descriptors too, except while a fixture
+What can be told reliably: a child process that is new, always, but for the workers that a shared server keeps for large
+bodies. New threads and descriptors too, except while a fixture
 of a module or the session keeps a server in this process: that one opens connections and starts pool threads when a
 test first needs them, and so does gRPC. Then only threads that belong to an engine or a model are asked for.
 Files, sockets and event loops that are dropped unclosed are errors already (ResourceWarning, pyproject.toml), but only
@@ -27,6 +28,8 @@ POLL_S = 0.002
 OURS = ("llm-", "python-", "unload-", "load-", "model-load", "reaper", "timer", "startup")
 """How the names of threads begin that an engine, a model or a host owns."""
 
+WORKER = "llmbackend.frontends.workers.main"
+"""In the command of a process that a server keeps for large bodies once it needed one."""
 PROGRESS_BARS = "tqdm_monitor"
 """tqdm's, one for the process, since somebody's progress bar lasted long enough."""
 
@@ -104,7 +107,11 @@ class Conservation:
 
 def _new(before: Snapshot, shares_host: bool) -> list[str]:
     now = Snapshot.take()
-    found = [f"process {pid}: {name}" for pid in now.children - before.children if (name := _excused_or_name(pid))]
+    found = [
+        f"process {pid}: {name}"
+        for pid in now.children - before.children
+        if (name := _excused_or_name(pid)) and not (shares_host and WORKER in name)
+    ]
     for thread in now.threads - before.threads:
         is_asked = thread.name.startswith(OURS) or not (shares_host or thread.name == PROGRESS_BARS)
         if thread.is_alive() and is_asked:

@@ -63,6 +63,10 @@ ResponseCallback = Callable[[InferenceResponse | None, ResponseFlag], None]
 """(response, flags); response None is a flags-only completion. Any thread; must only enqueue."""
 
 
+def nobody(response: InferenceResponse | None, flags: ResponseFlag) -> None:
+    """The callback of a request that is not submitted yet."""
+
+
 class RequestObserver(Protocol):
     """Who made a request inside the host and follows more of it than its responses: an ensemble. Any thread."""
 

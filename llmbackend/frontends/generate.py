@@ -16,7 +16,6 @@ the time per event.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from functools import partial
 from typing import Final
 
 from fastapi import APIRouter, Request
@@ -24,13 +23,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.errors import ErrorCode, invalid_argument
-from llmbackend.core.messages import InferenceResponse, ModelMetadata
+from llmbackend.core.messages import InferenceResponse, ModelMetadata, nobody
 from llmbackend.core.tracing.trace import RequestTrace
 
 from .generate_codec import decode_request, encode_response
 from .http_errors import JSON, error_body
 from .http_tracing import received, sampled, traced
-from .inference import Inference, InferenceGate, nobody
+from .inference import Inference, InferenceGate
 from .kserve_http import MODEL_PATHS, model_of
 from .limits import RETRY_AFTER_S
 from .mailbox import Item
@@ -102,7 +101,7 @@ class GenerateEndpoints:
             responses = await inference.collect(at_most=2)
         finally:
             inference.close()
-        body = _json(responses[0]) if len(responses) == 1 else error_body(_NOT_ONE_RESPONSE)
+        body = await self._printed(responses[0]) if len(responses) == 1 else error_body(_NOT_ONE_RESPONSE)
         return StreamedBody(_once(body), _status(responses), self._headers(request, JSON), inference.close)
 
     async def _generate_stream(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Response:
@@ -113,7 +112,17 @@ class GenerateEndpoints:
         except BaseException:
             inference.close()
             raise
-        return StreamedBody(_events(inference, first), _status(_responses(first)), headers, inference.close)
+        return StreamedBody(self._events(inference, first), _status(_responses(first)), headers, inference.close)
+
+    async def _events(self, inference: Inference, batch: list[Item]) -> AsyncGenerator[bytes, None]:
+        while batch:
+            jsons = [await self._printed(response) for response in _responses(batch)]
+            if jsons:
+                yield b"".join(b"data: %b\n\n" % json for json in jsons)
+            batch = await inference.next_batch()
+
+    async def _printed(self, response: InferenceResponse) -> bytes:
+        return await self._gate.printed(response.outputs, _json, response)
 
     def _headers(self, request: Request, content_type: str) -> dict[str, str]:
         load = load_headers(self._gate.server, request, request.path_params["name"])
@@ -131,8 +140,9 @@ class GenerateEndpoints:
     async def _submit(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Inference:
         body = await read_body(request, self._max_body_bytes)
         received(trace)
-        decode = partial(decode_request, body, model, model_of(request)[1], nobody)
-        inference = await self._gate.send(await self._gate.decoded(len(body), decode), trace=trace)
+        version = model_of(request)[1]
+        message = await self._gate.parsed(len(body), decode_request, body, model, version, nobody)
+        inference = await self._gate.send(message, trace=trace)
         inference.cancel_on_disconnect(request)
         return inference
 
@@ -154,11 +164,3 @@ def _json(response: InferenceResponse) -> bytes:
 
 async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
     yield body
-
-
-async def _events(inference: Inference, batch: list[Item]) -> AsyncGenerator[bytes, None]:
-    while batch:
-        events = b"".join(b"data: %b\n\n" % _json(response) for response in _responses(batch))
-        if events:
-            yield events
-        batch = await inference.next_batch()

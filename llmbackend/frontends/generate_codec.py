@@ -19,6 +19,7 @@ from llmbackend.core.messages import (
     ResponseCallback,
     TensorMetadata,
 )
+from llmbackend.core.requests.request_bounds import MOST_PARAMETERS, check_count, check_id
 from llmbackend.core.tensors import Tensor
 
 from .json_reader import as_object, as_string, dump, parse, parsing, repeated_keys
@@ -37,6 +38,7 @@ def decode_request(body: bytes, model: ModelMetadata, version: int, callback: Re
     if "id" in document:
         with parsing("id"):
             request_id = as_string(document["id"])
+        check_id(request_id)
     mapping = _Mapping(model, request_id)
     mapping.refuse_repeated(body)
     mapping.add_all(document)
@@ -68,6 +70,7 @@ class _Mapping:
     def add_all(self, document: Mapping[str, Any]) -> None:
         if _NESTED in document and _NESTED in self._inputs:
             raise invalid_argument("Keyword 'parameters' for nested schema also given as input tensor name")
+        check_count("members", document, MOST_PARAMETERS, self._tag)
         for key, value in document.items():
             if key == _NESTED:
                 self._add_nested(value)
@@ -79,6 +82,7 @@ class _Mapping:
             members = as_object(value)
         except TritonError as error:
             raise internal(f"Expected JSON object for keyword: '{_NESTED}': {error.message}") from None
+        check_count("parameters", members, MOST_PARAMETERS, self._tag)
         try:
             for key, item in members.items():
                 self._add(key, item)

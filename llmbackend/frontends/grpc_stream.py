@@ -22,7 +22,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.backend_api import is_final
 from llmbackend.core.errors import TritonError, cancelled, internal
-from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.messages import InferenceResponse, nobody
 from llmbackend.core.tracing.trace import RequestTrace
 
 from .bug_log import log_bug
@@ -31,7 +31,7 @@ from .grpc_errors import INTERNAL_ERROR, grpc_status
 from .grpc_malformed import check
 from .grpc_tracing import sampled
 from .header_forwarding import HeaderForward
-from .inference import Inference, InferenceGate, nobody
+from .inference import Inference, InferenceGate
 from .mailbox import Item
 from .request_parameters import options_from_proto
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from llmbackend.core.errors import internal
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback
-from llmbackend.core.tensors import to_wire
+from llmbackend.core.requests.request_bounds import MOST_PARAMETERS, MOST_TENSORS, check_count, check_id
+from llmbackend.core.tensors import Tensor, to_wire
 
 from .infer_tensors import Inputs, RequestedOutputs
 from .json_reader import array_member, as_object, as_string, dump, parse, parsing
@@ -33,6 +34,14 @@ class OutputForm:
     def is_binary(self, name: str) -> bool:
         return self.binary.get(name, self.binary_by_default)
 
+    def in_json(self, response: InferenceResponse) -> list[Tensor]:
+        """The outputs whose data is JSON."""
+        return [
+            tensor
+            for tensor in response.outputs
+            if tensor.name not in self.in_shared_memory and not self.is_binary(tensor.name)
+        ]
+
 
 @dataclass(frozen=True, slots=True)
 class InferBody:
@@ -47,6 +56,13 @@ class InferBody:
         return cls(body[:json_length] if json_length else None, memoryview(body)[json_length:])
 
 
+def decode_content(
+    content: bytes, json_length: int, name: str, version: int, callback: ResponseCallback
+) -> tuple[InferenceRequest, OutputForm]:
+    """`decode_request` of a whole body, see `InferBody.split`."""
+    return decode_request(InferBody.split(content, json_length), name, version, callback)
+
+
 def decode_request(
     body: InferBody, name: str, version: int, callback: ResponseCallback
 ) -> tuple[InferenceRequest, OutputForm]:
@@ -59,9 +75,13 @@ def decode_request(
     parameters = document.get("parameters", {}) if isinstance(document, dict) else {}
     with parsing("parameters"):
         as_object(parameters)
+    items = array_member(document, "inputs")
+    check_id(request_id)
+    check_count("parameters", parameters, MOST_PARAMETERS)
+    check_count("inputs", items, MOST_TENSORS)
     options = options_from_json(parameters)
     inputs = Inputs(name, body.raw)
-    inputs.read(array_member(document, "inputs"))
+    inputs.read(items)
     outputs = RequestedOutputs.read(document)
     request = InferenceRequest(
         model_name=name,
@@ -111,12 +131,7 @@ def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[byte
         else:
             output["data"] = json_from_tensor(tensor)
     document["outputs"] = outputs
-    in_json = [
-        tensor
-        for tensor in response.outputs
-        if tensor.name not in form.in_shared_memory and not form.is_binary(tensor.name)
-    ]
-    json = dump(document, has_nan_or_inf=has_nan_or_inf(in_json))
+    json = dump(document, has_nan_or_inf=has_nan_or_inf(form.in_json(response)))
     return json, b"".join(raws) if raws else None
 
 

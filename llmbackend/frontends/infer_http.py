@@ -9,13 +9,12 @@ errors of the model, are text/plain; errors about the body are application/json.
 from __future__ import annotations
 
 import re
-from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from llmbackend.core.errors import TritonError, invalid_argument, unsupported
-from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.messages import InferenceRequest, nobody
 from llmbackend.core.tracing.trace import RequestTrace
 
 from .header_forwarding import HeaderForward
@@ -23,8 +22,8 @@ from .http_errors import JSON, TEXT, error_response, plain
 from .http_fields import header
 from .http_header_case import headers_as_sent
 from .http_tracing import received, sampled, traced
-from .infer_codec import InferBody, OutputForm, decode_request, encode_response, single_response
-from .inference import InferenceGate, nobody
+from .infer_codec import OutputForm, decode_content, encode_response, single_response
+from .inference import InferenceGate
 from .kserve_http import MODEL_PATHS, model_of
 from .orca import load_headers
 from .request_body import ENCODINGS, compress, decompress, read_body, response_encoding
@@ -65,20 +64,21 @@ class InferEndpoint:
         if encoding != "identity":
             content = await decompress(content, self._max_body_bytes)
         try:
-            body = InferBody.split(content, _json_length(request, len(content)))
+            json_length = _json_length(request, len(content))
         except TritonError as error:
             return error_response(error, TEXT)
-        return await self._run(request, body, name, version, trace)
+        message, form = await self._gate.parsed(
+            json_length, decode_content, content, json_length, name, version, nobody
+        )
+        return await self._run(request, message, form, trace)
 
     def _refuse_decoupled(self, name: str, version: int) -> None:
         if self._gate.server.is_decoupled(name, version):
             raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
 
     async def _run(
-        self, request: Request, body: InferBody, name: str, version: int, trace: RequestTrace | None
+        self, request: Request, message: InferenceRequest, form: OutputForm, trace: RequestTrace | None
     ) -> Response:
-        size = 0 if body.json is None else len(body.json)
-        message, form = await self._gate.decoded(size, partial(decode_request, body, name, version, nobody))
         if self._forward:
             message.parameters = self._forward.added(message.parameters, headers_as_sent(request.scope))
         message = await self._gate.with_shared_inputs(message)
@@ -90,7 +90,8 @@ class InferEndpoint:
             return error_response(error, TEXT)
         finally:
             inference.close()
-        return await _http_response(request, response, form, load_headers(self._gate.server, request, name))
+        json, raw = await self._gate.printed(form.in_json(response), encode_response, response, form)
+        return await _http_response(request, json, raw, load_headers(self._gate.server, request, message.model_name))
 
 
 def _json_length(request: Request, body_bytes: int) -> int:
@@ -105,10 +106,7 @@ def _json_length(request: Request, body_bytes: int) -> int:
     return length
 
 
-async def _http_response(
-    request: Request, response: InferenceResponse, form: OutputForm, added_headers: dict[str, str]
-) -> Response:
-    json, raw = encode_response(response, form)
+async def _http_response(request: Request, json: bytes, raw: bytes | None, added_headers: dict[str, str]) -> Response:
     body = json if raw is None else json + raw
     headers = added_headers
     if raw is not None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from llmbackend.core.errors import invalid_argument
 from llmbackend.core.messages import RawTensor, SharedInput
+from llmbackend.core.requests.request_bounds import MOST_TENSORS, check_count, check_dimensions
 from llmbackend.core.tensors import NUMPY_DTYPE, Place, Tensor
 
 from .json_reader import array_member, as_array, as_bool, as_object, as_unsigned, parsing, string_member
@@ -48,6 +49,7 @@ class Inputs:
         if datatype not in NUMPY_DTYPE:
             raise invalid_argument(f"invalid datatype for input {name}")
         dims = array_member(item, "shape")
+        check_dimensions(name, dims)
         with parsing("shape"):
             shape = tuple(map(as_unsigned, dims))
         parameters = _parameters_of(item)
@@ -106,6 +108,7 @@ class RequestedOutputs:
         """Raises TritonError naming the field that is wrong."""
         with parsing("outputs"):
             items = as_array(document.get("outputs", []))
+        check_count("requested outputs", items, MOST_TENSORS)
         outputs = cls()
         for item in items:
             outputs._add(item)

@@ -8,16 +8,17 @@ running unseen, and the number of open inferences is known.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
+from pickle import PickleBuffer
 from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
-from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback
 from llmbackend.core.requests.request_bounds import most_strings
+from llmbackend.core.tensors import Tensor
 from llmbackend.core.tracing.trace import RequestTrace
 
 from .client_presence import PRESENCE, ClientPresence
@@ -26,8 +27,9 @@ from .doors.rate_limit import Account
 from .doors.roles import Role, role_needed
 from .doors.visit import VISIT
 from .limits import InferenceLimits, LimitReachedError, PermissionDeniedError
-from .mailbox import Backlog, Item, Mailbox, ResponseStream
+from .mailbox import Backlog, Item, Mailbox, ResponseStream, are_large
 from .work_threads import WorkThreads
+from .workers.pool import WorkerPool
 
 T = TypeVar("T")
 LARGE_BODY_BYTES: Final = 256 << 10
@@ -36,10 +38,6 @@ MANY_STRINGS: Final = 4096
 """Decoded in about 1 ms."""
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
-
-def nobody(response: InferenceResponse | None, flags: ResponseFlag) -> None:
-    """The callback of a request that is not submitted yet."""
 
 
 class Inference:
@@ -120,11 +118,13 @@ class InferenceGate:
         self._open = 0
         self._shares = KeyShares()
         self._large_body = asyncio.Lock()
-        self._threads = WorkThreads()
+        self._threads = WorkThreads(2, "large-requests")
+        self._workers = WorkerPool()
 
     def close(self) -> None:
-        """When no request will come any more: ends the threads."""
+        """When no request will come any more: ends the threads and processes."""
         self._threads.close()
+        self._workers.close()
 
     @property
     def open_inferences(self) -> int:
@@ -151,6 +151,27 @@ class InferenceGate:
         refusal = None if visit is None else visit.pay(count)
         if refusal is not None:
             raise LimitReachedError(refusal.message, refusal.retry_after, refusal.kind)
+
+    async def parsed(self, size_bytes: int, decode: Callable[..., T], body: bytes, *arguments: Any) -> T:
+        """`decode(body, *arguments)`; in a worker process where `size_bytes` of the body are to be parsed and that is
+        much (see WorkerPool for what may be passed), so that no parser holds the interpreter's lock for long.
+
+        Raises what `decode` raises, TritonError UNAVAILABLE when the process can not be had or ends over the body.
+        """
+        if size_bytes <= LARGE_BODY_BYTES:
+            return decode(body, *arguments)
+        return await self._workers.run(decode, PickleBuffer(body), *arguments)
+
+    async def printed(
+        self, as_json: Sequence[Tensor], encode: Callable[..., T], response: InferenceResponse, *arguments: Any
+    ) -> T:
+        """`encode(response, *arguments)`, which makes JSON of the outputs `as_json` and copies the others; in a worker
+        process where much is to be printed, in a thread where much is to be copied."""
+        if are_large(as_json):
+            return await self._workers.run(encode, response, *arguments)
+        if are_large(response.outputs):
+            return await self._threads.run(encode, response, *arguments)
+        return encode(response, *arguments)
 
     async def decoded(self, body_bytes: int, decode: Callable[[], T]) -> T:
         """What `decode` makes of a body; of a large one in a thread, one body at a time.

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmbackend.core.errors import TritonError, internal, invalid_argument
+from llmbackend.core.requests.request_bounds import check_strings
 from llmbackend.core.tensors import NUMPY_DTYPE, Tensor, element_count, reshaped
 
 from .json_reader import parsing
@@ -29,7 +30,7 @@ def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any
     FP16 and BF16.
     """
     if datatype == "BYTES":
-        array: npt.NDArray[Any] = _bytes_array(flatten(data), shape)
+        array: npt.NDArray[Any] = _bytes_array(name, flatten(data), shape)
     else:
         array = _number_array(name, datatype, flatten(data), shape)
     return Tensor(name, datatype, shape, reshaped(name, array, shape))
@@ -79,11 +80,12 @@ def _require(leaves: list[Any], right: bool, mismatch: str) -> list[Any]:
     return leaves
 
 
-def _bytes_array(leaves: list[Any], shape: tuple[int, ...]) -> npt.NDArray[np.object_]:
+def _bytes_array(name: str, leaves: list[Any], shape: tuple[int, ...]) -> npt.NDArray[np.object_]:
     if not set(map(type, leaves)) <= {str}:
         raise internal("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
     with parsing("data"):
         _check_count(len(leaves), shape)
+    check_strings(len(leaves), f"input '{name}' has")
     data = np.empty(len(leaves), dtype=np.object_)
     data[:] = [leaf.encode() for leaf in leaves]
     return data

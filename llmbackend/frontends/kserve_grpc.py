@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.errors import invalid_argument, unavailable, unsupported
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import TensorMetadata
+from llmbackend.core.messages import TensorMetadata, nobody
 from llmbackend.server_log import ServerLog
 
 from .grpc_codec import decode_request, fill_response, model_version
@@ -29,7 +29,7 @@ from .grpc_rpc import rpc
 from .grpc_stream import Context, StreamSession
 from .grpc_tracing import close_when_sent, sampled
 from .infer_codec import single_response
-from .inference import InferenceGate, nobody
+from .inference import InferenceGate
 from .limits import GrpcLimits
 from .protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 from .request_parameters import options_from_proto

@@ -10,19 +10,31 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import cancelled
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.requests.held_bytes import RESPONSE_BYTES, held_bytes
+from llmbackend.core.tensors import Tensor
 
 Item = tuple[InferenceResponse | None, ResponseFlag]
+
+
+_MOST_ELEMENTS: Final = 16 << 10
+_MOST_BYTES: Final = 256 << 10
+"""JSON of so much is made in 2 to 5 ms."""
 
 
 def size_bytes(item: Item) -> int:
     """About how much memory `item` holds."""
     return RESPONSE_BYTES if item[0] is None else held_bytes(item[0].outputs)
+
+
+def are_large(tensors: Sequence[Tensor]) -> bool:
+    """Whether making JSON of them, or copying them, takes more than some milliseconds."""
+    return sum(tensor.data.size for tensor in tensors) > _MOST_ELEMENTS or held_bytes(tensors) > _MOST_BYTES
 
 
 class Mailbox:
@@ -31,12 +43,13 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._lock = threading.Lock()
-        self._items: deque[tuple[ResponseStream, Item]] = deque()
+        self._items: deque[tuple[ResponseStream, Item, int]] = deque()
         self._woken = False
 
     def put(self, stream: ResponseStream, item: Item) -> None:
+        size = size_bytes(item)  # here and not on the event loop: of many strings it takes a while
         with self._lock:
-            self._items.append((stream, item))
+            self._items.append((stream, item, size))
             if self._woken:
                 return
             self._woken = True
@@ -49,8 +62,8 @@ class Mailbox:
         with self._lock:
             items, self._items = self._items, deque()
             self._woken = False
-        for stream, item in items:
-            stream.deliver(item)
+        for stream, item, size in items:
+            stream.deliver(item, size)
 
 
 class Backlog:
@@ -84,11 +97,10 @@ class ResponseStream:
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         self._mailbox.put(self, (response, flags))
 
-    def deliver(self, item: Item) -> None:
+    def deliver(self, item: Item, size: int) -> None:
         """Called by the mailbox on the event loop. Nothing is taken in after FINAL, an overflow or `close`."""
         if self._ended:
             return
-        size = size_bytes(item)
         if self._ready and self._backlog.waiting_bytes + size > self._backlog.limit_bytes and item[0] is not None:
             item = _too_slow(item[0], self._backlog.limit_bytes)
             size = RESPONSE_BYTES

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from kserve_runner import Running
 
-from llmbackend.core.messages import InferenceRequest
+from llmbackend.core.messages import InferenceRequest, nobody
 from llmbackend.core.tensors import RawTensor
-from llmbackend.frontends.inference import nobody
 
 MANY = 10_000
 
@@ -88,3 +89,45 @@ def test_a_refused_request_gives_its_place_back(running: Running) -> None:
     with pytest.raises(Exception, match="but got 1 inputs"):
         running.call(running.gate.send(InferenceRequest("multi", nobody, inputs=tensors)))
     assert running.gate.open_inferences == 0
+
+
+LARGE = 100_000
+
+
+def test_large_json_is_parsed_and_printed_in_a_process(running: Running) -> None:
+    """As numbers, as strings, refused, and with raw bytes behind it."""
+    words = [f"é{n}" for n in range(LARGE)]
+    with httpx.Client(base_url=f"http://{running.http}", timeout=60) as client:
+        data: Any = {"name": "S", "datatype": "BYTES", "shape": [LARGE], "data": words}
+        numbers = {"name": "I", "datatype": "INT32", "shape": [2, LARGE], "data": list(range(2 * LARGE))}
+        answer = client.post("/v2/models/multi/infer", json={"inputs": [data, numbers]}).json()
+        outputs = {output["name"]: output["data"] for output in answer["outputs"]}
+        assert outputs["S"] == words and outputs["I"] == list(range(2 * LARGE))
+
+        wrong = client.post("/v2/models/multi/infer", json={"inputs": [data, numbers | {"shape": [2, 1]}]})
+        assert (wrong.status_code, wrong.json()["error"]) == (
+            500,
+            "Unable to parse 'data': Shape does not match true shape of 'data' field",
+        )
+
+        raw = np.arange(2, dtype=np.int32).tobytes()
+        behind = {"name": "I", "datatype": "INT32", "shape": [2, 1], "parameters": {"binary_data_size": len(raw)}}
+        json_part = json.dumps({"inputs": [data, behind], "outputs": [{"name": "I"}]}).encode()
+        headers = {"inference-header-content-length": str(len(json_part))}
+        answer = client.post("/v2/models/multi/infer", content=json_part + raw, headers=headers).json()
+        assert answer["outputs"][0]["data"] == [0, 1]
+
+
+def test_many_members_inputs_and_parameters_are_refused_by_name(running: Running) -> None:
+    many = {f"k{n}": 1 for n in range(5000)}
+    with httpx.Client(base_url=f"http://{running.http}", timeout=60) as client:
+        for path, body, text in [
+            ("llm/generate", {"text_input": "n=1"} | many, "has 5001 members, at most 4096 are accepted"),
+            ("llm/generate", {"text_input": "n=1", "parameters": many}, "has 5000 parameters, at most 4096"),
+            ("multi/infer", {"inputs": [], "parameters": many}, "has 5000 parameters, at most 4096"),
+            ("multi/infer", {"inputs": [{}] * 5000}, "has 5000 inputs, at most 4096"),
+            ("multi/infer", {"inputs": [], "outputs": [{}] * 5000}, "has 5000 requested outputs, at most 4096"),
+            ("llm/generate", {"text_input": "n=1", "id": "i" * 5000}, "id has 5000 characters, at most 4096"),
+        ]:
+            refused = client.post(f"/v2/models/{path}", json=body)
+            assert refused.status_code == 400 and text in refused.json()["error"], refused.text

@@ -23,7 +23,7 @@ from llmbackend.core.backend_api import ResponseFlag, Tensor
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.frontends.inference import InferenceGate
 from llmbackend.frontends.limits import FrontendLimits, GrpcLimits, HttpLimits, InferenceLimits
-from llmbackend.frontends.mailbox import Backlog, ResponseStream
+from llmbackend.frontends.mailbox import Backlog, ResponseStream, size_bytes
 
 BUFFER_BYTES = 256 << 10
 FLOOD = "n=100000 kib=8"
@@ -214,7 +214,7 @@ class ByHand:
     """A mailbox that delivers at once."""
 
     def put(self, stream: ResponseStream, item: Any) -> None:
-        stream.deliver(item)
+        stream.deliver(item, size_bytes(item))
 
 
 def test_one_response_may_be_of_any_size_and_the_backlog_is_given_back() -> None:

@@ -34,12 +34,7 @@ def check_request(request: InferenceRequest) -> None:
     check_count("parameters", request.parameters, MOST_PARAMETERS, tag)
     for tensor in request.inputs:
         check_dimensions(tensor.name, tensor.shape, tag)
-    strings = most_strings(request.inputs)
-    if strings > MOST_STRINGS:
-        raise invalid_argument(
-            f"{tag}the inputs with datatype BYTES have {strings} elements, at most {MOST_STRINGS} are accepted in a "
-            f"request"
-        )
+    check_strings(most_strings(request.inputs), f"{tag}the inputs with datatype BYTES have")
 
 
 def check_id(request_id: str) -> None:
@@ -63,6 +58,12 @@ def check_dimensions(name: str, shape: Sized, tag: str = "") -> None:
             f"{tag}the shape of input '{name[:MOST_ID_CHARACTERS]}' has {len(shape)} dimensions, at most "
             f"{MOST_DIMENSIONS} are accepted"
         )
+
+
+def check_strings(count: int, subject: str) -> None:
+    """Raises TritonError INVALID_ARG for more than a request may have."""
+    if count > MOST_STRINGS:
+        raise invalid_argument(f"{subject} {count} elements, at most {MOST_STRINGS} are accepted in a request")
 
 
 def most_strings(inputs: Iterable[Tensor | RawTensor]) -> int:

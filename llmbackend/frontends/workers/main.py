@@ -1,0 +1,52 @@
+"""A worker process: `python -m llmbackend.frontends.workers.main DESCRIPTOR`.
+
+For: WorkerProcess, which starts it. Does not know: protocols; it calls what it is told to. Invariants: it ends when its
+server does, however that ends; when memory is short it is the one that the kernel kills, and it takes no more than
+MOST_MEMORY_BYTES.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, Final
+
+from llmbackend.core.errors import TritonError, internal, unavailable
+
+from .frames import receive, to_server
+
+MOST_MEMORY_BYTES: Final = 6 << 30
+"""A body of 64 MiB that is all brackets takes 2 GiB when it is parsed."""
+_FIRST_TO_BE_KILLED: Final = "1000"
+
+
+def main(descriptor: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)
+    with contextlib.suppress(EOFError, OSError), socket.socket(fileno=descriptor) as server:
+        while True:
+            _answer(server)
+
+
+def _answer(server: socket.socket) -> None:
+    function, arguments = receive(server)
+    result: Any
+    try:
+        is_good, result = True, function(*arguments)
+    except TritonError as error:
+        is_good, result = False, TritonError(error.message, error.code)
+    except MemoryError:
+        is_good, result = False, unavailable("the request takes more memory to be decoded than the server has for it")
+    except Exception:
+        traceback.print_exc()
+        is_good, result = False, internal("internal error, see the server's log")
+    to_server(server, (is_good, result))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
