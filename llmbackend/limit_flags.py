@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from llmbackend.frontends.connections import networks
 from llmbackend.frontends.limits import FrontendLimits, GrpcLimits, HttpLimits, InferenceLimits
 
 _INFERENCE, _HTTP, _GRPC = InferenceLimits(), HttpLimits(), GrpcLimits()
@@ -35,6 +36,16 @@ class LimitFlags:
         _INFERENCE.max_stream_buffer_bytes
     )
     http_max_connections: Annotated[int, _count("HTTP connections at once; more get 429.")] = _HTTP.max_connections
+    http_max_connections_per_peer: Annotated[
+        int, _count("HTTP connections from one address; more get 429; 0 = any.", 0)
+    ] = _HTTP.max_connections_per_peer
+    trusted_proxies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-proxies",
+            help="Addresses and networks that --http-max-connections-per-peer does not hold for; repeatable.",
+        ),
+    ] = None
     http_max_header_bytes: Annotated[int, _count("Longest header of a request.", 1024)] = _HTTP.max_header_bytes
     http_max_headers: Annotated[int, _count("Most header fields of a request.")] = _HTTP.max_headers
     http_max_url_bytes: Annotated[int, _count("Longest URL.", 256)] = _HTTP.max_url_bytes
@@ -73,6 +84,10 @@ class LimitFlags:
     )
 
     def limits(self) -> FrontendLimits:
+        try:
+            trusted_proxies = networks(self.trusted_proxies or ())
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--trusted-proxies") from None
         return FrontendLimits(
             inference=InferenceLimits(
                 max_concurrent_requests=self.max_concurrent_requests,
@@ -80,6 +95,8 @@ class LimitFlags:
             ),
             http=HttpLimits(
                 max_connections=self.http_max_connections,
+                max_connections_per_peer=self.http_max_connections_per_peer,
+                trusted_proxies=trusted_proxies,
                 max_url_bytes=self.http_max_url_bytes,
                 max_header_bytes=self.http_max_header_bytes,
                 max_headers=self.http_max_headers,

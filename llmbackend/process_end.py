@@ -1,9 +1,9 @@
 """How a server process ends: signals, work that may hang, and an end that leaves nothing behind.
 
 For: serve. Does not know: models, protocols, what its child processes are. Invariants: the first SIGTERM or SIGINT asks
-for a stop and the second one ends the process; however the process ends by itself, no child outlives it, also not one
-that hangs or is stopped and so can not see that its parent is gone. (A SIGKILL of the server can not be seen; then the
-children see it by their lifelines.)
+for a stop and the second one ends the process; SIGHUP has files read again; however the process ends by itself, no
+child outlives it, also not one that hangs or is stopped and so can not see that its parent is gone. (A SIGKILL of the
+server can not be seen; then the children see it by their lifelines.)
 """
 
 from __future__ import annotations
@@ -42,6 +42,30 @@ def stop_on_signal() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     return stop
+
+
+def reload_on_hangup(stop: asyncio.Event, reload: Callable[[], None]) -> None:
+    """SIGHUP calls `reload`; where it tells that this process's terminal was closed, it asks for a stop instead."""
+    loop = asyncio.get_running_loop()
+    had_terminal = _has_terminal()
+
+    def on_signal() -> None:
+        if had_terminal and not _has_terminal():
+            log.info("the terminal was closed")
+            stop.set()
+        else:
+            log.info("Signal (%d) received.", signal.SIGHUP)
+            reload()
+
+    loop.add_signal_handler(signal.SIGHUP, on_signal)
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:

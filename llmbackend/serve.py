@@ -23,6 +23,7 @@ from llmbackend import __version__
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.lifecycle.load_errors import StartupError
+from llmbackend.frontends.descriptors import raise_limit
 from llmbackend.frontends.doors.doors import Doors
 from llmbackend.frontends.doors.exposure import exposure
 from llmbackend.frontends.http_app import create_http_app
@@ -30,7 +31,7 @@ from llmbackend.frontends.inference import InferenceGate
 from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.serving import FrontendServer
 
-from .process_end import exit_now, in_thread, kill_children, stop_on_signal, temporary_directory
+from .process_end import exit_now, in_thread, kill_children, reload_on_hangup, stop_on_signal, temporary_directory
 from .server_log import ServerLog
 from .settings import ServerSettings
 from .start_failure import complain, last_words
@@ -60,6 +61,7 @@ def run_server(settings: ServerSettings) -> int:
     except OSError as error:
         complain(f"--log-file '{settings.log.file}' can not be written: {error.strerror}. Name another file, or none.")
         return 1
+    raise_limit(settings.limits.connections)
     gc.set_threshold(YOUNG_OBJECTS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, server_log))
@@ -73,7 +75,14 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
     except ValueError as error:
         complain(str(error))
         return 1
+    reload_on_hangup(stop, doors.reload)
     server = doors.host(settings.options)
+    frontends = _frontends(server, settings, doors, server_log)
+    try:
+        frontends.bind()
+    except OSError as error:
+        complain(f"cannot listen: {error}. Stop what has the port, or choose another one.")
+        return 1
     loading = in_thread(server.start)
     if not await _ends_before(loading, stop):
         return await _stop_while_loading(server, loading, settings.exit_timeout_s)
@@ -84,7 +93,6 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         if isinstance(error, StartupError):
             complain(f"\n{last_words(error.reasons)}")
         return 1
-    frontends = _frontends(server, settings, doors, server_log)
     try:
         await frontends.start()
     except (OSError, RuntimeError) as error:

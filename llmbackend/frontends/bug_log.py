@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import traceback
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 log = logging.getLogger(__name__)
 
 
@@ -28,15 +26,3 @@ def _chain(error: BaseException) -> list[BaseException]:
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
     return chain[::-1]
-
-
-def with_bugs_logged(app: ASGIApp) -> ASGIApp:
-    """`app`, whose exceptions end here. Starlette raises them again after its 500, and uvicorn would log their text."""
-
-    async def logged(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await app(scope, receive, send)
-        except Exception as error:
-            log_bug(f"{scope['method']} {scope['path']} failed", error)
-
-    return logged

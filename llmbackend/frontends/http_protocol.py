@@ -18,15 +18,13 @@ import struct
 from collections.abc import Callable
 from typing import Any, Final
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .client_presence import PRESENCE, ClientPresence
-from .http_errors import JSON, error_body
+from .connections import Place
+from .http_refusals import STOPPING, refusal_bytes, refusing
 from .http_writes import HeadJoined
-from .limits import RETRY_AFTER_S, HttpLimits
-from .openai.errors import OpenAIError
+from .limits import HttpLimits
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +41,10 @@ _CROWDED_HEADER_TIMEOUT_S: Final = 2.0
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol within `limits`."""
 
-    def __init__(self, limits: HttpLimits, **options: Any) -> None:
+    def __init__(self, limits: HttpLimits, place: Place, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
+        self._place = place
         self._clock = _Clock(self.loop)
         self._write_clock = _Clock(self.loop)
         self._receiving: str | None = "header"
@@ -56,19 +55,18 @@ class GuardedProtocol(HttpToolsProtocol):
         self._progress_s = 0.0
         self._unsent_bytes = 0
         self._running: RequestResponseCycle | None = None
-        self._crowded = False
 
     # --- connection -------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._presence = ClientPresence()
-        self._crowded = len(self.connections) > self._limits.max_connections
-        timeout_s = _CROWDED_HEADER_TIMEOUT_S if self._crowded else self._limits.header_timeout_s
+        timeout_s = _CROWDED_HEADER_TIMEOUT_S if self._place.refusal else self._limits.header_timeout_s
         self._clock.start(timeout_s, self._header_timed_out)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._place.leave()
         self._unset_keepalive_if_required()
         self._clock.stop()
         self._write_clock.stop()
@@ -169,13 +167,17 @@ class GuardedProtocol(HttpToolsProtocol):
         """Answers unless an answer has begun, and closes; a handler that reads the body sees a disconnect."""
         self._clock.stop()
         if self._may_answer:
-            body = error_body(message)
-            self.transport.write(
-                b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%b"
-                % (status, _PHRASES[status], JSON.encode(), len(body), body)
-            )
+            path = self.scope["path"] if self._receiving == "body" else ""
+            self.transport.write(refusal_bytes(path, status, message))
         self.transport.close()
         self._watch_closing()
+
+    def shutdown(self) -> None:
+        """A request whose body is still on its way can not be served any more."""
+        if self._receiving == "body" and self._may_answer:
+            self._end(503, STOPPING)
+        else:
+            super().shutdown()
 
     # --- answering --------------------------------------------------------------------------------------------------
 
@@ -187,15 +189,17 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refusal(self, scope: Any) -> Any | None:
         """The application that answers a request which is not served; None for one that is."""
         limits = self._limits
-        if self._crowded:
-            return _refuse(429, f"the server is at its limit of {limits.max_connections} connections")
+        if message := self._place.reconsider():
+            return refusing(429, message)
         if len(scope["raw_path"]) + len(scope["query_string"]) > limits.max_url_bytes:
-            return _refuse(414, f"the request's URL is longer than {limits.max_url_bytes} bytes")
+            return refusing(414, f"the request's URL is longer than {limits.max_url_bytes} bytes")
         headers = scope["headers"]
         if len(headers) > limits.max_headers:
-            return _refuse(431, f"the request has more than {limits.max_headers} header fields")
+            return refusing(431, f"the request has more than {limits.max_headers} header fields")
         if sum(len(name) + len(value) for name, value in headers) > limits.max_header_bytes:
-            return _refuse(431, f"the request's header is longer than {limits.max_header_bytes} bytes")
+            return refusing(431, f"the request's header is longer than {limits.max_header_bytes} bytes")
+        if (hosts := sum(name == b"host" for name, _ in headers)) > 1:
+            return refusing(400, f"the request has {hosts} Host header fields, expected one")
         return None
 
     def pause_writing(self) -> None:
@@ -257,23 +261,3 @@ class _Clock:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-_PHRASES: Final = {408: b"Request Timeout", 413: b"Content Too Large", 431: b"Request Header Fields Too Large"}
-
-
-def _refuse(status: int, message: str) -> Any:
-    """An application that answers so, in the shape of the path's protocol, and closes the connection."""
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].startswith("/v1/"):
-            kind, code = ("requests", "rate_limit_exceeded") if status == 429 else ("invalid_request_error", None)
-            body = OpenAIError(message, status=status, kind=kind, code=code).body()
-        else:
-            body = error_body(message)
-        headers = {"content-type": JSON, "connection": "close"}
-        if status == 429:
-            headers["retry-after"] = RETRY_AFTER_S
-        await Response(body, status, headers)(scope, receive, send)
-
-    return app

@@ -11,6 +11,8 @@ from typing import Any, Final
 
 from llmbackend.core.errors import ErrorCode, TritonError
 
+from .connections import Network
+
 RETRY_AFTER_S: Final = "1"
 """Retry-After of a refusal for want of room: a decoding step later there may be some."""
 
@@ -52,15 +54,20 @@ class InferenceLimits:
 class HttpLimits:
     """Of one HTTP endpoint.
 
+    max_connections_per_peer: from one address (IPv6: one /64), 0 for no limit; not for trusted_proxies, which many
+    clients come through. handshake_timeout_s: of TLS.
     header_timeout_s: from the connection, or the first byte of the next request, to the end of the header.
     body_timeout_s: without a byte of the body. write_timeout_s: without a byte taken by the client.
     keep_alive_s: without a request.
     """
 
     max_connections: int = 4096
+    max_connections_per_peer: int = 1024
+    trusted_proxies: tuple[Network, ...] = ()
     max_url_bytes: int = 16 << 10
     max_header_bytes: int = 64 << 10
     max_headers: int = 128
+    handshake_timeout_s: float = 20.0
     header_timeout_s: float = 20.0
     body_timeout_s: float = 30.0
     write_timeout_s: float = 60.0
@@ -119,6 +126,14 @@ class GrpcLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendLimits:
+    """The metrics endpoint has the limits of HTTP, but for its connections."""
+
     inference: InferenceLimits = InferenceLimits()
     http: HttpLimits = HttpLimits()
     grpc: GrpcLimits = GrpcLimits()
+    metrics_max_connections: int = 64
+
+    @property
+    def connections(self) -> int:
+        """Over all endpoints."""
+        return self.http.max_connections + self.grpc.max_connections + self.metrics_max_connections

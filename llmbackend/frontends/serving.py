@@ -2,86 +2,34 @@
 
 For: the command line, tests, and embedding. Does not know: models, signals, processes; whoever holds it stops the
 host after it.
-Invariants: after `start` every port that was asked for answers, or start raised and none is open; `stop` refuses new
-work at once and lets what is running finish within its grace. Nothing here wakes an idle process: uvicorn's main
-loop, which ticks ten times a second, is not used (its start and its graceful end are).
+Invariants: after `bind` every port that was asked for is this process's, after `start` it answers, and where one raises
+none is open; `stop` refuses new work at once and lets what is running finish within its grace.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from functools import partial
-from typing import Final
+from dataclasses import replace
 
 import grpc
-import uvicorn
 from starlette.types import ASGIApp
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.server_log import ServerLog
 
-from .bug_log import with_bugs_logged
+from .descriptors import DescriptorRoom, fitted
 from .doors.doors import Doors
 from .doors.settings import NO_DOORS
-from .doors.tls import TlsFiles
 from .http_app import create_http_app
+from .http_endpoint import HttpEndpoint, claimed_port
 from .http_header_case import CaseKeepingProtocol
 from .http_protocol import GuardedProtocol
 from .inference import InferenceGate
 from .kserve_grpc import create_grpc_server
-from .limits import FrontendLimits, HttpLimits
+from .limits import FrontendLimits, GrpcLimits
 from .metrics_http import create_metrics_app
 from .protocol_options import DEFAULT_OPTIONS, ProtocolOptions
-
-_BACKLOG: Final = 2048
-
-
-class HttpEndpoint:
-    """One ASGI app on one listening socket."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        host: str,
-        port: int,
-        limits: HttpLimits,
-        tls: TlsFiles | None = None,
-        protocol: type[GuardedProtocol] = GuardedProtocol,
-        reuse_port: bool = False,
-    ) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port)
-        self.port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            with_bugs_logged(app),
-            http=partial(protocol, limits),  # type: ignore[arg-type]  # uvicorn only calls it
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,  # nobody asks for the client's address
-            date_header=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # seconds for call_later
-            **({} if tls is None else tls.uvicorn_options()),
-        )
-        config.load()
-        self._server = uvicorn.Server(config)
-        self._server.lifespan = config.lifespan_class(config)
-
-    async def start(self) -> None:
-        await self._server.startup(sockets=[self._socket])
-
-    async def stop(self, grace_s: float) -> None:
-        """Stops listening, then waits up to `grace_s` for running responses; what still runs then is cancelled."""
-        self._server.config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
-        await self._server.shutdown(sockets=[self._socket])
-
-    def close(self) -> None:
-        """Frees the socket of an endpoint that was never started."""
-        self._socket.close()
 
 
 class FrontendServer:
@@ -120,69 +68,95 @@ class FrontendServer:
         self._grpc_at = (grpc_address, grpc_port)
         self._metrics_at = (metrics_address, metrics_port)
         self._http_reuse_port = http_reuse_port
-        self._endpoints: list[HttpEndpoint] = []
+        self._is_bound = False
+        self._http: HttpEndpoint | None = None
+        self._metrics: HttpEndpoint | None = None
+        self._grpc_claim: socket.socket | None = None
         self._grpc: grpc.aio.Server | None = None
         self.http_port: int | None = None
         self.grpc_port: int | None = None
         self.metrics_port: int | None = None
 
-    async def start(self) -> None:
-        """Binds all ports, then opens them. Raises OSError or RuntimeError when one is taken; then none stays open."""
+    def bind(self) -> None:
+        """Takes all ports, and opens none: what another process has is known before anything is loaded. Raises
+        OSError; then none is kept."""
+        self._is_bound = True
         try:
-            await self._bind()
+            self._bind()
         except BaseException:
-            for endpoint in self._endpoints:
-                endpoint.close()
+            self.close()
             raise
-        for endpoint in self._endpoints:
-            await endpoint.start()
-        if self._grpc is not None:
-            await self._grpc.start()
 
-    async def _bind(self) -> None:
+    def _bind(self) -> None:
         registry = self._server.metrics_registry
         host, port = self._http_at
         if port is not None:
             app = self._http_app or create_http_app(
                 self._server, gate=self._gate, options=self._protocols, log=self._log
             )
-            guarded = self._doors.around_http(app, registry)
-            protocol = CaseKeepingProtocol if self._protocols.http_forward else GuardedProtocol
-            self.http_port = self._add_http(guarded, host, port, self._doors.http_tls, protocol, self._http_reuse_port)
+            claim = claimed_port(host, port, self._http_reuse_port)
+            self._http = HttpEndpoint(self._doors.around_http(app, registry), claim, self._doors.http_tls_context)
+            self.http_port = self._http.port
         host, port = self._metrics_at
         if port is not None:
-            self.metrics_port = self._add_http(create_metrics_app(registry), host, port)
+            claim = claimed_port(host, port, False)
+            self._metrics = HttpEndpoint(create_metrics_app(registry), claim, lambda: None)
+            self.metrics_port = self._metrics.port
         host, port = self._grpc_at
-        if port is not None:
-            address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            self._grpc, self.grpc_port = await create_grpc_server(
-                self._server,
-                address=address,
-                gate=self._gate,
-                limits=self._limits.grpc,
-                interceptors=self._doors.grpc_interceptors(registry),
-                credentials=self._doors.grpc_credentials(),
-                protocol=self._protocols,
-                log=self._log,
-            )
+        if port:
+            self._grpc_claim = claimed_port(host, port, self._protocols.grpc_reuse_port)
 
-    def _add_http(
-        self,
-        app: ASGIApp,
-        host: str,
-        port: int,
-        tls: TlsFiles | None = None,
-        protocol: type[GuardedProtocol] = GuardedProtocol,
-        reuse_port: bool = False,
-    ) -> int:
-        endpoint = HttpEndpoint(app, host, port, self._limits.http, tls, protocol, reuse_port)
-        self._endpoints.append(endpoint)
-        return endpoint.port
+    def close(self) -> None:
+        """Gives back the ports of a server that was not started."""
+        for endpoint in (self._http, self._metrics, self._grpc_claim):
+            if endpoint is not None:
+                endpoint.close()
+        self._http = self._metrics = self._grpc_claim = None
+
+    async def start(self) -> None:
+        """Opens all ports, after `bind` where that was not called, for as many connections as there are descriptors
+        for. Raises OSError or RuntimeError when one is taken; then none stays open."""
+        if not self._is_bound:
+            self.bind()
+        room = DescriptorRoom.now()
+        limits = fitted(self._limits, room)
+        protocol = CaseKeepingProtocol if self._protocols.http_forward else GuardedProtocol
+        metrics_limits = replace(limits.http, max_connections=limits.metrics_max_connections)
+        try:
+            if self._http is not None:
+                await self._http.start(limits.http, protocol, room.first_reserved)
+            if self._metrics is not None:
+                await self._metrics.start(metrics_limits, GuardedProtocol, room.first_reserved)
+            await self._start_grpc(limits.grpc)
+        except BaseException:
+            await self.stop(grace_s=0)
+            raise
+
+    async def _start_grpc(self, limits: GrpcLimits) -> None:
+        host, port = self._grpc_at
+        if port is None:
+            return
+        if self._grpc_claim is not None:  # gRPC binds by itself
+            self._grpc_claim.close()
+            self._grpc_claim = None
+        registry = self._server.metrics_registry
+        self._grpc, self.grpc_port = await create_grpc_server(
+            self._server,
+            address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            gate=self._gate,
+            limits=limits,
+            interceptors=self._doors.grpc_interceptors(registry),
+            credentials=self._doors.grpc_credentials(),
+            protocol=self._protocols,
+            log=self._log,
+        )
+        await self._grpc.start()
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new work, waits up to `grace_s` seconds for what is running, then closes everything. Call it once."""
-        stops = [endpoint.stop(grace_s) for endpoint in self._endpoints]
+        stops = [endpoint.stop(grace_s) for endpoint in (self._http, self._metrics) if endpoint is not None]
         if self._grpc is not None:
             stops.append(self._grpc.stop(grace_s))
         await asyncio.gather(*stops)
-        self._gate.close()
+        if self._grpc_claim is not None:
+            self._grpc_claim.close()

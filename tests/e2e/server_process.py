@@ -48,14 +48,16 @@ class ServerProcess:
         raise AssertionError(f"model {model} still holds requests or KV blocks after {timeout_s} s")
 
 
-def start_server(*arguments: str, log: IO[str] | None = None) -> ServerProcess:
+def start_server(*arguments: str, log: IO[str] | None = None, open_files: int | None = None) -> ServerProcess:
     """Starts `llmbackend serve` on free loopback ports and waits until it says where it listens.
 
-    log: where its standard error goes; to ours by default.
+    log: where its standard error goes; to ours by default. open_files: its `ulimit -n`.
     """
     command = [sys.executable, "-m", "llmbackend.cli", "serve", *arguments]
     for protocol in ("http", "grpc", "metrics"):
         command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", "0"]
+    if open_files is not None:
+        command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
     environment = os.environ | {"NO_COLOR": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
     assert process.stdout is not None

@@ -84,6 +84,13 @@ class Running:
         self._loop.close()
         assert self.host.stop(10), "the host still held requests"
 
+    def wait_for_connections(self, count: int, timeout_s: float = 10) -> None:
+        """Until that many HTTP requests have begun."""
+        deadline_s = time.monotonic() + timeout_s
+        while self.call(_task_count()) - self._idle_tasks - 1 < count:
+            assert time.monotonic() < deadline_s, "they did not come"
+            time.sleep(0.01)
+
     def wait_until_nothing_is_open(self, timeout_s: float = 10) -> None:
         """Until no inference is open and only the tasks of an idle server are left."""
         deadline_s = time.monotonic() + timeout_s

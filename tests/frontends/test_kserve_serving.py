@@ -119,6 +119,29 @@ def test_a_port_that_is_taken_leaves_nothing_open(taken: str) -> None:
         asyncio.run(run(ports))
 
 
+def test_ports_are_taken_before_they_are_opened() -> None:
+    async def run() -> None:
+        frontend = FrontendServer(InferenceServer(ServerOptions()), http_port=0, grpc_port=free_port(), metrics_port=0)
+        frontend.bind()
+        address = ("127.0.0.1", frontend.http_port or 0)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        await frontend.start()
+        socket.create_connection(address).close()
+        for port in (frontend.http_port, frontend.grpc_port, frontend.metrics_port):
+            late = FrontendServer(InferenceServer(ServerOptions()), http_port=0, grpc_port=port, metrics_port=None)
+            with pytest.raises(OSError, match=rf"Address already in use: 127\.0\.0\.1:{port}"):
+                late.bind()
+        await frontend.stop(1)
+
+    asyncio.run(run())
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        return int(holder.getsockname()[1])
+
+
 def test_endpoints_can_be_left_out() -> None:
     async def run() -> None:
         frontend = FrontendServer(InferenceServer(ServerOptions()), http_port=0, grpc_port=None, metrics_port=None)

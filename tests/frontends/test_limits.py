@@ -160,6 +160,7 @@ POST = b"POST /v2/models/llm/generate HTTP/1.1\r\nHost: x\r\n"
         (POST + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * 2_000_000, 413),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n" + b"a: b\r\n" * 300_000, 413),
         (b"GET /v2 HTTP/1.1\r\nHost: x\r\n: \r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: x\r\nhost: y\r\n\r\n", 400),
     ],
 )
 def test_requests_without_end_or_measure(tight: Running, request_bytes: bytes, status: int) -> None:
@@ -214,6 +215,27 @@ def test_trailers_do_not_reach_a_request_that_runs(tight: Running) -> None:
 def test_json_of_any_depth_is_an_answer(tight: Running, path: str, opening: str) -> None:
     for body in (opening * 100_000, opening * 100_000 + "1" + ("]" if opening == "[" else "}") * 100_000):
         assert httpx.post(f"http://{tight.http}{path}", content=body).status_code == 400
+
+
+def test_bodies_that_are_on_their_way_when_the_server_stops_get_503(
+    tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = Running(tmp_path_factory.mktemp("uploads"))
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+    with contextlib.ExitStack() as stack:
+        uploads = {}
+        for path in (b"/v2/models/llm/generate", b"/v2/models/identity/infer", b"/v1/completions"):
+            uploads[path] = stack.enter_context(connect(running))
+            uploads[path].sendall(head % path)
+        begun = len(uploads)
+        running.wait_for_connections(begun)
+        running.stop()
+        answers = {path: read_all(connection) for path, connection in uploads.items()}
+    for path, answer in answers.items():
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"\r\nretry-after: 1\r\n" in answer
+        error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert (error["message"] if path.startswith(b"/v1") else error) == "Server is stopping"
+    assert "Traceback" not in caplog.text and "ASGI" not in caplog.text
 
 
 def test_grpc_messages_and_metadata_beyond_the_limits(tight: Running) -> None:

@@ -5,7 +5,7 @@
 For: Nursery, which starts it, and ProcessTransport, which speaks with the engine. Does not know: the host, beyond its
 sockets. Invariants: an engine never outlives its host: the lifeline is a socket pair whose other end only the host
 holds, so its end of file means that the host is gone, however it went; the nursery ends at the end of file of its
-control socket. Signals that stop the host (SIGINT, SIGTERM to the group) are ignored: the host decides.
+control socket. Signals for the host (SIGINT, SIGTERM, SIGHUP to the group) are ignored: the host decides.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> None:
     an errno instead of both when there is no engine."""
     control_fd, config_json = arguments
     config = msgspec.json.decode(config_json, type=EngineConfig)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(control_fd))
     control.set_inheritable(False)

@@ -179,6 +179,12 @@ class KeyRing:
     def has_operator(self) -> bool:
         return any(account.role is Role.OPERATOR for _, account in self._entries)
 
+    def reload(self) -> None:
+        """Reads the file again, whether it has changed or not. Raises ValueError."""
+        if self._file is not None:
+            self._file.has_changed()
+            self._install(self._file.read())
+
     def _refresh(self) -> None:
         now_s = self._clock()
         if self._file is None or now_s - self._checked_at_s < _CHECK_EVERY_S:

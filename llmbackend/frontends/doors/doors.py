@@ -7,6 +7,7 @@ not there, so that it costs nothing.
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Sequence
 
 import grpc
@@ -21,7 +22,7 @@ from .grpc_door import GrpcDoor
 from .http_door import HttpDoor
 from .keyed_server import KeyedServer
 from .settings import DoorSettings
-from .tls import TlsFiles
+from .tls import GrpcCertificate, HttpCertificate
 from .visit import DoorMetrics
 
 log = logging.getLogger(__name__)
@@ -37,19 +38,38 @@ class Doors:
                 "no API key has role=operator: loading and unloading models, shared memory, and the settings of trace "
                 "and log are refused to all (docs/security.md)"
             )
+        self._http_tls = None if settings.http_tls is None else HttpCertificate(settings.http_tls)
+        self._grpc_tls = None if settings.grpc_tls is None else GrpcCertificate(settings.grpc_tls)
         self._metrics: DoorMetrics | None = None
 
     def host(self, options: ServerOptions) -> InferenceServer:
         """The host to serve: one that knows whose each request is when there are keys."""
         return InferenceServer(options) if self._keys is None else KeyedServer(options)
 
-    @property
-    def http_tls(self) -> TlsFiles | None:
-        return self._settings.http_tls
+    def http_tls_context(self) -> ssl.SSLContext | None:
+        """For a new connection."""
+        return None if self._http_tls is None else self._http_tls.context
 
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
-        tls = self._settings.grpc_tls
-        return None if tls is None else tls.grpc_credentials()
+        return None if self._grpc_tls is None else self._grpc_tls.credentials
+
+    def reload(self) -> None:
+        """Reads API keys (with their limits) and certificates again, for requests and connections that come from now
+        on. What can not be read or used is logged and stays as it was."""
+        done = []
+        for what, source in (
+            ("API keys", self._keys),
+            ("HTTP certificate", self._http_tls),
+            ("gRPC certificate", self._grpc_tls),
+        ):
+            if source is None:
+                continue
+            try:
+                source.reload()
+                done.append(what)
+            except (ValueError, OSError) as error:
+                log.error("%s; what was read before stays in force", error)
+        log.info("read again: %s", ", ".join(done) or "nothing")
 
     def around_http(self, app: ASGIApp, registry: CollectorRegistry) -> ASGIApp:
         settings = self._settings

@@ -1,16 +1,17 @@
-"""TLS and mutual TLS for both ports: certificate files in, gRPC credentials and uvicorn's options out.
+"""TLS and mutual TLS for both ports: certificate files in, gRPC credentials and an SSL context out.
 
-For: the frontend server and the command line. Does not know: flags, sockets. Invariant: files are checked before any
-port opens, so that a wrong one is one line at start and not a server that refuses every handshake.
+For: the doors and the command line. Does not know: flags, sockets. Invariant: files are checked before any
+port opens, so that a wrong one is one line at start and not a server that refuses every handshake; files that are read
+again are checked first, and connections that are open keep what they began with.
 Source: Triton's SslOptions for gRPC, uvicorn's and vLLM's ssl_* options for HTTP (Triton has no TLS on HTTP).
 """
 
 from __future__ import annotations
 
 import ssl
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -50,20 +51,59 @@ class TlsFiles:
         except (ssl.SSLError, OSError) as error:
             raise ValueError(f"TLS: CA file '{self.ca}': {_reason(error)}") from None
 
-    def grpc_credentials(self) -> grpc.ServerCredentials:
-        return grpc.ssl_server_credentials(
+    def context(self) -> ssl.SSLContext:
+        """For HTTP. Raises ValueError as `check`."""
+        self.check()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certificate, self.key, password="")
+        if self.ca is not None:
+            context.load_verify_locations(self.ca)
+        context.verify_mode = self.client_certificates
+        return context
+
+    def grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
+        """Raises ValueError as `check`."""
+        self.check()
+        return grpc.ssl_server_certificate_configuration(
             [(self.key.read_bytes(), self.certificate.read_bytes())],
             root_certificates=None if self.ca is None else self.ca.read_bytes(),
-            require_client_auth=self.client_certificates is ssl.CERT_REQUIRED,
         )
 
-    def uvicorn_options(self) -> dict[str, Any]:
-        return {
-            "ssl_certfile": self.certificate,
-            "ssl_keyfile": self.key,
-            "ssl_ca_certs": self.ca,
-            "ssl_cert_reqs": self.client_certificates,
-        }
+
+class HttpCertificate:
+    """What new connections of the HTTP port get. Lives on the event loop."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self.context = files.context()
+
+    def reload(self) -> None:
+        """Raises ValueError as `TlsFiles.check`; then the last good one stays."""
+        self.context = self._files.context()
+
+
+class GrpcCertificate:
+    """The same for the gRPC port, whose handshakes ask from threads of gRPC's core."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._newer: deque[grpc.ServerCertificateConfiguration] = deque(maxlen=1)
+        self.credentials = grpc.dynamic_ssl_server_credentials(
+            files.grpc_configuration(),
+            self._take_newer,  # type: ignore[arg-type]  # None is allowed, as its documentation says
+            require_client_authentication=files.client_certificates is ssl.CERT_REQUIRED,
+        )
+
+    def reload(self) -> None:
+        """Raises ValueError as `TlsFiles.check`; then the last good one stays."""
+        self._newer.append(self._files.grpc_configuration())
+
+    def _take_newer(self) -> grpc.ServerCertificateConfiguration | None:
+        """Asked before each handshake; None: the last one given out still holds."""
+        try:
+            return self._newer.pop()
+        except IndexError:
+            return None
 
 
 def _reason(error: OSError) -> str:
