@@ -66,4 +66,4 @@ class InferenceDoor(ServerParts):
             sequences = self._model(request.model_name, request.model_version).sequences
         except TritonError:
             return False
-        return sequences is not None and sequences.continues(request.correlation_id, request.flags)
+        return sequences is not None and sequences.continues(request.correlation_id, request.flags, request.tenant)

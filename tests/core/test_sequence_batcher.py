@@ -20,6 +20,7 @@ from llmbackend.core.config.model_config import config_to_json, parse_text, set_
 from llmbackend.core.config.sequence_rules import validate_sequence_batching
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.tenants import NO_TENANT, Tenant
 from llmbackend.core.tensors import Tensor
 from llmbackend.frontends.prometheus_text import render
 
@@ -71,6 +72,20 @@ def test_a_request_without_correlation_id_is_refused(showing: Repository) -> Non
                 "Invalid argument: inference request to model 'm' must specify a non-zero or non-empty correlation ID"
             )
         assert server._lifecycle.get("m").in_flight.count == 0
+
+
+@pytest.mark.parametrize("sequence", [5, "five"])
+def test_an_id_names_a_sequence_of_its_own_tenant(showing: Repository, sequence: int | str) -> None:
+    showing.model("m", "show", sequences(NO_IDLENESS, 0, "instance_group { count: 2 }"))
+    STAGE.open("go")
+    alice, bob = Tenant("alice"), Tenant("bob")
+    with serving_sequences(showing) as server:
+        finish(step(server, sequence, "a", start=True, tenant=alice))
+        for other in (bob, NO_TENANT):
+            with pytest.raises(TritonError, match="must specify the START flag"):
+                step(server, sequence, "b", tenant=other)
+        finish(step(server, sequence, "c", start=True, tenant=bob), step(server, sequence, "d", end=True, tenant=bob))
+        finish(step(server, sequence, "e", end=True, tenant=alice))
 
 
 @pytest.mark.parametrize("sequence", [5, "five"])

@@ -12,6 +12,7 @@ import itertools
 from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import invalid_argument
 from llmbackend.core.requests.infer_request import InferRequest
+from llmbackend.core.tenants import Tenant
 
 from .sequence import SequenceKey
 
@@ -51,4 +52,9 @@ class IterativeSequencer(Sequencer):
 def _client_key(request: InferRequest) -> SequenceKey:
     if isinstance(request.correlation_id, int):
         request.correlation_id &= _UINT64  # gRPC carries it as a signed integer
-    return request.correlation_id
+    return client_key(request.correlation_id, request.tenant)
+
+
+def client_key(correlation_id: int | str, tenant: Tenant) -> SequenceKey:
+    """A client's id names a sequence of its own tenant alone."""
+    return ("of", tenant.key_name, correlation_id) if tenant.key_name else correlation_id

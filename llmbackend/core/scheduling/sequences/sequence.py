@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .sequence_lane import SequenceLane
     from .sequence_state import SequenceStates
 
-SequenceKey = int | str | tuple[str, int]
+SequenceKey = int | str | tuple[str, int] | tuple[str, str, int | str]
 """A client's correlation id, or one of the host's own, which can not be taken for a client's."""
 
 

@@ -27,9 +27,10 @@ from llmbackend.core.requests.infer_request import NOT_RESCHEDULABLE, InferReque
 from llmbackend.core.requests.response_channel import ChannelOwner
 from llmbackend.core.scheduling.scheduler import BatchSource
 from llmbackend.core.statistics import FailureReason
+from llmbackend.core.tenants import Tenant
 from llmbackend.waiting.timer import Timer
 
-from .iterative import IterativeSequencer, Sequencer
+from .iterative import IterativeSequencer, Sequencer, client_key
 from .null_request import NullOwner
 from .sequence import Sequence, SequenceKey
 from .sequence_controls import SequenceControls
@@ -118,11 +119,12 @@ class SequenceBatcher:
         if request.is_cancelled:
             self._cancel(request)  # between the callback's registration and the queue
 
-    def continues(self, correlation_id: int | str, flags: RequestFlag) -> bool:
+    def continues(self, correlation_id: int | str, flags: RequestFlag, tenant: Tenant) -> bool:
         """Whether such a request belongs to a sequence that runs."""
         with self._lock:
             is_start = RequestFlag.SEQUENCE_START in flags
-            return not is_start and bool(correlation_id) and self._table.find(correlation_id) is not None
+            key = client_key(correlation_id, tenant)
+            return not is_start and bool(correlation_id) and self._table.find(key) is not None
 
     def wait_until_none_is_open(self, timeout_s: float) -> bool:
         """Blocks until every sequence was ended, by its client or by being idle. False when time ran out."""
