@@ -39,7 +39,7 @@ class ServedModels(ServerParts):
         return True
 
     def model_is_ready(self, name: str, version: int = -1) -> bool:
-        """False also for a model that is unknown or not loaded. Answered within a second, as `is_ready` is."""
+        """False also for a model that is unknown or not loaded. Answered within seconds, as `is_ready` is."""
         try:
             return not self._model(name, version).not_ready_reason()
         except TritonError:

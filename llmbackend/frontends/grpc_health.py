@@ -16,6 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from llmbackend.core.inference_server import InferenceServer
 
+from .readiness_probes import ReadinessProbes
+
 SERVICES: Final = frozenset({"", "inference.GRPCInferenceService"})
 _ASK_EVERY_S: Final = 1.0
 
@@ -25,6 +27,7 @@ Status = health_pb2.HealthCheckResponse
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
+        self._probes = ReadinessProbes(server)
         self._answer: asyncio.Task[Any] | None = None
         self._asked_at_s = 0.0
 
@@ -52,5 +55,5 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return await asyncio.shield(self._answer)
 
     async def _ask(self) -> Any:
-        ready = not self._server.is_exiting and await asyncio.to_thread(self._server.is_ready)
+        ready = not self._server.is_exiting and await self._probes.server_is_ready()
         return Status.SERVING if ready else Status.NOT_SERVING

@@ -32,6 +32,7 @@ from .infer_codec import single_response
 from .inference import InferenceGate
 from .limits import GrpcLimits
 from .protocol_options import DEFAULT_OPTIONS, ProtocolOptions
+from .readiness_probes import ReadinessProbes
 from .request_parameters import options_from_proto
 from .settings_grpc import log_setting, trace_setting
 from .shared_memory_grpc import SharedMemoryRpcs
@@ -96,6 +97,7 @@ class InferenceServicer(SharedMemoryRpcs, service_pb2_grpc.GRPCInferenceServiceS
         log: ServerLog | None,
     ) -> None:
         self._server = server
+        self._probes = ReadinessProbes(server)
         self._gate = gate
         self._write_timeout_s = write_timeout_s
         self._forward = protocol.grpc_forward
@@ -110,7 +112,7 @@ class InferenceServicer(SharedMemoryRpcs, service_pb2_grpc.GRPCInferenceServiceS
     @rpc
     async def ServerReady(self, request: Any, context: Context) -> Any:
         self._refuse_when_exiting()
-        return pb.ServerReadyResponse(ready=await asyncio.to_thread(self._server.is_ready))
+        return pb.ServerReadyResponse(ready=await self._probes.server_is_ready())
 
     def _refuse_when_exiting(self) -> None:
         if self._server.is_exiting:
@@ -119,7 +121,7 @@ class InferenceServicer(SharedMemoryRpcs, service_pb2_grpc.GRPCInferenceServiceS
     @rpc
     async def ModelReady(self, request: Any, context: Context) -> Any:
         version = model_version(request.version)
-        return pb.ModelReadyResponse(ready=await asyncio.to_thread(self._server.model_is_ready, request.name, version))
+        return pb.ModelReadyResponse(ready=await self._probes.model_is_ready(request.name, version))
 
     @rpc
     async def ServerMetadata(self, request: Any, context: Context) -> Any:
@@ -148,7 +150,7 @@ class InferenceServicer(SharedMemoryRpcs, service_pb2_grpc.GRPCInferenceServiceS
 
     @rpc
     async def RepositoryIndex(self, request: Any, context: Context) -> Any:
-        rows = await asyncio.to_thread(self._server.repository_index, request.ready)
+        rows = await self._probes.repository_index(request.ready)
         response = pb.RepositoryIndexResponse()
         for row in rows:
             response.models.add(name=row.name, version=row.version, state=row.state, reason=row.reason)

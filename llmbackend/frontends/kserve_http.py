@@ -23,6 +23,7 @@ from llmbackend.core.messages import ModelIndex, TensorMetadata
 
 from .http_errors import JSON, TEXT, error_body, error_response, plain
 from .json_reader import as_bool, as_object, as_string, dump, parse
+from .readiness_probes import ReadinessProbes
 from .request_body import read_body
 from .statistics_json import statistics_to_json
 
@@ -49,6 +50,7 @@ class HealthEndpoints:
 
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
+        self._probes = ReadinessProbes(server)
 
     def add_to(self, router: APIRouter) -> None:
         router.add_api_route("/v2/health/live", self.live, methods=["GET"])
@@ -64,11 +66,11 @@ class HealthEndpoints:
     async def ready(self, request: Request) -> Response:
         if self._server.is_exiting:
             return error_response(unavailable("Server exiting"), TEXT)
-        return plain(status=200 if await asyncio.to_thread(self._server.is_ready) else 400)
+        return plain(status=200 if await self._probes.server_is_ready() else 400)
 
     async def model_ready(self, request: Request) -> Response:
         name, version = model_of(request)
-        if await asyncio.to_thread(self._server.model_is_ready, name, version):
+        if await self._probes.model_is_ready(name, version):
             return plain()
         return plain(error_body("Model version not ready"), 400)
 
@@ -123,6 +125,7 @@ class RepositoryEndpoints:
 
     def __init__(self, server: InferenceServer, max_body_bytes: int) -> None:
         self._server = server
+        self._probes = ReadinessProbes(server)
         self._max_body_bytes = max_body_bytes
 
     def add_to(self, router: APIRouter) -> None:
@@ -134,7 +137,7 @@ class RepositoryEndpoints:
     async def index(self, request: Request) -> Response:
         body = await self._body(request)
         ready_only = "ready" in body and as_bool(body["ready"])
-        rows = await asyncio.to_thread(self._server.repository_index, ready_only)
+        rows = await self._probes.repository_index(ready_only)
         return json_response([_index_json(row) for row in rows])
 
     async def load(self, request: Request) -> Response:

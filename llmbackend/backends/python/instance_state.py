@@ -67,7 +67,7 @@ class InstanceState:
         self._keeper.start(self._model_state.take_spare())
 
     def check_ready(self) -> None:
-        """Raises TritonError UNAVAILABLE while the process is down."""
+        """Raises TritonError UNAVAILABLE while the process is down, or the model says that it is not ready."""
         self._keeper.check_ready()
 
     def finalize(self) -> None:
@@ -91,7 +91,7 @@ class InstanceState:
 
     def _prepare(self, stub: StubServices) -> None:
         self._model_state.load(stub)
-        self._model_state.call(stub, "initialize", self._settings)
+        stub.tells_readiness, _ = self._model_state.call(stub, "initialize", self._settings)
 
     def _run(self, stub: StubServices, requests: Sequence[Request], numbers: Sequence[int]) -> _Outcome:
         start_ns = time.monotonic_ns()

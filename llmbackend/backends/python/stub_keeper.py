@@ -66,11 +66,15 @@ class StubKeeper:
             return self._stub
 
     def check_ready(self) -> None:
-        """Raises TritonError UNAVAILABLE when requests would be refused, or wait for long."""
+        """Raises TritonError UNAVAILABLE when requests would be refused, or wait for long, or when the model says that
+        it is not ready; that may take as long as it takes the model."""
         with self._changed:
             is_patient = not self._failure and time.monotonic() - self._down_since_s < READY_PATIENCE_S
             if not self._is_ready and not is_patient:
                 raise self._not_available()
+            stub = self._stub if self._is_ready else None
+        if stub is not None and (reason := stub.not_ready_reason()):
+            raise unavailable(f"instance '{self._name}': {reason}")
 
     def close(self, timeout_s: float) -> None:
         """Lets the model finalize, and ends the process; by force after `timeout_s`."""

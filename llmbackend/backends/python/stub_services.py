@@ -26,6 +26,7 @@ from .responder import Responder
 from .stub.packets import Message
 from .stub.working_for import PackedTenant
 from .stub_process import StubProcess
+from .stub_readiness import StubReadiness
 from .wire_messages import unpack_response, unpack_tenant
 
 log = logging.getLogger(__name__)
@@ -41,9 +42,11 @@ class StubServices:
         self._states = state_outputs(model.config)
         self.process: StubProcess
         self.has_model = False
+        self.tells_readiness = False
         self.is_abandoned = False
         self._outbox: Outbox
         self._inner: InnerRequests
+        self._readiness: StubReadiness
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._responders: dict[int, Responder] = {}
@@ -53,6 +56,11 @@ class StubServices:
         self.process = process
         self._outbox = process.outbox
         self._inner = InnerRequests(self._model, process.outbox)
+        self._readiness = StubReadiness(partial(process.outbox.post, ("is_ready",)))
+
+    def not_ready_reason(self) -> str:
+        """What the model's own `is_ready()` says against it; "" when it is ready, or has no such function."""
+        return self._readiness.reason() if self.tells_readiness else ""
 
     def open(self, request: Request) -> int:
         """The number under which the stub gets this request. To a stub that is gone it is over at once."""
@@ -77,6 +85,7 @@ class StubServices:
             self._responders.clear()
         for responder in responders:
             responder.fail(error)
+        self._readiness.close(error.message)
         self._inner.cancel_all()
 
     def handle(self, message: Message) -> None:
@@ -121,6 +130,9 @@ class StubServices:
 
     def _on_cancel_infer(self, number: int) -> None:
         self._inner.cancel(number)
+
+    def _on_is_ready(self, reason: str) -> None:
+        self._readiness.answer(reason)
 
     def _on_log(self, level: int, file: str, line: int, text: str) -> None:
         if model_log.isEnabledFor(level):

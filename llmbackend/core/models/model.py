@@ -190,7 +190,7 @@ class LoadedModel(InnerDoor):
         }
 
     def not_ready_reason(self) -> str:
-        """What the backend says of its instances (ModelInstanceReady); "" = ready. Takes a second at most."""
+        """What the backend says of its instances (ModelInstanceReady); "" = ready. Takes seconds at most."""
         if not self.backend.entry_points.has("ModelInstanceReady"):
             return ""
         return self._readiness.reason(self._instances.check_ready)

@@ -3,7 +3,7 @@
 For: the answers to ready and index questions. Does not know: what makes a backend ready. Invariants: an answer takes at
 most ANSWER_TIMEOUT_S, also when the backend hangs, and a backend that hangs is asked by one thread, not by one per
 question; a change is logged once, not once per question. Source: TRITONBACKEND_ModelInstanceReady; Triton itself calls
-it on the thread of the question, and hangs with it.
+it on the thread of the question, and hangs with it, but for models of its python backend, which have 5 s to answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmbackend.core.errors import TritonError
 
 log = logging.getLogger(__name__)
 
-ANSWER_TIMEOUT_S = 1.0
+ANSWER_TIMEOUT_S = 6.0
 
 
 class _Question:

@@ -1,7 +1,7 @@
-"""The event loop of one instance for `async def execute`.
+"""The event loop of one instance for `async def execute` and `async def is_ready`.
 
-For: the runner. Does not know: requests. Invariant: the loop's thread exists only once a coroutine came, and
-ends with `close`.
+For: the runner, which makes it for the first coroutine. Does not know: requests. Invariant: the loop's thread ends with
+`close`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 
 class CoroutineLoop:
-    """Owned by the runner; `run` and `start` come from its thread."""
+    """Any thread may use it, up to `close`."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"{name}-asyncio", daemon=True)
+        self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Waits for the coroutine and returns its value, or raises its exception."""
@@ -37,19 +37,12 @@ class CoroutineLoop:
 
     def close(self) -> None:
         """Cancels what still runs, ends the thread."""
-        if self._loop is None or self._thread is None:
-            return
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._loop = self._thread = None
 
     def _submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name=f"{self._name}-asyncio", daemon=True)
-            self._thread.start()
         return asyncio.run_coroutine_threadsafe(_guarded(coroutine), self._loop)
 
 

@@ -7,6 +7,7 @@ is gone; nothing that a model runs is ever called on the thread that reads, so t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -31,6 +32,8 @@ class HostLink:
         self.cancellations = Cancellations()
         self.phase = "load"
         """Which call of the host is under way: load, auto_complete, initialize, execute (from then on), finalize."""
+        self.not_ready_reason: Callable[[], str] = str
+        """What the model says against being ready, "" = nothing; runs on a thread of its own."""
         self._socket = events
         self._sending = threading.RLock()  # reentrant: a collected object may post in the middle of a post
         self._posted = 0
@@ -69,6 +72,11 @@ class HostLink:
             raise TritonModelException(value)
         return value
 
+    def _tell_readiness(self) -> None:
+        reason = self.not_ready_reason()
+        with contextlib.suppress(OSError):  # the host is gone
+            self.post(("is_ready", reason))
+
     def _read(self) -> None:
         try:
             self._handle_messages()
@@ -86,6 +94,8 @@ class HostLink:
         (verb, *arguments), parts = message
         if verb == "cancel":
             self.cancellations.request(*arguments)
+        elif verb == "is_ready":
+            threading.Thread(target=self._tell_readiness, name="is-ready", daemon=True).start()
         else:
             number, value, is_last = arguments
             on_answer = self._waiting.pop(number) if is_last else self._waiting[number]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import time
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ class Runner:
     def __init__(self, link: HostLink) -> None:
         self._link = link
         self._loop: CoroutineLoop | None = None
+        self._loop_lock = threading.Lock()
         self._file = ""
         self._class: Any = None
         self._model: Any = None
@@ -72,13 +74,30 @@ class Runner:
             )
         return completed.as_dict()
 
-    def _initialize(self, settings: tuple[dict[str, str], bool, frozenset[str]]) -> None:
+    def _initialize(self, settings: tuple[dict[str, str], bool, frozenset[str]]) -> bool:
+        """Whether the model has an `is_ready`."""
         arguments, self._decoupled, self._states = settings
         self._name = arguments["model_instance_name"]
         self._model_key = (arguments["model_name"], int(arguments["model_version"]))
         self._model = self._class()
         if hasattr(self._model, "initialize"):
             self._model.initialize(arguments)
+        tells_readiness = hasattr(self._model, "is_ready")
+        if tells_readiness:
+            self._link.not_ready_reason = self._not_ready_reason
+        return tells_readiness
+
+    def _not_ready_reason(self) -> str:
+        """What the model's `is_ready` says against it. On a thread of its own, beside execute."""
+        try:
+            answer = self._model.is_ready()
+            if inspect.iscoroutine(answer):
+                answer = self._coroutine_loop().run(answer)
+        except BaseException as error:  # also sys.exit() of a model
+            return f"is_ready() raised {exception_text(error)}".rstrip()
+        if not isinstance(answer, bool):
+            return f"is_ready() must return a bool, got {type(answer)}"
+        return "" if answer else "is_ready() returned False"
 
     def _finalize(self, _argument: None) -> None:
         """The model's own finalize may wait for requests in flight; afterwards its event loop ends."""
@@ -122,7 +141,7 @@ class Runner:
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any], requests: list[InferenceRequest]) -> Any:
         """A decoupled model's coroutine goes on after execute; any other is waited for."""
-        loop = self._loop = self._loop or _new_loop()
+        loop = self._coroutine_loop()
         if not self._decoupled:
             return loop.run(coroutine)
         exchanges = [request._own_exchange("execute") for request in requests]
@@ -184,8 +203,9 @@ class Runner:
         except TritonModelException as error:
             raise WrongReturnError(str(error)) from None
 
+    def _coroutine_loop(self) -> CoroutineLoop:
+        from .coroutine_loop import CoroutineLoop  # asyncio, which a process that never awaits starts without
 
-def _new_loop() -> CoroutineLoop:
-    from .coroutine_loop import CoroutineLoop  # asyncio, which a process that never awaits starts without
-
-    return CoroutineLoop("model")
+        with self._loop_lock:
+            self._loop = self._loop or CoroutineLoop("model")
+            return self._loop
