@@ -10,8 +10,9 @@ Source: KServe v2 "Tensor Data Types" and Triton's model configuration.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -122,6 +123,22 @@ def element_count(shape: tuple[int, ...]) -> int:
     for dim in shape:
         count *= dim
     return count
+
+
+MOST_COUNTED: Final = 2**63 - 1
+
+
+def check_size(name: str, datatype: str, shape: Iterable[int]) -> None:
+    """Raises TritonError INVALID_ARG with Triton's texts for an input whose elements or bytes 64 bits cannot count."""
+    count = 1
+    for dim in shape:
+        count *= dim
+        if count > MOST_COUNTED:
+            raise invalid_argument(
+                f"shape of input '{name}' causes total element count to exceed maximum size of {MOST_COUNTED}"
+            )
+    if datatype != "BYTES" and datatype in NUMPY_DTYPE and count * NUMPY_DTYPE[datatype].itemsize > MOST_COUNTED:
+        raise invalid_argument(f"byte size overflow for input '{name}'")
 
 
 def reshaped(name: str, data: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:

@@ -80,7 +80,7 @@ def decode_request(message: Any, options: RequestOptions, callback: ResponseCall
         model_version=model_version(message.model_version),
         id=message.id,
         inputs=tuple(inputs),
-        requested_outputs=tuple(dict.fromkeys([output.name for output in outputs])),
+        requested_outputs=tuple([output.name for output in outputs]),
         parameters=options.parameters,
         correlation_id=options.correlation_id,
         flags=options.flags,

@@ -14,7 +14,7 @@ from typing import Any
 from llmbackend.core.errors import invalid_argument
 from llmbackend.core.messages import RawTensor, SharedInput
 from llmbackend.core.requests.request_bounds import MOST_TENSORS, check_count, check_dimensions
-from llmbackend.core.tensors import NUMPY_DTYPE, Place, Tensor
+from llmbackend.core.tensors import NUMPY_DTYPE, Place, Tensor, check_size
 
 from .json_reader import array_member, as_array, as_bool, as_object, as_unsigned, parsing, string_member
 from .json_tensors import tensor_from_json
@@ -52,6 +52,7 @@ class Inputs:
         check_dimensions(name, dims)
         with parsing("shape"):
             shape = tuple(map(as_unsigned, dims))
+        check_size(name, datatype, shape)
         parameters = _parameters_of(item)
         _check_one_source(item, parameters)
         if REGION in parameters:
@@ -98,7 +99,7 @@ class RequestedOutputs:
     """What the client asks for, in its order: `binary` holds those asked for as binary (True) or as JSON (False)."""
 
     def __init__(self) -> None:
-        self.names: dict[str, None] = {}
+        self.names: list[str] = []
         self.binary: dict[str, bool] = {}
         self.places: dict[str, Place] = {}
         self.classes: dict[str, int] = {}
@@ -118,7 +119,7 @@ class RequestedOutputs:
         parameters = _parameters_of(item)
         check_output_parameters(parameters)
         name = string_member(item, "name")
-        self.names[name] = None
+        self.names.append(name)
         if CLASSIFICATION in parameters and (count := classes_from_json(parameters)):
             self.classes[name] = count
         if REGION in parameters:

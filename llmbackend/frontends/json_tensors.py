@@ -26,8 +26,8 @@ _BINARY_ONLY = frozenset({"FP16", "BF16"})
 def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> Tensor:
     """The tensor of `shape` from a nested or flat JSON array (row-major) or, for one element, a bare scalar.
 
-    Raises TritonError INTERNAL for an element of the wrong JSON type or a wrong number of elements, INVALID_ARG for
-    FP16 and BF16.
+    Raises TritonError INTERNAL for an element of the wrong JSON type, INVALID_ARG for a wrong number of elements, FP16
+    and BF16.
     """
     if datatype == "BYTES":
         array: npt.NDArray[Any] = _bytes_array(name, flatten(data), shape)
@@ -93,7 +93,7 @@ def _bytes_array(name: str, leaves: list[Any], shape: tuple[int, ...]) -> npt.ND
 
 def _check_count(count: int, shape: tuple[int, ...]) -> None:
     if count != element_count(shape):
-        raise internal("Shape does not match true shape of 'data' field")
+        raise invalid_argument("Shape does not match true shape of 'data' field")
 
 
 def json_from_tensor(tensor: Tensor) -> list[Any]:

@@ -51,6 +51,20 @@ def text(words: str, model: str = "llm", shape: Sequence[int] = (1,), **fields: 
     return request
 
 
+def wide(width: int) -> Any:
+    request = text("a", "multi")
+    request.inputs[0].name = "S"
+    request.inputs.add(name="I", datatype="INT32", shape=[2, width]).contents.int_contents.extend([1, 2])
+    return request
+
+
+def twice() -> Any:
+    request = identity()
+    for _ in range(2):
+        request.outputs.add(name="OUTPUT0")
+    return request
+
+
 def failure(call: Callable[[], Any]) -> tuple[str, str]:
     with pytest.raises(grpc.RpcError) as caught:
         call()
@@ -173,6 +187,15 @@ def test_infer(stub: Any, request_: Any) -> None:
             "ModelInfer RPC doesn't support models with decoupled transaction policy",
         ),
         (text("fail", "textid", (1, 1)), "INTERNAL", "model says no"),
+        (
+            *(wide(2**62), "INVALID_ARGUMENT"),
+            f"shape of input 'I' causes total element count to exceed maximum size of {2**63 - 1}",
+        ),
+        (wide(2**61), "INVALID_ARGUMENT", "byte size overflow for input 'I'"),
+        (
+            *(twice(), "INVALID_ARGUMENT"),
+            "[request id: <id_unknown>] output 'OUTPUT0' already exists in request",
+        ),
     ],
 )
 def test_infer_errors(stub: Any, request_: Any, code: str, message: str) -> None:

@@ -322,8 +322,8 @@ def test_documents_that_are_wrong(client: httpx.Client, body: str, status: int, 
             *({"shape": [-1, 4]}, 500),
             "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as unsigned-integer",
         ),
-        ({"data": [1, 2, 3]}, 500, "Unable to parse 'data': Shape does not match true shape of 'data' field"),
-        ({"data": [1, 2, 3, 4, 5]}, 500, "Unable to parse 'data': Shape does not match true shape of 'data' field"),
+        ({"data": [1, 2, 3]}, 400, "Unable to parse 'data': Shape does not match true shape of 'data' field"),
+        ({"data": [1, 2, 3, 4, 5]}, 400, "Unable to parse 'data': Shape does not match true shape of 'data' field"),
         ({"data": ["a", "b", "c", "d"]}, 500, "Unable to parse 'data': attempt to access JSON non-number as double"),
         ({"datatype": "FLOAT"}, 400, "invalid datatype for input INPUT0"),
         (
@@ -336,6 +336,11 @@ def test_documents_that_are_wrong(client: httpx.Client, body: str, status: int, 
             "'shared_memory_region' in 'parameters'. But no field is set",
         ),
         ({"name": "NOPE"}, 400, "unexpected inference input 'NOPE' for model 'identity'"),
+        (
+            *({"shape": [2**4, 2**60 + 2]}, 400),
+            f"shape of input 'INPUT0' causes total element count to exceed maximum size of {2**63 - 1}",
+        ),
+        ({"shape": [2**2, 2**60 + 2]}, 400, "byte size overflow for input 'INPUT0'"),
     ],
 )
 def test_inputs_that_are_wrong(client: httpx.Client, change: dict[str, Any], status: int, message: str) -> None:

@@ -17,7 +17,7 @@ JSON_HEADERS: Headers = ((b"content-type", b"application/json"),)
 
 _TRITON_INTERNAL = re.compile(
     r"failed to parse the request JSON buffer|attempt to (access|get)|Unable to parse|Expected JSON object for keyword"
-    r"|Shape does not match true shape of 'data' field|unexpected error on creating Triton parameter"
+    r"|unexpected error on creating Triton parameter"
     r"|failed to (load|unload) '|JSON bytes array|is not valid UTF-8 and can not be sent as JSON"
     r"|(Unable to open|Invalid) shared memory region|shared memory size specified with the request"
 )

@@ -200,9 +200,10 @@ def broken_inference(draw: random.Random) -> Iterator[Case]:
         {"inputs": [right], "outputs": [{"name": "ABSENT"}]}, {"inputs": [right], "outputs": [{}]},
         {"inputs": [right], "outputs": "OUTPUT0"}, {"inputs": [right], "id": 5}, {"inputs": [right], "absent": 1},
         {"inputs": [right | {"name": "ABSENT"}]}, {"inputs": [right], "parameters": []},
-        {"inputs": [right], "outputs": [{"name": "OUTPUT0"}, {"name": "OUTPUT0"}]},
     ):  # fmt: skip
         yield infer(f"body {json.dumps(body)[:70]}", "identity", body)
+    twice = {"inputs": [right], "outputs": [{"name": "OUTPUT0"}, {"name": "OUTPUT0"}]}
+    yield infer("an output asked for twice", "identity", twice)
     for raw in (b"", b"{", b"{]}", b"\xff\xfe", b'{"inputs": [}', b"null", b"{} {}"):
         yield infer(f"raw body {raw!r}", "identity", raw)
     for data in (

@@ -52,7 +52,7 @@ def check_load_parameters(parameters: LoadParameters) -> None:
         )
     for key in parameters:
         if key.startswith(FILE_PREFIX):
-            _check_path(key.removeprefix(FILE_PREFIX))
+            _check_path(_relative(key))
 
 
 def json_depth(text: str | bytes) -> int:
@@ -80,7 +80,7 @@ def write_files(directory: Path, parameters: LoadParameters) -> None:
     for key, content in parameters.items():
         if not key.startswith(FILE_PREFIX):
             continue
-        relative = key.removeprefix(FILE_PREFIX)
+        relative = _relative(key)
         _check_path(relative)
         target = directory / relative
         try:
@@ -91,9 +91,14 @@ def write_files(directory: Path, parameters: LoadParameters) -> None:
             raise OverrideError(f"file override path '{_shown(relative)}' can not be written: {cause}") from None
 
 
+def _relative(key: str) -> str:
+    """The path in the model's directory; as in Triton it may begin with a slash."""
+    return key.removeprefix(FILE_PREFIX).lstrip("/")
+
+
 def _check_path(relative: str) -> None:
     path = Path(relative)
-    if path.is_absolute() or ".." in path.parts or "\\" in relative or not path.parts:
+    if ".." in path.parts or "\\" in relative or not path.parts:
         raise OverrideError(f"file override path '{_shown(relative)}' must stay inside the model directory")
     if not relative.isprintable():
         raise OverrideError(f"file override path {_shown(relative)!a} must not contain unprintable characters")

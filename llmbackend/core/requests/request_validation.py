@@ -22,6 +22,7 @@ from llmbackend.core.tensors import (
     RawTensor,
     Tensor,
     bytes_tensor,
+    check_size,
     count_strings,
     element_count,
     from_wire,
@@ -92,7 +93,7 @@ class RequestValidator:
         check_request(request)
         tag = request_tag(request.id)
         tensors, names = self._tensors_by_name(request, tag)
-        outputs = self._requested_outputs(request.requested_outputs)
+        outputs = self._requested_outputs(request.requested_outputs, tag)
         self._check_input_count(tensors, tag)
         batch_size = self._batch_size(tensors, tag)
         for name, tensor in tensors.items():
@@ -133,7 +134,7 @@ class RequestValidator:
             )
         known = element_count(tuple(dim for dim in shape if dim != -1))
         if datatype == "BYTES":
-            if known != 1:
+            if known != 1 or -1 in shape:
                 raise invalid_argument(
                     f"{tag}For BYTE datatype raw input '{config.name}', the model must have input shape [1]"
                 )
@@ -143,13 +144,17 @@ class RequestValidator:
         dims = [deduced if dim == -1 else dim for dim in shape]
         return RawTensor(config.name, datatype, tuple([1, *dims] if self._max_batch_size else dims), raw)
 
-    def _requested_outputs(self, requested: Sequence[str]) -> tuple[str, ...]:
+    def _requested_outputs(self, requested: Sequence[str], tag: str) -> tuple[str, ...]:
         if not requested:
             return self._outputs
         for name in requested:
             if name not in self._outputs:
                 raise invalid_argument(f"unexpected inference output '{name}' for model '{self._model}'")
-        return tuple(sorted(set(requested)))
+        found = sorted(set(requested))
+        if len(found) != len(requested):
+            twice = next(name for index, name in enumerate(requested) if name in requested[:index])
+            raise invalid_argument(f"{tag}output '{twice}' already exists in request")
+        return tuple(found)
 
     def _check_input_count(self, tensors: Mapping[str, AnyTensor], tag: str) -> None:
         if tensors.keys() == self._inputs.keys():
@@ -200,6 +205,7 @@ class RequestValidator:
             )
         shape = tensor.shape[1:] if self._max_batch_size else tensor.shape
         if rule.admits(shape):
+            check_size(rule.name, rule.datatype, tensor.shape)
             return
         if len(shape) == len(rule.dims) and min(shape, default=0) < 0:
             raise invalid_argument(
