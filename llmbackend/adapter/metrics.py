@@ -39,10 +39,12 @@ _RECOVERED = "llmbackend:recovered_requests_total"
 _POISON = "llmbackend:poison_requests_total"
 _BREACHES = "llmbackend:invariant_breaches_total"
 _RECOVERY = "llmbackend:engine_recovery_seconds"
+_CONTEXT = "llmbackend:max_model_len_tokens"
 _RESTARTS = "llmbackend:engine_restarts_total"
 _GAUGES = {
     "vllm:num_requests_running": "Requests in the engines' batches.",
     "vllm:num_requests_waiting": "Requests waiting for an engine, in the model's queue or in an engine.",
+    _CONTEXT: "Tokens that a prompt and its answer may have together.",
     "vllm:kv_cache_usage_perc": "Share of KV-cache blocks in use; 1 means all of them.",
 }
 _COUNTERS = {
@@ -118,6 +120,10 @@ class LlmMetrics:
         self._inter_token = self._families["vllm:inter_token_latency_seconds"]
         self._kv_blocks = KvBlockMetrics(backend, self._labels)
         self._show_zeros()
+
+    def limits(self, max_tokens: int) -> None:
+        """Known when an engine was loaded."""
+        self._set(_CONTEXT, max_tokens)
 
     def engine_started(self, engine: int, num_blocks: int, tokens_per_block: int) -> None:
         self._kv_blocks.engine_started(engine, num_blocks, tokens_per_block)

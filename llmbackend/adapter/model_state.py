@@ -111,7 +111,9 @@ class ModelState:
         self._metrics.engine_started(engine.index, engine.info.num_blocks, engine.info.block_size)
         with self._lock:
             self._engines.append(engine)
-            self.converter = RequestConverter(self.schema, self._text, self._limits(), self._policies)
+            limits = self._limits()
+            self.converter = RequestConverter(self.schema, self._text, limits, self._policies)
+        self._metrics.limits(limits.max_tokens)
         logger.info("%s: %s", instance.name, engine.info.description or f"loaded in {engine.info.load_s:.1f} s")
         return engine
 

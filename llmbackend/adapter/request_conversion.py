@@ -79,6 +79,8 @@ class RequestConverter:
     def _generation(self, inputs: LlmInputs) -> _Generation:
         prompt = self._prompt(inputs)
         self._check_length(len(prompt.token_ids))
+        if inputs.max_tokens_must_fit:
+            self._check_max_tokens(inputs.sampling.get("max_tokens"), len(prompt.token_ids))
         params = parse_sampling_parameters(
             inputs.sampling,
             room_tokens=self._limits.room_tokens(len(prompt.token_ids)),
@@ -166,6 +168,14 @@ class RequestConverter:
             raise invalid_argument("LoRA feature is not enabled.")
         if name and names is not None and name not in names:
             raise invalid_argument(f"LoRA {name} is not supported, we currently support {list(names)}")
+
+    def _check_max_tokens(self, max_tokens: object, num_prompt_tokens: int) -> None:
+        room = self._limits.max_tokens - num_prompt_tokens
+        if isinstance(max_tokens, int) and max_tokens > room:
+            raise invalid_argument(
+                f"sampling parameter 'max_tokens' is {max_tokens}, expected at most {room}: the prompt has "
+                f"{num_prompt_tokens} tokens, and the model's context holds {self._limits.max_tokens}"
+            )
 
     def _check_length(self, num_tokens: int) -> None:
         limit = self._limits.max_tokens

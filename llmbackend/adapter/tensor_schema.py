@@ -38,6 +38,7 @@ class LlmInputs:
     """What one generation was asked for. Exactly one of text_input, messages (JSON) and input_ids (integers, one
     dimension) is set.
 
+    max_tokens_must_fit: max_tokens that pass the context are refused, where they would be cut.
     stop_sequences: token ids that end it when they were generated one after the other. batch_index, sequence_index:
     which of a request's generations it is.
     """
@@ -48,6 +49,7 @@ class LlmInputs:
     messages: bytes | None = None
     input_ids: npt.NDArray[Any] | None = None
     stop_sequences: tuple[tuple[int, ...], ...] = ()
+    max_tokens_must_fit: bool = False
     batch_index: int = 0
     sequence_index: int = 0
 

@@ -65,6 +65,8 @@ OUTPUTS: dict[str, TensorType] = {
     "output_ids": TensorType("TYPE_INT32", (-1,)),
     "num_cached_tokens": _COUNT,
 }
+MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
+"""A request parameter that the OpenAI frontend sets, for vLLM's rule there; clients of KServe can not."""
 PROMPT_INPUTS = ("text_input", "messages", "input_ids")
 NOT_SUPPORTED_INPUTS = ("image", "embedding_request")
 
@@ -113,6 +115,7 @@ class VllmSchema:
             text_input=text_of(tensors[source]) if source == "text_input" else None,
             messages=single(tensors[source]) if source == "messages" else None,
             input_ids=tensors[source].data.ravel() if source == "input_ids" else None,
+            max_tokens_must_fit=MAX_TOKENS_MUST_FIT in request.parameters,
         )
         return (inputs,)
 

@@ -7,10 +7,15 @@ Source: TRITONSERVER_ServerModelMetadata.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
+
+from llmbackend import __version__
 
 from .messages import ModelMetadata, TensorMetadata
 from .tensors import DATATYPE_OF_CONFIG_TYPE
@@ -33,6 +38,9 @@ EXTENSIONS = (
 """Triton's names of the extensions that this host serves."""
 
 
+_SMALL_FILE_BYTES = 64 << 10
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """What a model's configuration says of it, but for its versions. Made once per load: requests ask for it."""
@@ -44,9 +52,11 @@ class Description:
     batches: bool
     parameters: Mapping[str, str]
     """`parameters` of the configuration, their string values."""
+    optional_inputs: frozenset[str]
+    fingerprint: str
 
     @classmethod
-    def of(cls, name: str, config: ModelConfig) -> Description:
+    def of(cls, name: str, config: ModelConfig, version_directory: Path) -> Description:
         return cls(
             name=name,
             platform=config.platform or config.backend,
@@ -54,6 +64,8 @@ class Description:
             outputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.output),
             batches=config.max_batch_size > 0,
             parameters={key: value.string_value for key, value in config.parameters.items()},
+            optional_inputs=frozenset(tensor.name for tensor in config.input if tensor.optional),
+            fingerprint=fingerprint(config, version_directory),
         )
 
     def metadata(self, versions: Iterable[int]) -> ModelMetadata:
@@ -64,7 +76,23 @@ class Description:
             platform=self.platform,
             inputs=self.inputs,
             outputs=self.outputs,
+            optional_inputs=self.optional_inputs,
+            fingerprint=self.fingerprint,
         )
+
+
+def fingerprint(config: ModelConfig, version_directory: Path) -> str:
+    """Equal for equal models of one release: the same configuration, the same small files (engine arguments, a
+    checkpoint's own configuration) and large files (weights) of the same names and sizes. 16 hexadecimal digits."""
+    digest = hashlib.sha256(__version__.encode())
+    digest.update(config.SerializeToString(deterministic=True))
+    with contextlib.suppress(OSError):
+        for path in sorted(version_directory.iterdir()):
+            if path.is_file():
+                size = path.stat().st_size
+                digest.update(f"\0{path.name}\0{size}\0".encode("utf-8", "surrogateescape"))
+                digest.update(path.read_bytes() if size <= _SMALL_FILE_BYTES else b"")
+    return digest.hexdigest()[:16]
 
 
 def _tensor_metadata(tensor: ModelInput | ModelOutput, max_batch_size: int) -> TensorMetadata:

@@ -140,13 +140,19 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """`shape`s carry a leading -1 when the model batches; `versions` lists every READY one unless one was asked for."""
+    """`shape`s carry a leading -1 when the model batches; `versions` lists every READY one unless one was asked for.
+
+    Not part of the protocol: optional_inputs, the names of inputs that a request may leave out; fingerprint, a short
+    text that changes with the server's release, the model's configuration and the files of its version.
+    """
 
     name: str
     versions: tuple[str, ...]
     platform: str
     inputs: tuple[TensorMetadata, ...]
     outputs: tuple[TensorMetadata, ...]
+    optional_inputs: frozenset[str] = frozenset()
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ _SAMPLING: Final[dict[str, Any]] = {
     "stop": {"anyOf": [_TEXT, array(_TEXT)]},
     "stop_token_ids": array(_TOKEN_ID),
     "min_tokens": {**_integer(0), "description": "At most max_tokens."},
-    "max_tokens": _integer(1),
+    "max_tokens": {**_integer(1), "description": "At most what the model's context has room for behind the prompt."},
     "ignore_eos": _BOOLEAN,
     "include_stop_str_in_output": _BOOLEAN,
     "skip_special_tokens": _BOOLEAN,
@@ -154,8 +154,9 @@ def _completion(kind: str, choice: dict[str, Any]) -> dict[str, Any]:
             "object": {"const": kind},
             "created": _COUNT,
             "model": _STRING,
+            "system_fingerprint": optional(_STRING),
             "choices": array(closed(shared | choice)),
-            "usage": _USAGE,
+            "usage": {"anyOf": [_USAGE, {"type": "null", "description": "The model counts no tokens."}]},
         }
     )
 
@@ -164,7 +165,17 @@ SCHEMAS: Final[dict[str, Any]] = {
     "OpenAIError": closed(
         {"error": closed({"message": _STRING, "type": _STRING, "param": optional(_STRING), "code": optional(_STRING)})}
     ),
-    "Model": closed({"id": _STRING, "object": {"const": "model"}, "created": _COUNT, "owned_by": _STRING}),
+    "Model": closed(
+        {
+            "id": _STRING,
+            "object": {"const": "model"},
+            "created": _COUNT,
+            "owned_by": _STRING,
+            "root": _STRING,
+            "parent": optional(_STRING),
+            "max_model_len": optional(_COUNT),
+        }
+    ),
     "ModelList": closed({"object": {"const": "list"}, "data": array(ref("Model"))}),
     "StreamOptions": closed(
         _fields(
@@ -201,7 +212,7 @@ SCHEMAS: Final[dict[str, Any]] = {
         | _fields(
             _SAMPLING,
             {
-                "max_completion_tokens": _integer(1),
+                "max_completion_tokens": {**_integer(1), "description": "As max_tokens."},
                 "logprobs": _BOOLEAN,
                 "top_logprobs": _integer(0, 20),
                 "add_generation_prompt": _BOOLEAN,
@@ -257,11 +268,11 @@ def _models(schema: str) -> dict[str, Any]:
     return {"200": {"description": "The models.", "content": {"application/json": {"schema": ref(schema)}}}}
 
 
-_REFUSED: Final = refusals("OpenAIError", 400, 404, 413, 429, 503)
+_REFUSED: Final = refusals("OpenAIError", 400, 404, 413, 415, 429, 503)
 
 OPERATIONS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("GET", "/v1/models"): operation("The models served here", _models("ModelList")),
-    ("GET", "/v1/models/{model}"): operation("One model", _models("Model") | refusals("OpenAIError", 404)),
+    ("GET", "/v1/models/{model}"): operation("One model", _models("Model") | refusals("OpenAIError", 400, 404, 503)),
     ("POST", "/v1/chat/completions"): operation(
         "Answer a conversation", _answer("ChatCompletion") | _REFUSED, body=body("ChatCompletionRequest")
     ),

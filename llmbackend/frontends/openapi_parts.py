@@ -17,6 +17,7 @@ _MEANING = {
     403: "This API is restricted to those who send a certain header.",
     404: "No such model or version.",
     408: "The request did not arrive in time.",
+    415: "The body is not of Content-Type application/json.",
     413: "The body is larger than the server accepts.",
     429: "Too many requests: try again after `Retry-After` seconds.",
     431: "The header is larger than the server accepts.",
@@ -55,7 +56,7 @@ def optional(schema: Json) -> Json:
 
 
 def body(schema: str, *, required: bool = True) -> Json:
-    """A JSON body. The server reads it as JSON whatever its Content-Type says."""
+    """A JSON body. Outside of /v1 the server reads it as JSON whatever its Content-Type says."""
     return {"required": required, "content": {"application/json": {"schema": ref(schema)}}}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+from prometheus_client.samples import Sample
 
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import TritonError, cancelled, internal, invalid_argument, not_found, unavailable
@@ -23,12 +24,19 @@ from llmbackend.core.tracing.manager import TraceManager
 from llmbackend.core.tracing.settings import TraceSettings
 
 MODEL = "fake"
-_INPUTS = ("text_input", "messages", "input_ids", "stream", "sampling_parameters")
+_OPTIONS = (
+    *("stream", "sampling_parameters", "exclude_input_in_output", "return_finish_reason", "return_logprobs"),
+    *("return_num_input_tokens", "return_num_output_tokens", "return_num_cached_tokens"),
+)
+_DATATYPES = {"stream": "BOOL", "exclude_input_in_output": "BOOL", "input_ids": "INT32"}
 _METADATA = {
-    MODEL: (_INPUTS, ("text_output",)),
-    "org/completions-only": (("text_input", "stream", "sampling_parameters"), ("text_output",)),
+    MODEL: (("text_input", "messages", "input_ids", *_OPTIONS), ("text_output",)),
+    "org/completions-only": (("text_input", *_OPTIONS), ("text_output",)),
     "resnet": (("image",), ("label",)),
 }
+FAILED = "broken"
+"""A model that could not be loaded."""
+REASON = "Internal: its weights can not be read"
 
 
 class FakeHandle:
@@ -54,13 +62,23 @@ class FakeLlmServer:
 
     def repository_index(self, ready_only: bool = False) -> list[ModelIndex]:
         rows = [ModelIndex(name, "1", "READY") for name in _METADATA]
-        return rows if ready_only else [*rows, ModelIndex("young", "1", "LOADING"), ModelIndex("unloaded")]
+        return rows if ready_only else [*rows, *self._others()]
+
+    @staticmethod
+    def _others() -> list[ModelIndex]:
+        failed = ModelIndex(FAILED, "1", "UNAVAILABLE", REASON)
+        gone = ModelIndex("gone", "1", "UNAVAILABLE", "unloaded")
+        return [ModelIndex("young", "1", "LOADING"), ModelIndex("unloaded"), failed, gone]
+
+    def metric_samples(self, name: str) -> list[Sample]:
+        return [Sample(name, {"model": MODEL, "version": "1"}, 2048.0)]
 
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
         if name not in _METADATA:
             raise not_found(f"Request for unknown model: '{name}' is not found")
-        inputs, outputs = (tuple(TensorMetadata(item, "BYTES", (1,)) for item in names) for names in _METADATA[name])
-        return ModelMetadata(name, ("1",), "fake", inputs, outputs)
+        inputs, outputs = (tuple(map(_tensor, names)) for names in _METADATA[name])
+        optional = frozenset(tensor.name for tensor in inputs)
+        return ModelMetadata(name, ("1",), "fake", inputs, outputs, optional, fingerprint="f1a9")
 
     def infer_async(self, request: InferenceRequest) -> FakeHandle:
         inputs = {tensor.name: tensor.data for tensor in request.inputs}  # type: ignore[union-attr]
@@ -72,6 +90,11 @@ class FakeLlmServer:
         self.handles.append(handle)
         threading.Thread(target=_answer, args=(request, asked, handle), daemon=True).start()
         return handle
+
+
+def _tensor(name: str) -> TensorMetadata:
+    datatype = "BOOL" if name.startswith("return_") else _DATATYPES.get(name, "BYTES")
+    return TensorMetadata(name, datatype, (-1,) if name == "input_ids" else (1,))
 
 
 def _decode(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,18 @@ def ended_requests(host: InferenceServer, model: str) -> int:
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL, SLOW_MODEL]
-    assert client.models.retrieve(MODEL).object == "model"
+    model: Any = client.models.retrieve(MODEL)
+    assert (model.object, model.root, model.parent, model.max_model_len) == ("model", MODEL, None, MAX_MODEL_LEN)
+
+
+def test_the_fingerprint_is_the_models_and_the_same_in_every_response(client: openai.OpenAI) -> None:
+    chat = {"messages": USER_HI, "max_tokens": 2}
+    first = client.chat.completions.create(model=MODEL, **chat).system_fingerprint
+    assert first is not None and first.startswith("fp_")
+    chunks = list(client.chat.completions.create(model=MODEL, stream=True, **chat))
+    assert {chunk.system_fingerprint for chunk in chunks} == {first}
+    assert client.completions.create(model=MODEL, prompt="hi", max_tokens=1).system_fingerprint == first
+    assert client.chat.completions.create(model=SLOW_MODEL, **chat).system_fingerprint != first
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 7}, {"seed": 8, "top_p": 0.9, "presence_penalty": 1}])
@@ -130,6 +141,24 @@ def test_max_tokens(client: openai.OpenAI) -> None:
     assert (rest.usage and rest.usage.total_tokens, rest.choices[0].finish_reason) == (MAX_MODEL_LEN, "length")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_max_tokens_beyond_the_context_are_refused(client: openai.OpenAI, field: str, stream: bool) -> None:
+    """As vLLM's server has it; what fits exactly is fine, and the default of completions is cut in silence."""
+    prompt = "x" * (MAX_MODEL_LEN - 10)
+    if field == "max_tokens":
+        fits = client.completions.create(model=MODEL, prompt=prompt, max_tokens=10, extra_body={"ignore_eos": True})
+        assert fits.usage is not None and fits.usage.total_tokens == MAX_MODEL_LEN
+        client.completions.create(model=MODEL, prompt=prompt)
+    sent: dict[str, Any] = {field: MAX_MODEL_LEN}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=USER_HI, stream=stream, **sent)
+    error = caught.value
+    assert (error.code, error.param) == ("context_length_exceeded", field)
+    assert f"'{field}' is {MAX_MODEL_LEN}, expected at most" in str(error)
+    assert f"the model's context holds {MAX_MODEL_LEN}" in str(error)
+
+
 def test_stop_string(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 20}
     fields["extra_body"] = {"ignore_eos": True}
@@ -142,10 +171,29 @@ def test_stop_string(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_load_balancer_gets_the_load_of_the_model(client: openai.OpenAI, stream: bool) -> None:
+    """ORCA, as on KServe's endpoints."""
+    create = client.completions.with_raw_response.create
+    headers = {"endpoint-load-metrics-format": "json"}
+    asked = create(model=MODEL, prompt="hi", max_tokens=1, stream=stream, extra_headers=headers)
+    kind, _, load = asked.headers["endpoint-load-metrics"].partition(" ")
+    assert kind == "JSON"
+    assert set(json.loads(load)["named_metrics"]) == {"kv_cache_utilization", "max_token_capacity"}
+    if stream:
+        asked.http_response.close()
+    assert "endpoint-load-metrics" not in create(model=MODEL, prompt="hi", max_tokens=1).headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_refusals_of_the_model(client: openai.OpenAI, stream: bool) -> None:
     too_long = "x" * MAX_MODEL_LEN
-    with pytest.raises(openai.BadRequestError, match=str(MAX_MODEL_LEN)):
-        client.completions.create(model=MODEL, prompt=too_long, stream=stream)
+    for prompt in (too_long, list(too_long.encode())):
+        with pytest.raises(openai.BadRequestError, match=str(MAX_MODEL_LEN)) as caught:
+            client.completions.create(model=MODEL, prompt=prompt, stream=stream)
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError, match=str(MAX_MODEL_LEN)) as caught:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": too_long}], stream=stream)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt="hi", stream=stream, top_p=0)
     assert caught.value.param == "top_p"

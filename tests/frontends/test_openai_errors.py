@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import httpx
 import openai
 import orjson
 import pytest
-from fake_llm_server import MODEL, FakeLlmServer
+from fake_llm_server import FAILED, MODEL, REASON, FakeLlmServer
 from openai_live_server import serve_openai
 
 from llmbackend.cli_flags import HttpFlags
@@ -24,7 +25,11 @@ COMPLETION = {"model": MODEL, "prompt": "hi"}
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    with serve_openai(FakeLlmServer(), max_body_bytes=20_000) as base, httpx.Client(base_url=f"{base}/v1") as client:
+    headers = {"content-type": "application/json"}
+    with (
+        serve_openai(FakeLlmServer(), max_body_bytes=20_000) as base,
+        httpx.Client(base_url=f"{base}/v1", headers=headers) as client,
+    ):
         yield client
 
 
@@ -157,6 +162,29 @@ def test_long_values_are_cut_in_messages(http: httpx.Client) -> None:
     assert len(error["message"]) < 200
 
 
+@pytest.mark.parametrize(
+    ("fields", "quoted"),
+    [
+        ({"stream_options": {"include_usage": True}}, "'stream_options' is {\"include_usage\": true}, expected"),
+        ({"logprobs": {"a": None}}, "'logprobs' is {\"a\": null}, expected"),
+        ({"stop": ["a", ""]}, '\'stop\' is ["a", ""], expected'),
+        ({"prompt": ["a"] * 65}, "'prompt' holds 65 prompts, expected at most 64"),
+    ],
+)
+def test_errors_quote_what_was_sent(http: httpx.Client, fields: dict[str, Any], quoted: str) -> None:
+    assert quoted in refusal(http.post("/completions", json=COMPLETION | fields), 400)["message"]
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/jsonl"])
+def test_a_body_of_another_content_type_is_refused(http: httpx.Client, kind: str) -> None:
+    for path, body in (("/completions", COMPLETION), ("/chat/completions", CHAT)):
+        response = http.post(path, content=json.dumps(body), headers={"content-type": kind})
+        error = refusal(response, 415)
+        assert error["message"] == "Unsupported Media Type: Only 'application/json' is allowed"
+    spelled = {"content-type": "Application/JSON; charset=utf-8"}
+    assert http.post("/completions", content=json.dumps(COMPLETION), headers=spelled).status_code == 200
+
+
 def test_huge_bodies(http: httpx.Client) -> None:
     body = b'{"model": "' + b"x" * 30_000 + b'"}'
     error = refusal(http.post("/completions", content=body), 413)
@@ -190,6 +218,15 @@ def test_model_that_is_loading(http: httpx.Client) -> None:
     response = http.post("/completions", json=COMPLETION | {"model": "young"})
     assert refusal(response, 503)["code"] == "unavailable"
     assert response.headers["retry-after"] == "1"
+
+
+def test_a_model_that_could_not_be_loaded_says_why(http: httpx.Client) -> None:
+    for response in (http.post("/completions", json=COMPLETION | {"model": FAILED}), http.get(f"/models/{FAILED}")):
+        error = refusal(response, 503)
+        assert error["message"] == f"the model '{FAILED}' could not be loaded: {REASON}"
+        assert (error["code"], error["param"]) == ("unavailable", "model")
+    for unloaded in ("gone", "unloaded"):
+        assert refusal(http.get(f"/models/{unloaded}"), 404)["code"] == "model_not_found"
 
 
 def test_model_without_the_input_an_endpoint_needs(client: openai.OpenAI) -> None:

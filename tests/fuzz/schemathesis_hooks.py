@@ -1,8 +1,8 @@
 """What schemathesis is told about this server: names that exist, and which 5xx it may give.
 
 For: `schemathesis run`, which imports this module by its path (see openapi_target.py). Does not know: what is made.
-Invariant: a hook only makes a valid body possible to serve (the model's name, token ids of its vocabulary, min_tokens);
-invalid bodies go out as they are.
+Invariant: a hook only makes a valid body possible to serve (the model's name, token ids of its vocabulary, limits of
+tokens); invalid bodies go out as they are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from tests.fuzz.exchange import HttpAnswer, HttpInput, complaint
 from tests.fuzz.http_inputs import DECOUPLED
 
 _TOKEN_IDS = 256
+_ROOM_TOKENS = 16
+"""What the context of the model has room for behind any prompt that is likely to be made."""
 
 
 @schemathesis.hook
@@ -30,6 +32,9 @@ def _servable(body: Any) -> Any:
     body = _integers(body) | {"model": DECOUPLED}
     if type(body.get("min_tokens")) is int and body["min_tokens"] > 0:
         body["min_tokens"] = 1
+    for name in ("max_tokens", "max_completion_tokens"):
+        if type(body.get(name)) is int and body[name] > _ROOM_TOKENS:
+            body[name] = _ROOM_TOKENS
     if isinstance(body.get("logit_bias"), dict):
         body["logit_bias"] = {_small(key): bias for key, bias in body["logit_bias"].items()}
     if isinstance(body.get("stop_token_ids"), list):

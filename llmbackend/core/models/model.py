@@ -217,7 +217,7 @@ class LoadedModel(InnerDoor):
         self._instances.create(new_instances(self, config))
         self._validator = RequestValidator(config)
         self.answers_decoupled = config.model_transaction_policy.decoupled
-        self.description = Description.of(self.name, config)
+        self.description = Description.of(self.name, config, self.version_directory)
         self._scheduler = new_scheduler(config, self, self.directory, self._services, self._strategy)
         self._instances.start(self._scheduler, self._warmup_samples)
 

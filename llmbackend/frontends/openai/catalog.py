@@ -1,37 +1,39 @@
 """Which of the host's models speak the OpenAI API.
 
-For: the router. Does not know: what a model does with its tensors. Invariant: a model is served here exactly as long
-as the host has a READY version of it, whose configuration has `text_output` and one of `messages`, `text_input`.
+For: the router. Does not know: what a model does with its tensors. Invariant: a model is listed here exactly as long as
+the host has a READY version of it that is a language model (language_model.py), and what is listed can be served.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ModelMetadata
 
 from .errors import OpenAIError, model_not_found
 from .fields import JsonObject
-from .tensors import INPUT_IDS, MESSAGES, TEXT_INPUT, TEXT_OUTPUT
+from .language_model import LanguageModel
+from .tensors import INPUT_IDS, MESSAGES, TEXT_INPUT
 
 _ENDPOINT_OF_INPUT = {MESSAGES: "/v1/chat/completions", TEXT_INPUT: "/v1/completions"}
 
 
+MAX_MODEL_LEN_FAMILY = "llmbackend:max_model_len_tokens"
+"""The metric in which a model reports the length of its context, with the label `model`."""
 LORA_NAMES = "lora_names"
 """The parameter of a model's configuration that lists its LoRA adapters, with commas between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a client's `model` means: a model of the host, one of its LoRA adapters or "", and its inputs' names."""
+    """What a client's `model` means: a model of the host, and one of its LoRA adapters or ""."""
 
     name: str
     lora_name: str
-    inputs: frozenset[str]
+    model: LanguageModel
 
 
 class ModelCatalog:
@@ -42,6 +44,7 @@ class ModelCatalog:
         self._server = server
         self._separator = lora_separator
         self._created_s = int(time.time())
+        self._known: dict[str, tuple[object, LanguageModel | None]] = {}
         self._owner = "llmbackend"
 
     def names(self) -> list[str]:
@@ -50,27 +53,27 @@ class ModelCatalog:
         return [*served, *(f"{name}{self._separator}{lora}" for name in served for lora in self._loras(name))]
 
     def list(self) -> JsonObject:
-        return {"object": "list", "data": [self._describe(name) for name in self.names()]}
+        lengths = self._context_lengths()
+        return {"object": "list", "data": [self._describe(name, lengths) for name in self.names()]}
 
     def get(self, model: str) -> JsonObject:
-        """Raises OpenAIError 404 for a model that is not served here, 400 for an adapter that it does not have."""
+        """Raises OpenAIError as `require`."""
         name, _ = self._split(model)
         if self._language_model(name) is None:
-            raise model_not_found(model)
-        return self._describe(model)
+            raise self._absent(name)
+        return self._describe(model, self._context_lengths())
 
     def require(self, model: str, prompt_inputs: Iterable[str]) -> Target:
-        """Raises OpenAIError: 404 for a model not served here, 503 while it loads, 400 when it lacks one of
-        `prompt_inputs` or the adapter."""
+        """Raises OpenAIError: 404 for a model not served here, 503 while it loads or when it could not be loaded, 400
+        when it lacks one of `prompt_inputs` or the adapter."""
         name, lora_name = self._split(model)
-        metadata = self._language_model(name)
-        if metadata is None:
+        found = self._language_model(name)
+        if found is None:
             raise self._absent(name)
-        inputs = frozenset(tensor.name for tensor in metadata.inputs)
         for prompt_input in prompt_inputs:
-            if prompt_input not in inputs:
+            if not found.takes(prompt_input):
                 raise _lacks(name, prompt_input)
-        return Target(name, lora_name, inputs)
+        return Target(name, lora_name, found)
 
     def _split(self, model: str) -> tuple[str, str]:
         """Model and adapter. A model whose own name holds the separator is itself."""
@@ -87,8 +90,8 @@ class ModelCatalog:
         parameters = self._server.model_parameters(name)
         return parameters[LORA_NAMES].split(",") if LORA_NAMES in parameters else ()
 
-    def _language_model(self, name: str) -> ModelMetadata | None:
-        """Its metadata, None when no version of it is READY or it is not a language model.
+    def _language_model(self, name: str) -> LanguageModel | None:
+        """None when no version of it is READY or it is not a language model.
 
         One whose engine is down for the moment is still served: its requests are answered with 503, not with 404.
         """
@@ -96,21 +99,46 @@ class ModelCatalog:
             metadata = self._server.model_metadata(name)
         except TritonError as error:
             if error.code in (ErrorCode.NOT_FOUND, ErrorCode.UNAVAILABLE, ErrorCode.INVALID_ARG):
+                self._known.pop(name, None)
                 return None
             raise
-        inputs = {tensor.name for tensor in metadata.inputs}
-        outputs = {tensor.name for tensor in metadata.outputs}
-        return metadata if TEXT_OUTPUT in outputs and inputs & {TEXT_INPUT, MESSAGES} else None
+        read_from, found = self._known.get(name, (None, None))
+        if read_from is not metadata.inputs:  # made once per load
+            found = LanguageModel.of(metadata)
+            self._known[name] = metadata.inputs, found
+        return found
 
     def _absent(self, name: str) -> OpenAIError:
-        states = {row.state for row in self._server.repository_index() if row.name == name}
-        if self._server.is_exiting or "LOADING" in states:
-            message = f"the model '{name}' is not ready"
-            return OpenAIError(message, status=503, kind="service_unavailable_error", code="unavailable", param="model")
+        """Why there is no such model: it is unknown, it loads, or it could not be loaded, with the reason."""
+        rows = [row for row in self._server.repository_index() if row.name == name]
+        reasons = [row.reason for row in rows if row.state == "UNAVAILABLE" and row.reason not in ("", "unloaded")]
+        if not self._server.is_exiting and reasons:
+            return _not_now(f"the model '{name}' could not be loaded: {'; '.join(dict.fromkeys(reasons))}")
+        if self._server.is_exiting or any(row.state == "LOADING" for row in rows):
+            return _not_now(f"the model '{name}' is not ready")
         return model_not_found(name)
 
-    def _describe(self, name: str) -> JsonObject:
-        return {"id": name, "object": "model", "created": self._created_s, "owned_by": self._owner}
+    def _context_lengths(self) -> dict[str, int]:
+        """Of the models that report theirs, the number of tokens that prompt and answer may have together."""
+        samples = self._server.metric_samples(MAX_MODEL_LEN_FAMILY)
+        return {sample.labels.get("model", ""): int(sample.value) for sample in samples}
+
+    def _describe(self, model: str, context_lengths: Mapping[str, int]) -> JsonObject:
+        """`root` is the model that computes: an adapter's is its parent."""
+        name, lora_name = self._split(model)
+        return {
+            "id": model,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": self._owner,
+            "root": name,
+            "parent": name if lora_name else None,
+            "max_model_len": context_lengths.get(name),
+        }
+
+
+def _not_now(message: str) -> OpenAIError:
+    return OpenAIError(message, status=503, kind="service_unavailable_error", code="unavailable", param="model")
 
 
 def _lacks(name: str, prompt_input: str) -> OpenAIError:

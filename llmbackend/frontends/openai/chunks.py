@@ -75,7 +75,7 @@ class ChunkWriter:
     def end(self) -> bytes:
         if not self._options.include_usage:
             return DONE
-        return self._head + b'],"usage":' + orjson.dumps(self._usage.as_json()) + b"}\n\n" + DONE
+        return self._head + b'],"usage":' + orjson.dumps(self._usage.total()) + b"}\n\n" + DONE
 
     def _text(self, text: str) -> bytes:
         return self._shape.text_open + orjson.dumps(text) + self._shape.text_close

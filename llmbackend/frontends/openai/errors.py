@@ -7,13 +7,15 @@ event.
 
 from __future__ import annotations
 
+import json
 import re
+import reprlib
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 
-from llmbackend.core.errors import ErrorCode, TritonError, shown
+from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.frontends.bug_log import log_bug
 from llmbackend.frontends.limits import RETRY_AFTER_S, LimitReachedError
 
@@ -28,6 +30,14 @@ _STATUS_TYPE_CODE: dict[ErrorCode, tuple[int, str, str | None]] = {
     ErrorCode.INTERNAL: (500, "server_error", None),
     ErrorCode.UNKNOWN: (500, "server_error", None),
 }
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+_TOO_LONG = re.compile(
+    r"^(the prompt|input 'messages') has \d+ [\w ]+, expected at most|the model's context holds"
+    r"|maximum (context|model) length",
+    re.IGNORECASE,
+)
+"""How a model says that a request does not fit: the llm backend's words, and vLLM's in a python model."""
 
 _BLAMED = re.compile(r"parameter '(\w+)'")
 """How the host's messages name a sampling parameter; its name is the field's name here."""
@@ -66,6 +76,8 @@ class OpenAIError(Exception):
         if isinstance(error, TritonError):
             status, kind, code = _STATUS_TYPE_CODE[error.code]
             blamed = _BLAMED.search(error.message) if status == 400 else None
+            if status == 400 and _TOO_LONG.search(error.message):
+                code = CONTEXT_LENGTH_EXCEEDED
             return cls(error.message, param=blamed and blamed[1], status=status, kind=kind, code=code)
         log_bug("unexpected error in the OpenAI frontend", error)
         return cls("internal server error", status=500, kind="server_error")
@@ -88,9 +100,32 @@ class OpenAIError(Exception):
         return b"data: " + self.body() + b"\n\n"
 
 
+class _AsJson(reprlib.Repr):
+    """Values as their sender wrote them, shortened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 4, 80, 80
+
+    def repr_str(self, value: str, level: int) -> str:
+        text = value if len(value) <= self.maxstring else f"{value[:30]}...{value[-30:]}"
+        return json.dumps(text, ensure_ascii=False)
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+
+_as_json = _AsJson()
+
+
 def refuse(param: str, expectation: str, value: object) -> OpenAIError:
     """A 400 that names field, value and what was expected."""
-    return OpenAIError(f"'{param}' is {shown(value)}, expected {expectation}", param=param, code="invalid_value")
+    return OpenAIError(
+        f"'{param}' is {_as_json.repr(value)}, expected {expectation}", param=param, code="invalid_value"
+    )
 
 
 def model_not_found(name: str) -> OpenAIError:

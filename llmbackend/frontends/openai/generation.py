@@ -13,13 +13,22 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from llmbackend.core.errors import TritonError
 from llmbackend.core.messages import InferenceRequest, ResponseCallback
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.inference import Inference, InferenceGate
 
 from .catalog import Target
+from .errors import OpenAIError
 from .requests import GenerationRequest
-from .tensors import RETURN_NUM_CACHED_TOKENS, Delta, generation_inputs, read_delta
+from .tensors import (
+    MAX_TOKENS_MUST_FIT,
+    RETURN_LOGPROBS,
+    SAMPLING_PARAMETERS,
+    Delta,
+    option_inputs,
+    read_delta,
+)
 
 Arrival = tuple[int, Delta]
 """(choice index, what it got)"""
@@ -38,6 +47,7 @@ class Generation:
         trace: RequestTrace | None = None,
     ) -> None:
         """In `trace`, further choices are children of the first."""
+        self._request = request
         self._arrived: deque[int] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
@@ -80,11 +90,14 @@ class Generation:
         return bool(self._arrived)
 
     def pop(self) -> Arrival | None:
-        """The next delta, None when none is here. Raises TritonError when the inference it belongs to failed."""
+        """The next delta, None when none is here. Raises OpenAIError when the inference it belongs to failed."""
         if not self._arrived:
             return None
         index = self._arrived.popleft()
-        delta = read_delta(*self._choices[index].pop())
+        try:
+            delta = read_delta(*self._choices[index].pop())
+        except TritonError as error:
+            raise self._request.in_its_words(OpenAIError.of(error)) from None
         if delta.is_final:
             self._open -= 1
         return index, delta
@@ -101,24 +114,41 @@ class Generation:
             choice.close()
 
 
+def check_followed(request: GenerationRequest, target: Target) -> None:
+    """Raises OpenAIError for a field that the model has no input for: nothing that was asked for is dropped."""
+    if not target.model.takes(SAMPLING_PARAMETERS) and (fields := (*request.asked, *_lora(target))):
+        raise _not_taken(target, fields[0])
+    if request.top_logprobs is not None and not target.model.takes(RETURN_LOGPROBS):
+        raise _not_taken(target, "logprobs")
+
+
+def _not_taken(target: Target, field: str) -> OpenAIError:
+    message = f"the model '{target.name}' has no input for '{field}'"
+    return OpenAIError(message, param="model" if field == "lora_name" else field, code="unsupported_parameter")
+
+
+def _lora(target: Target) -> dict[str, str]:
+    return {"lora_name": target.lora_name} if target.lora_name else {}
+
+
 def _builder(
     request: GenerationRequest, target: Target, request_id: str, index: int, trace: RequestTrace | None
 ) -> Callable[[ResponseCallback], InferenceRequest]:
-    usage = request.stream is None or request.stream.include_usage
-    adapter = {"lora_name": target.lora_name} if target.lora_name else {}
+    model = target.model
+    options = option_inputs(
+        request.sampling | _lora(target),
+        stream=request.stream is not None,
+        logprobs=request.top_logprobs is not None,
+        usage=request.stream is None or request.stream.include_usage,
+    )
+    taken = (request.prompts[index], *(tensor for tensor in options if model.takes(tensor.name)))
     return lambda callback: InferenceRequest(
         model_name=target.name,
         response_callback=callback,
         id=request_id,
         trace=trace,
-        inputs=generation_inputs(
-            request.prompts[index],
-            request.sampling | adapter,
-            stream=request.stream is not None,
-            logprobs=request.top_logprobs is not None,
-            usage=usage,
-            cached_usage=usage and RETURN_NUM_CACHED_TOKENS in target.inputs,
-        ),
+        inputs=tuple(model.fitted(tensor) for tensor in taken),
+        parameters={MAX_TOKENS_MUST_FIT: True} if request.max_tokens_field else {},
     )
 
 

@@ -12,7 +12,7 @@ here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import orjson
@@ -28,6 +28,16 @@ from .errors import OpenAIError
 T = TypeVar("T")
 MAX_OBJECTS = 1 << 16
 """JSON objects and lists of a body."""
+
+
+def check_content_type(request: Request) -> None:
+    """Raises OpenAIError 415 for a body that does not say that it is JSON: a browser sends any other one to another
+    site without asking that site first. vLLM's rule and text."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise OpenAIError(
+            "Unsupported Media Type: Only 'application/json' is allowed", status=415, code="unsupported_media_type"
+        )
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -92,8 +102,10 @@ async def _disconnect(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Sends ready-made server-sent events. `on_close` is called once when the stream is over, however it ends."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None]) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None], more_headers: Mapping[str, str]
+    ) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **more_headers}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._events = events
         self._on_close = on_close

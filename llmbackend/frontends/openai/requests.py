@@ -11,7 +11,7 @@ from typing import Any
 
 from llmbackend.core.tensors import Tensor
 
-from .errors import OpenAIError, refuse
+from .errors import CONTEXT_LENGTH_EXCEEDED, OpenAIError, refuse
 from .fields import Fields, JsonObject, is_token_ids
 from .messages import parse_messages
 from .sampling import (
@@ -56,7 +56,8 @@ class GenerationRequest:
 
     prompts: one tensor per choice (`messages`, `text_input` or `input_ids`). echo: the text before each choice's own,
     "" when not asked for. top_logprobs: None = no logprobs; n = the chosen token's and the n most likely ones'.
-    stream: None = one whole response.
+    stream: None = one whole response. asked: the fields of `sampling` that the client sent. max_tokens_field: the one
+    in which it limited the answer, "" when it did not.
     """
 
     model: str
@@ -65,10 +66,21 @@ class GenerationRequest:
     stream: StreamOptions | None
     top_logprobs: int | None
     echo: tuple[str, ...]
+    asked: tuple[str, ...]
+    max_tokens_field: str
 
     @property
     def is_chat(self) -> bool:
         return self.prompts[0].name == MESSAGES
+
+    def in_its_words(self, error: OpenAIError) -> OpenAIError:
+        """An error of the model, naming the request's own fields."""
+        if error.param == "max_tokens" and self.max_tokens_field:
+            error.param = self.max_tokens_field
+            error.message = error.message.replace("'max_tokens'", f"'{self.max_tokens_field}'")
+        elif error.code == CONTEXT_LENGTH_EXCEEDED and error.param is None:
+            error.param = "messages" if self.is_chat else "prompt"
+        return error
 
 
 def parse_chat(body: JsonObject) -> GenerationRequest:
@@ -79,11 +91,13 @@ def parse_chat(body: JsonObject) -> GenerationRequest:
     stream = take_stream(fields)
     sampling = take_sampling(fields)
     old, new = fields.integer("max_tokens", 1), fields.integer("max_completion_tokens", 1)
+    max_tokens_field = "max_completion_tokens" if new else "max_tokens" if old else ""
+    asked = (*sampling, *((max_tokens_field,) if max_tokens_field else ()))
     sampling["max_tokens"] = new or old  # None = as many as the context has room for
     check_min_tokens(sampling)
     top_logprobs = _take_chat_logprobs(fields)
     _take_neutral(fields, CHAT_NEUTRAL)
-    return _request(model, (prompt,), sampling, stream, top_logprobs, ("",))
+    return _request(model, (prompt,), sampling, stream, top_logprobs, ("",), asked, max_tokens_field)
 
 
 def parse_completion(body: JsonObject) -> GenerationRequest:
@@ -93,13 +107,16 @@ def parse_completion(body: JsonObject) -> GenerationRequest:
     prompts = _split_prompt(fields.require("prompt"))
     stream = take_stream(fields)
     sampling = take_sampling(fields)
-    sampling["max_tokens"] = fields.integer("max_tokens", 1) or _DEFAULT_COMPLETION_TOKENS
+    max_tokens = fields.integer("max_tokens", 1)
+    max_tokens_field = "max_tokens" if max_tokens else ""
+    asked = (*sampling, *((max_tokens_field,) if max_tokens_field else ()))
+    sampling["max_tokens"] = max_tokens or _DEFAULT_COMPLETION_TOKENS
     check_min_tokens(sampling)
     top_logprobs = fields.integer("logprobs", 0, 5)
     echo = _echoed(fields.boolean("echo") or False, prompts, top_logprobs)
     _take_neutral(fields, COMPLETION_NEUTRAL)
     tensors = tuple(text_tensor(item) if isinstance(item, str) else input_ids_tensor(item) for item in prompts)
-    return _request(model, tensors, sampling, stream, top_logprobs, echo)
+    return _request(model, tensors, sampling, stream, top_logprobs, echo, asked, max_tokens_field)
 
 
 def _request(
@@ -109,10 +126,12 @@ def _request(
     stream: StreamOptions | None,
     top_logprobs: int | None,
     echo: tuple[str, ...],
+    asked: tuple[str, ...],
+    max_tokens_field: str,
 ) -> GenerationRequest:
     if top_logprobs is not None:
         sampling["logprobs"] = top_logprobs
-    return GenerationRequest(model, prompts, sampling, stream, top_logprobs, echo)
+    return GenerationRequest(model, prompts, sampling, stream, top_logprobs, echo, asked, max_tokens_field)
 
 
 def _take_neutral(fields: Fields, endpoint_fields: dict[str, tuple[Any, ...]]) -> None:
@@ -147,7 +166,8 @@ def _split_prompt(value: object) -> list[str | list[int]]:
         if is_token_ids(value):
             return [value]
         if len(value) > MAX_PROMPTS:
-            raise refuse("prompt", f"at most {MAX_PROMPTS} prompts in one request", f"{len(value)} prompts")
+            text = f"'prompt' holds {len(value)} prompts, expected at most {MAX_PROMPTS} in one request"
+            raise OpenAIError(text, param="prompt", code="invalid_value")
         if all(isinstance(item, str) for item in value) or all(is_token_ids(item) for item in value):
             return [_not_empty(item) for item in value]
     raise refuse("prompt", "a non-empty string, a list of strings, a list of token ids, or a list of such lists", value)

@@ -25,19 +25,27 @@ DEFAULT_FINISH_REASON = "stop"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a response and all chunks of a stream have in common. created_s: Unix time."""
+    """What a response and all chunks of a stream have in common. created_s: Unix time. fingerprint: changes with the
+    server's release and the model's configuration; "" when the host does not say."""
 
     id: str
     created_s: int
     model: str
+    fingerprint: str
 
     @classmethod
-    def of(cls, request: GenerationRequest) -> Identity:
+    def of(cls, request: GenerationRequest, fingerprint: str) -> Identity:
         prefix = "chatcmpl" if request.is_chat else "cmpl"
-        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), request.model)
+        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), request.model, fingerprint)
 
     def fields(self, kind: str) -> JsonObject:
-        return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint or None,
+        }
 
 
 @dataclass(slots=True)
@@ -64,7 +72,7 @@ async def whole_response(generation: Generation, request: GenerationRequest, ide
     kind = "chat.completion" if request.is_chat else "text_completion"
     body = identity.fields(kind)
     body["choices"] = [render(index, choice, request.top_logprobs) for index, choice in enumerate(choices)]
-    body["usage"] = usage.as_json()
+    body["usage"] = usage.total()
     return orjson.dumps(body)
 
 

@@ -22,13 +22,14 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http_tracing import received, sampled, traced
 from llmbackend.frontends.inference import InferenceGate
+from llmbackend.frontends.orca import load_headers
 
 from .catalog import ModelCatalog, Target
 from .chunks import PING, ChunkWriter
 from .errors import OpenAIError
 from .fields import JsonObject
-from .generation import Arrival, Generation
-from .http import EventStream, json_object, read_body, unless_disconnected
+from .generation import Arrival, Generation, check_followed
+from .http import EventStream, check_content_type, json_object, read_body, unless_disconnected
 from .requests import GenerationRequest, parse_chat, parse_completion
 from .responses import Identity, whole_response
 
@@ -80,10 +81,12 @@ class _OpenAIService:
     async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:
         start_ns = time.monotonic_ns()
         self._gate.check_room()
+        check_content_type(http)
         body = await read_body(http, self._max_body_bytes)
         request = await self._gate.decoded(len(body), lambda: parse(json_object(body)))
         # All prompts of a request are the same kind of tensor, or texts and token ids side by side.
         target = self._catalog.require(request.model, {prompt.name for prompt in request.prompts})
+        check_followed(request, target)
         trace = sampled(self._gate.server, target.name, http, start_ns)
         received(trace)
         return await traced(trace, self._answer(http, request, target, trace))
@@ -91,14 +94,14 @@ class _OpenAIService:
     async def _answer(
         self, http: Request, request: GenerationRequest, target: Target, trace: RequestTrace | None
     ) -> Response:
-        identity = Identity.of(request)
+        identity = Identity.of(request, target.model.fingerprint)
         generation = Generation(self._gate, request, target, identity.id, trace=trace)
         try:
             if request.stream is None:
                 work = whole_response(generation, request, identity)
                 body = await unless_disconnected(http.receive, work)
                 generation.close()
-                return Response(body, media_type="application/json")
+                return Response(body, headers=self._load_headers(http, target), media_type="application/json")
             # The first answer may be an error: look at it before the status line says 200.
             await unless_disconnected(http.receive, generation.wait(_QUIET_S))
             first = generation.pop()
@@ -106,7 +109,10 @@ class _OpenAIService:
             generation.close()
             raise
         events = _events(generation, first, ChunkWriter(request, identity, request.stream))
-        return EventStream(events, on_close=generation.close)
+        return EventStream(events, generation.close, self._load_headers(http, target))
+
+    def _load_headers(self, http: Request, target: Target) -> dict[str, str]:
+        return load_headers(self._gate.server, http, target.name)
 
 
 async def _events(generation: Generation, arrival: Arrival | None, writer: ChunkWriter) -> AsyncGenerator[bytes, None]:

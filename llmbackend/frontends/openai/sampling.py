@@ -60,11 +60,12 @@ def take_model(fields: Fields) -> str:
 def take_stream(fields: Fields) -> StreamOptions | None:
     """None for a request that wants one whole response."""
     stream = fields.boolean("stream") or False
-    options = fields.object("stream_options")
-    if options is None:
+    value = fields.mapping("stream_options")
+    if value is None:
         return StreamOptions() if stream else None
     if not stream:
-        raise refuse("stream_options", "to be sent only with 'stream': true", {})
+        raise refuse("stream_options", "to be sent only with 'stream': true", value)
+    options = Fields(value, "stream_options.")
     include = options.boolean("include_usage") or False
     continuous = options.boolean("continuous_usage_stats") or False
     options.only("include_obfuscation", (False,))

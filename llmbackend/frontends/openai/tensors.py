@@ -6,8 +6,8 @@ knows a tensor's name, so that a change of the interface stays in one place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -22,8 +22,24 @@ MESSAGES = "messages"
 TEXT_INPUT = "text_input"
 INPUT_IDS = "input_ids"
 TEXT_OUTPUT = "text_output"
-RETURN_NUM_CACHED_TOKENS = "return_num_cached_tokens"
-PROMPT_INPUTS = frozenset({MESSAGES, TEXT_INPUT, INPUT_IDS})
+SAMPLING_PARAMETERS = "sampling_parameters"
+RETURN_LOGPROBS = "return_logprobs"
+PROMPT_INPUTS: Final[Mapping[str, str]] = {MESSAGES: "BYTES", TEXT_INPUT: "BYTES", INPUT_IDS: "INT32"}
+"""The inputs that can be a prompt, with their datatypes; a request has one of them."""
+OPTION_INPUTS: Final[Mapping[str, str]] = {
+    SAMPLING_PARAMETERS: "BYTES",
+    "stream": "BOOL",
+    "exclude_input_in_output": "BOOL",
+    "return_finish_reason": "BOOL",
+    RETURN_LOGPROBS: "BOOL",
+    "return_num_input_tokens": "BOOL",
+    "return_num_output_tokens": "BOOL",
+    "return_num_cached_tokens": "BOOL",
+}
+"""The inputs besides, with their datatypes."""
+MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
+"""A request parameter: max_tokens that pass the context are refused, where they would be cut. Its name is one that the
+other protocols keep clients from sending."""
 
 TokenEntries = dict[str, dict[str, Any]]
 """{token id: {logprob, rank, decoded_token}} at one position; the first entry is the chosen token's (as in vLLM)."""
@@ -60,27 +76,19 @@ def messages_tensor(messages: Sequence[dict[str, Any]], template_options: dict[s
     return Tensor.text(MESSAGES, orjson.dumps(value))
 
 
-def generation_inputs(
-    prompt: Tensor, sampling: dict[str, Any], *, stream: bool, logprobs: bool, usage: bool, cached_usage: bool
-) -> tuple[Tensor, ...]:
-    """The inputs of one inference: the prompt, its sampling parameters, and what the responses shall carry.
-
-    cached_usage: also an input that is not vllm_backend's, and that not every model has."""
-    inputs = (
-        prompt,
-        Tensor.text("sampling_parameters", orjson.dumps(sampling)),
-        _flag("stream", stream),
-        _flag("exclude_input_in_output", True),
-        _flag("return_finish_reason", True),
-        _flag("return_logprobs", logprobs),
-        _flag("return_num_input_tokens", usage),
-        _flag("return_num_output_tokens", usage),
-    )
-    return (*inputs, _flag(RETURN_NUM_CACHED_TOKENS, True)) if cached_usage else inputs
-
-
-def _flag(name: str, value: bool) -> Tensor:
-    return Tensor.of(name, np.array([value], dtype=np.bool_))
+def option_inputs(sampling: dict[str, Any], *, stream: bool, logprobs: bool, usage: bool) -> tuple[Tensor, ...]:
+    """The inputs besides the prompt: how to choose tokens, and what the responses shall carry."""
+    flags = {
+        "stream": stream,
+        "exclude_input_in_output": True,
+        "return_finish_reason": True,
+        RETURN_LOGPROBS: logprobs,
+        "return_num_input_tokens": usage,
+        "return_num_output_tokens": usage,
+        "return_num_cached_tokens": usage,
+    }
+    parameters = Tensor.text(SAMPLING_PARAMETERS, orjson.dumps(sampling))
+    return (parameters, *(Tensor.of(name, np.array([value], dtype=np.bool_)) for name, value in flags.items()))
 
 
 def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta:

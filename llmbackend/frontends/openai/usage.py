@@ -25,6 +25,10 @@ class Usage:
             self._cached_tokens[index] = delta.num_cached_tokens
         self._completion_tokens += delta.num_output_tokens
 
+    def total(self) -> JsonObject | None:
+        """Of a response that is complete; None when the model has reported nothing."""
+        return self.as_json() if self._prompt_tokens or self._completion_tokens else None
+
     def as_json(self) -> JsonObject:
         prompt = sum(self._prompt_tokens.values())
         usage: JsonObject = {
