@@ -210,6 +210,154 @@ return [response(json.dumps([[json.loads(words(a))["text"] for a in answers[:3]]
     assert json.loads(run(host, execute, is_async=True)) == [["0", "1", "2"], True, [2, 2]]
 
 
+def test_four_awaited_streams_wait_side_by_side(host: Host) -> None:
+    together = """
+class TritonPythonModel:
+    def initialize(self, args):
+        self.all_are_here = threading.Barrier(4)
+
+    def execute(self, requests):
+        for r in requests:
+            threading.Thread(target=self.run, args=(r.get_response_sender(),)).start()
+
+    def run(self, sender):
+        self.all_are_here.wait(15)
+        sender.send(response("together"))
+        sender.send(flags=1)
+"""
+    host.load("together", config(DECOUPLED), HEAD + together)
+    execute = """
+for r in requests:
+    sender = r.get_response_sender()
+    for answer in await ask("x", model="together").async_exec(decoupled=True):
+        if answer.output_tensors():
+            sender.send(response(words(answer)))
+    sender.send(flags=1)
+"""
+    host.load("master", config(DECOUPLED), master(execute, is_async=True))
+    streams = [host.infer("master", text("x")) for _ in range(4)]
+    assert [[said(response) for response in stream.all()] for stream in streams] == [["together"]] * 4
+
+
+def test_async_for_lets_other_coroutines_run_between_two_responses(host: Host) -> None:
+    gated = """
+class TritonPythonModel:
+    gate = threading.Event()
+
+    def execute(self, requests):
+        for r in requests:
+            threading.Thread(target=self.run, args=(r.get_response_sender(), text_of(r))).start()
+
+    def run(self, sender, text):
+        if text == "open":
+            self.gate.set()
+        else:
+            sender.send(response("first"))
+            assert self.gate.wait(15)
+        sender.send(response("last"), flags=1)
+"""
+    host.load("gated", config(DECOUPLED), HEAD + gated)
+    execute = """
+import asyncio
+seen = []
+
+async def walk():
+    async for answer in await ask("x", model="gated").async_exec(decoupled=True):
+        seen.append(words(answer))
+
+async def open_gate():
+    while not seen:
+        await asyncio.sleep(0.01)
+    await ask("open", model="gated").async_exec(decoupled=True)
+
+await asyncio.gather(walk(), open_gate())
+return [response(json.dumps(seen))]
+"""
+    assert json.loads(run(host, execute, is_async=True)) == ["first", "last"]
+
+
+def test_a_stream_can_be_walked_again_from_where_it_was_left_and_from_its_start(host: Host) -> None:
+    execute = """
+import itertools
+stream = ask("3", model="streamer").exec(decoupled=True)
+one = lambda r: words(r) if r.output_tensors() else ""
+seen = [[one(next(stream))], [one(r) for r in itertools.islice(stream, 1)], [one(r) for r in stream]]
+try:
+    next(stream)
+except StopIteration:
+    seen += [[one(r) for r in stream], [one(next(iter(stream)))], [one(r) for r in stream]]
+return [response(json.dumps(seen))]
+"""
+    whole = ["0", "1", "2", ""]
+    assert json.loads(run(host, execute)) == [["0"], ["1"], ["2", ""], whole, ["0"], whole[1:]]
+
+
+POOL = """
+    def initialize(self, args):
+        import multiprocessing
+        self.before = multiprocessing.get_context("fork").Pool(2)
+"""
+
+
+WORK = """
+def work(n):
+    pb_utils.Logger.log_info(f"worker {n}")
+    parts = [words(r) for r in ask("2", model="streamer").exec(decoupled=True) if r.output_tensors()]
+    return [json.loads(words(ask(str(n)).exec()))["text"], parts, pb_utils.is_model_ready("nobody"), os.getpid()]
+"""
+
+
+def test_worker_processes_call_models_as_the_model_does(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    execute = """
+import multiprocessing
+with multiprocessing.get_context("fork").Pool(3) as inside:
+    seen = [self.before.map(work, range(6)), inside.map(work, range(6))]
+seen[1][0][0] = words(ask("again", model="servant").exec()) and "again"
+return [response(json.dumps([[row[:3] for row in rows] for rows in seen]
+                            + [os.getpid() in [row[3] for rows in seen for row in rows]]))]
+"""
+    code = master(execute, rest=POOL).replace("\nclass", WORK + "\nclass", 1)
+    host.load("servant", config(), SERVANT)
+    host.load("streamer", config(DECOUPLED), STREAMER)
+    host.load("master", config(), code)
+    with caplog.at_level("INFO"):
+        before, inside, is_own = json.loads(said(host.infer("master", text("x")).one()))
+    rows = [[str(n), ["0", "1"], False] for n in range(6)]
+    assert before == rows and inside == [["again", *rows[0][1:]], *rows[1:]] and not is_own
+    assert sum(record.getMessage() == "worker 5" for record in caplog.records) == 2
+
+
+def test_what_a_worker_process_asks_ends_with_it(host: Host, told: Path) -> None:
+    execute = """
+pid = os.fork()
+if pid == 0:
+    threading.Thread(target=ask("wait").exec).start()
+    time.sleep(0.3)
+    os._exit(0)
+os.waitpid(pid, 0)
+return [response("gone")]
+"""
+    assert run(host, execute) == "gone"
+    eventually(told.exists)
+
+
+def test_a_worker_process_can_not_answer_for_the_model(host: Host) -> None:
+    execute = """
+import multiprocessing
+sender, answers = requests[0].get_response_sender(), multiprocessing.get_context("fork").SimpleQueue()
+pid = os.fork()
+if pid == 0:
+    try:
+        sender.send(response("from the fork"))
+    except OSError as e:
+        answers.put(str(e))
+    os._exit(0)
+os.waitpid(pid, 0)
+sender.send(response(answers.get()))
+"""
+    assert run(host, execute) == "a response is sent by the model instance's process, not by one that it forked"
+
+
 def test_cancelled_await_cancels_the_inference(host: Host, told: Path) -> None:
     execute = """
 import asyncio

@@ -25,6 +25,10 @@ AnswerCallback = Callable[[Any, Sequence[Any], bool], None]
 """(value, parts, whether it is the last one). On the reading thread: it must only enqueue."""
 
 
+class ForkedProcessError(OSError):
+    """A forked process used what belongs to the process that it was forked from."""
+
+
 class HostLink:
     """Any thread may use it."""
 
@@ -36,6 +40,7 @@ class HostLink:
         """What the model says against being ready, "" = nothing; runs on a thread of its own."""
         self._socket = events
         self._sending = threading.RLock()  # reentrant: a collected object may post in the middle of a post
+        self._is_anothers = False
         self._posted = 0
         self._numbers = itertools.count()
         self._waiting: dict[int, AnswerCallback] = {}
@@ -47,7 +52,10 @@ class HostLink:
         return self._posted
 
     def post(self, message: tuple[Any, ...], parts: Sequence[Any] = ()) -> None:
-        """Blocks while the host has no room for more."""
+        """Blocks while the host has no room for more. Raises OSError when the host is gone, or the link is another
+        process's."""
+        if self._is_anothers:
+            raise ForkedProcessError("a response is sent by the model instance's process, not by one that it forked")
         packet = encode(message, parts)
         try:
             with self._sending:
@@ -55,6 +63,11 @@ class HostLink:
                 self._posted += 1
         finally:
             packet.close()
+
+    def disown(self) -> None:
+        """In a forked process, whose parent has the link: its locks may be held, and are not touched here."""
+        self._is_anothers = True
+        self._socket.close()
 
     def start(self, message: tuple[Any, ...], parts: Sequence[Any], on_answer: AnswerCallback) -> int:
         """Posts `message` with a new number behind its first item, under which answers will come."""
@@ -103,6 +116,8 @@ class HostLink:
 
 
 _link: HostLink | None = None
+_connect: Callable[[], HostLink] | None = None
+_connecting = threading.Lock()
 
 
 def set_link(link: HostLink) -> None:
@@ -111,8 +126,24 @@ def set_link(link: HostLink) -> None:
     _link = link
 
 
+def replace_link(connect: Callable[[], HostLink]) -> None:
+    """In a forked process, before anything else runs there: the link is its parent's, and `connect` makes another one
+    when it is first needed."""
+    global _link, _connect, _connecting
+    if _link is not None:
+        _link.disown()
+    _link, _connect, _connecting = None, connect, threading.Lock()
+
+
 def host(asked_by: str) -> HostLink:
-    """This process's link. Raises RuntimeError outside of a stub process."""
-    if _link is None:
+    """This process's link. Raises RuntimeError outside of a stub process and what it forked."""
+    return _link or _connected(asked_by)
+
+
+def _connected(asked_by: str) -> HostLink:
+    global _link
+    if _connect is None:
         raise RuntimeError(f"pb_utils.{asked_by} works only in the process of a model instance")
-    return _link
+    with _connecting:
+        _link = _link or _connect()
+        return _link

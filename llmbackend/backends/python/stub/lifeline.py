@@ -11,8 +11,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
-from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 _HOST_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,13 +28,7 @@ def ignore_signals() -> None:
         signal.signal(number, lambda *_: None)
 
 
-def release_forks(sockets: Sequence[socket.socket]) -> None:
-    """What a model forks gets signals back, and does not hold the sockets by whose end the host sees the model's."""
-
-    def release() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for each in sockets:
-            each.close()
-
-    os.register_at_fork(after_in_child=release)
+def give_signals_back() -> None:
+    """In a process that a model forks."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

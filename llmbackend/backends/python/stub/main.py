@@ -13,8 +13,9 @@ import os
 import socket
 
 from .error_text import exception_text
+from .forks import prepare_forks
 from .host_link import HostLink, set_link
-from .lifeline import end_with, ignore_signals, release_forks
+from .lifeline import end_with, ignore_signals
 from .packets import PacketReader, encode
 from .pb_utils import make_importable
 from .runner import Runner
@@ -27,9 +28,9 @@ def main(calls_fd: int, events_fd: int, parent_pid: int) -> None:
     ignore_signals()
     faulthandler.enable()
     calls, events = (_socket_of(fd) for fd in (calls_fd, events_fd))
-    release_forks((calls, events))
     link = HostLink(events)
     set_link(link)
+    prepare_forks(link, calls)
     make_importable()
     runner = Runner(link)
     reader = PacketReader(calls, is_trusted=True)

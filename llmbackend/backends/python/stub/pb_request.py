@@ -16,7 +16,7 @@ from . import arguments
 from .errors import TritonModelException
 from .exchange import RELEASE_ALL, RELEASE_RESCHEDULE, Exchange, InferenceResponseSender
 from .host_link import host
-from .inner_call import InnerCall, ResponseIterator, only_response_of
+from .inner_call import InnerCall, ResponseIterator, only_response_of, responses_of
 from .parameters import checked_parameters
 from .pb_response import InferenceResponse
 from .pb_tensor import Tensor
@@ -179,16 +179,13 @@ class InferenceRequest:
         return ResponseIterator(call) if decoupled else call.only_response()
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """As `exec`, to be awaited; the request is on its way when this returns."""
+        """As `exec`, to be awaited; the request is on its way when this returns. `decoupled`: gives the iterator once
+        the first response is there, so that a `for` over it does not hold up other coroutines for that one."""
         import asyncio  # a process that never awaits starts without it
 
         loop = asyncio.get_running_loop()
         call = self._start(decoupled)
-        if not decoupled:
-            return only_response_of(call, loop)
-        future: asyncio.Future[InferenceResponse | ResponseIterator] = loop.create_future()
-        future.set_result(ResponseIterator(call))
-        return future
+        return responses_of(call, loop) if decoupled else only_response_of(call, loop)
 
     def _start(self, is_stream: bool) -> InnerCall:
         link = host("InferenceRequest.exec")
