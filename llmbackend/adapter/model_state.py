@@ -41,11 +41,12 @@ from .conversion_pool import Conversion, ConversionPool
 from .device_placement import DevicePlacement
 from .engine_args import check_checkpoint, read_model_arguments
 from .infer_task import InferTask
+from .loading_text import LoadingText
 from .metrics import LlmMetrics
 from .request_conversion import ModelLimits, RequestConverter
 from .task_map import Holder, TaskMap
 from .tensor_schema import Schema
-from .text import NoText, Text, load_text
+from .text import NoText
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,6 @@ class ModelState:
         self.schema = schema
         self._arguments = read_model_arguments(model)
         check_checkpoint(self._arguments.engine)
-        self._text = _load_text(self._arguments.engine) if schema.needs_text else NoText()
         self._policies = QueuePolicies.of(model.config.dynamic_batching)
         self._metrics = LlmMetrics(model.backend, model.name, model.version)
         self._tasks = TaskMap(self._policies, self._arguments.max_queue_size)
@@ -88,6 +88,7 @@ class ModelState:
         self._engine_numbers = itertools.count()
         self.converter: RequestConverter | None = None
         """Set when the first engine has said what fits; the strictest engine counts."""
+        self._text = LoadingText(self._arguments.engine) if schema.needs_text else None
 
     @property
     def lora_names(self) -> tuple[str, ...] | None:
@@ -109,10 +110,11 @@ class ModelState:
             self._placement.leave(config)
             raise internal(f"the engine of '{instance.name}' did not start: {error}") from error
         self._metrics.engine_started(engine.index, engine.info.num_blocks, engine.info.block_size)
+        text = NoText() if self._text is None else self._text.settled()
         with self._lock:
             self._engines.append(engine)
             limits = self._limits()
-            self.converter = RequestConverter(self.schema, self._text, limits, self._policies)
+            self.converter = RequestConverter(self.schema, text, limits, self._policies)
         self._metrics.limits(limits.max_tokens)
         logger.info("%s: %s", instance.name, engine.info.description or f"loaded in {engine.info.load_s:.1f} s")
         return engine
@@ -138,6 +140,8 @@ class ModelState:
             self._fail(task, unloaded)
 
     def close(self) -> None:
+        if self._text is not None:
+            self._text.close()
         self._conversions.close()
         self._timer.stop()
         self._metrics.close()
@@ -385,19 +389,6 @@ class ModelState:
         for alarm in task.alarms:
             self._timer.clear(alarm)
         self._metrics.finished(task, reason, now_ns)
-
-
-def _load_text(config: EngineConfig) -> Text:
-    try:
-        return load_text(
-            config.model,
-            config.tokenizer,
-            trust_remote_code=config.trust_remote_code,
-            interpreter=config.engine_python,
-        )
-    except (ValueError, OSError, ImportError) as error:
-        source = config.tokenizer or config.model
-        raise invalid_argument(f"the tokenizer of '{source}' cannot be loaded: {error}") from error
 
 
 def _no_engine(engines: Sequence[Engine]) -> str:

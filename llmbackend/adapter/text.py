@@ -20,7 +20,7 @@ from llmbackend.core.backend_api import invalid_argument
 
 from .chat_template import ChatTemplate, Message
 from .detokenizer import ByteDetokenizer, Detokenizer, NullDetokenizer, WindowDetokenizer
-from .tokenizer_files import call_in, convert, download
+from .tokenizer_files import call_in, convert, download, remote_code
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,11 @@ class NoText:
 class HuggingFaceText:
     """The text of a checkpoint with a `tokenizers` tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None, directory: Path | None = None
+    ) -> None:
+        """directory: where its files are."""
+        self.directory = directory
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -143,6 +147,10 @@ class HuggingFaceText:
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._bytes = functools.lru_cache(maxsize=_CACHED_TOKEN_TEXTS)(self._token_bytes)
         self.token_text = functools.lru_cache(maxsize=_CACHED_TOKEN_TEXTS)(self._decode_one)
+
+    def with_tokenizer(self, tokenizer_json: str) -> HuggingFaceText:
+        """The same with another tokenizer, given as the text of a tokenizer.json."""
+        return HuggingFaceText(Tokenizer.from_str(tokenizer_json), self._template, self.directory)
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         if len(text) <= _SHORT_CHARS:
@@ -207,11 +215,11 @@ def load_text(model: str, tokenizer: str = "", *, trust_remote_code: bool = Fals
     if source == "mock":
         return ByteText()
     directory = _local_directory(source, interpreter)
-    config = _read_json(directory / "tokenizer_config.json")
-    special_tokens = _special_tokens(config, _read_json(directory / "special_tokens_map.json"))
+    config = read_json(directory / "tokenizer_config.json")
+    special_tokens = _special_tokens(config, read_json(directory / "special_tokens_map.json"))
     source_text = _chat_template_source(directory, config)
     template = ChatTemplate(source_text, special_tokens) if source_text is not None else None
-    return HuggingFaceText(_load_tokenizer(directory, trust_remote_code, interpreter), template)
+    return HuggingFaceText(_load_tokenizer(directory, trust_remote_code, interpreter), template, directory)
 
 
 def _local_directory(source: str, interpreter: str) -> Path:
@@ -231,10 +239,10 @@ def _load_tokenizer(directory: Path, trust_remote_code: bool, interpreter: str) 
         except Exception as error:  # the library raises bare Exception for a malformed file
             raise ValueError(f"'{path.name}' of the model cannot be read: {error}") from error
     logger.warning("no tokenizer.json in %s: converting with transformers, which takes seconds", directory)
-    return Tokenizer.from_str(call_in(interpreter, convert, str(directory), str(int(trust_remote_code))))
+    return Tokenizer.from_str(call_in(interpreter, convert, str(directory), remote_code(trust_remote_code)))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -262,7 +270,7 @@ def _chat_template_source(directory: Path, config: Mapping[str, Any]) -> str | N
     jinja_file = directory / "chat_template.jinja"
     if jinja_file.is_file():
         return jinja_file.read_text(encoding="utf-8")
-    template = _read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
+    template = read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -19,6 +19,7 @@ from llmbackend.engine.process.interpreter import command, environment, is_this
 
 logger = logging.getLogger(__name__)
 
+TOKENIZER_FILE = "tokenizer.json"
 FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -28,6 +29,13 @@ FILES = (
     "*.model",
     "config.json",
 )
+WITHOUT_REMOTE_CODE, WITH_REMOTE_CODE = "0", "1"
+"""The argument trust_remote_code: whether a checkpoint's own code may run."""
+_MOST_ADDED_TOKENS = 16
+
+
+def remote_code(is_trusted: bool) -> str:
+    return WITH_REMOTE_CODE if is_trusted else WITHOUT_REMOTE_CODE
 
 
 def download(source: str) -> str:
@@ -38,14 +46,62 @@ def download(source: str) -> str:
 
 
 def convert(directory: str, trust_remote_code: str) -> str:
-    """The text of a tokenizer.json, made from older files. trust_remote_code: "0" or "1"."""
+    """The text of a tokenizer.json, made from older files."""
     from transformers import AutoTokenizer
 
-    converted = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code == "1")
+    converted = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code == WITH_REMOTE_CODE)
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{type(converted).__name__} has no fast tokenizer: provide a tokenizer.json")
     return str(backend.to_str())
+
+
+def rebuilt(directory: str, trust_remote_code: str) -> str:
+    """The text of another tokenizer.json when AutoTokenizer does not tokenise as the checkpoint's own does; else "".
+
+    Some of its classes take no more than the vocabulary from the file, and build the rest themselves.
+    """
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    auto = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code == WITH_REMOTE_CODE)
+    backend = getattr(auto, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"{type(auto).__name__} has no fast tokenizer")
+    plain = Tokenizer.from_file(f"{directory}/{TOKENIZER_FILE}")
+    for tokenizer in (plain, backend):
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    probes = probe_texts([token.content for token in plain.get_added_tokens_decoder().values()])
+    ids = {
+        (text, special): auto.encode(text, add_special_tokens=special) for text in probes for special in (False, True)
+    }
+    differs = False
+    for (text, special), expected in ids.items():
+        if backend.encode(text, add_special_tokens=special).ids != expected:
+            raise ValueError(f"{type(auto).__name__} does more than a fast tokenizer")
+        differs |= plain.encode(text, add_special_tokens=special).ids != expected
+    return str(backend.to_str()) if differs else ""
+
+
+def probe_texts(added_tokens: Sequence[str]) -> list[str]:
+    """Texts in which the ways to build a tokenizer differ: spaces at every place, lines, scripts, added tokens."""
+    words = "Hello, world!"
+    texts = [
+        words,
+        f" {words}",
+        f"  {words}  twice   {words} ",
+        f"{words}\n\n {words}\t{words}\r\n",
+        "it's 1234567890 + 3.14 = don't (x_y) -> [z]; def f(a, b):\n        return a",
+        "Zürich naïve “quotes” — Привет, мир! 你好，世界。 こんにちは 안녕하세요 مرحبا ไทย",
+        "😀👨\u200d👩\u200d👧 e\u0301 \u00a0 \ufb01 ① \u2581x \u200b",
+        "<0x41> [INST] a [/INST]",
+    ]
+    for token in added_tokens[:_MOST_ADDED_TOKENS]:
+        texts.append(f"a{token}b {token} c{token}{token}")
+        texts.append(f"{token}\n{words}")
+    return texts
 
 
 def call_in(interpreter: str, function: Callable[..., str], *arguments: str) -> str:
@@ -53,27 +109,38 @@ def call_in(interpreter: str, function: Callable[..., str], *arguments: str) -> 
     if is_this(interpreter):
         return function(*arguments)
     logger.info("asking %s for %s(%s)", interpreter, function.__name__, ", ".join(arguments))
-    done = subprocess.run(
+    return answer_of(start_in(interpreter, function, *arguments))
+
+
+def start_in(interpreter: str, function: Callable[..., str], *arguments: str) -> subprocess.Popen[bytes]:
+    """A process that computes the function's result, for `answer_of`."""
+    return subprocess.Popen(
         [*command(interpreter, __name__), function.__name__, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env=environment(interpreter),
-        check=False,
     )
-    if done.returncode:
-        raise ValueError(f"{interpreter} could not do it: exit code {done.returncode}, see the log")
-    answer = msgspec.json.decode(done.stdout.splitlines()[-1], type=dict[str, str])
+
+
+def answer_of(process: subprocess.Popen[bytes], timeout_s: float | None = None) -> str:
+    """Waits for the result. Raises ValueError with what went wrong, subprocess.TimeoutExpired."""
+    output, _ = process.communicate(timeout=timeout_s)
+    if process.returncode:
+        raise ValueError(f"another Python could not do it: exit code {process.returncode}, see the log")
+    answer = msgspec.json.decode(output.splitlines()[-1], type=dict[str, str])
     if "error" in answer:
         raise ValueError(answer["error"])
     return answer["result"]
 
 
 def main(arguments: list[str]) -> None:
-    functions: dict[str, Callable[..., str]] = {"download": download, "convert": convert}
+    functions: dict[str, Callable[..., str]] = {"download": download, "convert": convert, "rebuilt": rebuilt}
+    if arguments[-1] == WITHOUT_REMOTE_CODE:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # AutoTokenizer imports it, for seconds, and needs it not
     try:
         answer = {"result": functions[arguments[0]](*arguments[1:])}
-    except (ValueError, OSError, ImportError) as error:
-        answer = {"error": str(error)}
+    except Exception as error:  # those libraries raise many kinds
+        answer = {"error": str(error) or type(error).__name__}
     print(msgspec.json.encode(answer).decode())
 
 
