@@ -28,6 +28,7 @@ from .cli_flags import (
     SharedMemoryFlags,
     server_options,
 )
+from .cors_flags import CorsFlags
 from .flag_groups import takes_flag_groups
 from .flag_types import warn
 from .inert_flags import InertFlags
@@ -69,6 +70,7 @@ def serve(
     log: LogFlags,
     trace: TraceFlags,
     protocols: ProtocolFlags,
+    cors: CorsFlags,
     inert: InertFlags,
 ) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
@@ -100,7 +102,7 @@ def serve(
         exit_timeout_s=life.exit_timeout_secs,
         limits=limits.limits(),
         doors=door_settings,
-        protocols=protocols.options(),
+        protocols=replace(protocols.options(), cors=cors.options(), http_metrics=metrics.allow_metrics),
     )
     raise typer.Exit(run_server(settings))
 

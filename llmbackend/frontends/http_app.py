@@ -22,6 +22,7 @@ from .infer_http import InferEndpoint
 from .inference import InferenceGate
 from .kserve_http import DescriptionEndpoints, HealthEndpoints, RepositoryEndpoints
 from .openapi import create_openapi_router
+from .probes_http import ProbeEndpoints
 from .protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 from .settings_http import SettingsEndpoints
 from .shared_memory_http import SharedMemoryEndpoints
@@ -82,4 +83,5 @@ def create_kserve_router(
     DescriptionEndpoints(server).add_to(router)
     RepositoryEndpoints(server, max_input_size_bytes).add_to(router)
     StopEndpoint(server, max_input_size_bytes).add_to(router)
+    ProbeEndpoints(gate, options.http_metrics).add_to(router)
     return router

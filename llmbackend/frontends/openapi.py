@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 
 from llmbackend import __version__
 
-from . import openapi_kserve, openapi_openai
+from . import openapi_kserve, openapi_openai, probes_http
 from .doors.http_paths import OPEN_PATHS
 from .http_errors import JSON, plain
 from .openapi_parts import Json, operation, plain_response, refusals
@@ -27,6 +27,7 @@ PATH: Final = "/openapi.json"
 _OPERATIONS: Final = (
     openapi_kserve.OPERATIONS
     | openapi_openai.OPERATIONS
+    | probes_http.OPERATIONS
     | {("GET", PATH): operation("This document", {"200": plain_response("OpenAPI 3.1.", JSON)})}
 )
 _VARIANTS: Final = ("/versions/{version}", "/{repository}", "/region/{region}")
@@ -71,7 +72,7 @@ def document(routers: Iterable[APIRouter]) -> Json:
         "info": {"title": "llmbackend", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": openapi_kserve.SCHEMAS | openapi_openai.SCHEMAS,
+            "schemas": openapi_kserve.SCHEMAS | openapi_openai.SCHEMAS | probes_http.SCHEMAS,
             "securitySchemes": _KEY_SCHEME,
         },
     }

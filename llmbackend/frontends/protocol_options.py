@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from .cors import NO_ORIGINS, CorsOptions
 from .header_forwarding import FORWARD_NOTHING, HeaderForward
 
 CompressionLevel = Literal["none", "low", "medium", "high"]
@@ -17,13 +18,16 @@ CompressionLevel = Literal["none", "low", "medium", "high"]
 @dataclass(frozen=True, kw_only=True)
 class ProtocolOptions:
     """grpc_response_compression: of inference's responses alone. grpc_reuse_port: several servers may share a port.
-    openai_lora_separator: stands between a model's name and its LoRA adapter's in OpenAI requests; "": nothing does."""
+    openai_lora_separator: stands between a model's name and its LoRA adapter's in OpenAI requests; "": nothing does.
+    cors: which web pages may use the HTTP port. http_metrics: the metrics page is on the HTTP port, too."""
 
     http_forward: HeaderForward = FORWARD_NOTHING
     grpc_forward: HeaderForward = FORWARD_NOTHING
     grpc_response_compression: CompressionLevel = "none"
     grpc_reuse_port: bool = False
     openai_lora_separator: str = ""
+    cors: CorsOptions = NO_ORIGINS
+    http_metrics: bool = True
 
 
 DEFAULT_OPTIONS: Final = ProtocolOptions()

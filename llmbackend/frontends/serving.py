@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.server_log import ServerLog
 
+from . import cors
 from .descriptors import DescriptorRoom, fitted
 from .doors.doors import Doors
 from .doors.settings import NO_DOORS
@@ -95,7 +96,8 @@ class FrontendServer:
                 self._server, gate=self._gate, options=self._protocols, log=self._log
             )
             claim = claimed_port(host, port, self._http_reuse_port)
-            self._http = HttpEndpoint(self._doors.around_http(app, registry), claim, self._doors.http_tls_context)
+            guarded = cors.around(self._doors.around_http(app, registry), self._protocols.cors)
+            self._http = HttpEndpoint(guarded, claim, self._doors.http_tls_context)
             self.http_port = self._http.port
         host, port = self._metrics_at
         if port is not None:

@@ -138,7 +138,7 @@ def test_no_spelling_of_an_operators_path_lets_a_user_in() -> None:
     keys, counted = KeyRing(unnamed_keys(["key"], NO_LIMITS)), DoorMetrics(CollectorRegistry())
     door = HttpDoor(app, keys, NO_RESTRICTIONS, counted, False)
     operators = {path for path in all_paths(app) if is_operators(path, category_of(path))}
-    others = all_paths(app) - operators
+    others = all_paths(app) - operators - {"/load"}  # of vLLM: a number that users may see
     assert {"/v2/logging", "/v2/trace/setting", "/v2/models/1/trace/setting"} <= operators
     assert {path for path in others if re.search("load|logging|setting|sharedmemory", path)} == set()
     assert {path for path in operators if re.search("infer|generate|index|stop|v1", path)} == set()

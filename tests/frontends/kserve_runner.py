@@ -13,6 +13,7 @@ import uvloop
 from kserve_scripted import start_host
 
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.frontends.doors.doors import Doors
 from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_http_app
 from llmbackend.frontends.inference import InferenceGate
 from llmbackend.frontends.limits import FrontendLimits
@@ -32,8 +33,10 @@ class Running:
         limits: FrontendLimits | None = None,
         start: Callable[..., InferenceServer] = start_host,
         protocols: ProtocolOptions | None = None,
+        doors: Doors | None = None,
         **options: Any,
     ) -> None:
+        self.doors = doors
         self.host = start(root, **options)
         self.protocols = protocols or ProtocolOptions()
         self.log = ServerLog()
@@ -65,6 +68,7 @@ class Running:
             grpc_port=0,
             metrics_port=0,
             http_app=app,
+            doors=self.doors,
             gate=self.gate,
             limits=self.limits,
             protocols=self.protocols,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ ENGINE = {
 }
 
 
-def mock_llm_host(root: Path, **options: Any) -> InferenceServer:
+def mock_llm_host(root: Path, engine: Mapping[str, Any] | None = None, **options: Any) -> InferenceServer:
     version = root / "llm_models" / MODEL / "1"
     version.mkdir(parents=True)
-    (version / "model.json").write_text(json.dumps(ENGINE))
+    (version / "model.json").write_text(json.dumps(ENGINE | dict(engine or {})))
     (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
     server = InferenceServer(ServerOptions(model_repositories=(root / "llm_models",), **options))
     server.start()

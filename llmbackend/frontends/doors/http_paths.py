@@ -14,7 +14,7 @@ from typing import Final
 from .restrictions import Category
 from .roles import OPERATORS_CATEGORIES
 
-OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
+OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready", "/health", "/health/ready", "/ping"})
 """Probes need no key."""
 
 _MODEL: Final = r"/v2/models/[^/]+(/versions/[^/]+)?"
@@ -25,7 +25,8 @@ _CATEGORIES: Final = tuple(
     (re.compile(rf"({pattern})\n?", re.DOTALL), category)
     for pattern, category in (
         (rf"{_MODEL}/(infer|generate|generate_stream|stop|stopInfer)", Category.INFERENCE),
-        (r"/v2/health/(live|ready)", Category.HEALTH),
+        (r"/v2/health/(live|ready)|/health(/ready)?|/ping", Category.HEALTH),
+        (r"/load|/metrics", Category.STATISTICS),
         (r"/v2/models/stats", Category.STATISTICS),
         (r"/v2/logging", Category.LOGGING),
         (rf"({_MODEL}|/v2)/trace/setting", Category.TRACE),
@@ -35,7 +36,7 @@ _CATEGORIES: Final = tuple(
         (rf"{_MODEL}/stats", Category.STATISTICS),
         (rf"{_MODEL}/ready", Category.HEALTH),
         (_MODEL, Category.METADATA),
-        (r"/v2|/openapi\.json", Category.METADATA),
+        (r"/v2|/openapi\.json|/version", Category.METADATA),
         (r"/v1/models(/.*)?", Category.MODEL_REPOSITORY),
         (r"/v1/.*", Category.INFERENCE),
     )
