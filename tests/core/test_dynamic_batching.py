@@ -116,6 +116,35 @@ def test_after_the_delay_a_batch_may_be_larger_than_every_preferred_size(stepped
         assert STAGE.events == ["0", "1,2,3,4,5,6"]
 
 
+@pytest.mark.parametrize("action", ["REJECT", "DELAY"])
+def test_a_request_that_expires_makes_way_for_a_preferred_size_at_once(stepped: Repository, action: str) -> None:
+    """The rest does not wait for the delay, which would take an hour."""
+    policy = f"default_queue_policy {{ timeout_action: {action} allow_timeout_override: true }}"
+    settings = f"preferred_batch_size: [ 4, 8 ] max_queue_delay_microseconds: 3600000000 {policy}"
+    stepped.model("m", "stepped", BATCHING % settings)
+    STAGE.open("full")
+    with serving(stepped, "m") as server:
+        early = send(server, "m", tensor(), id="early", timeout_us=300_000)
+        full = send(server, "m", tensor(rows=4), id="full")
+        full.next()
+        assert STAGE.events == ["full"]
+        if action == "DELAY":
+            assert early.handle is not None
+            early.handle.cancel()
+        assert early.error().message == ("Request cancelled" if action == "DELAY" else "Request timeout expired")
+
+
+def test_a_request_that_is_cancelled_makes_way_for_a_preferred_size_at_once(stepped: Repository) -> None:
+    stepped.model("m", "stepped", BATCHING % "preferred_batch_size: [ 4, 8 ] max_queue_delay_microseconds: 3600000000")
+    STAGE.open("full")
+    with serving(stepped, "m") as server:
+        early, full = send(server, "m", tensor(), id="early"), send(server, "m", tensor(rows=4), id="full")
+        assert early.handle is not None
+        early.handle.cancel()
+        full.next()
+        assert STAGE.events == ["full"] and early.error().code is ErrorCode.CANCELLED
+
+
 def test_without_a_delay_the_best_preferred_size_is_taken(stepped: Repository) -> None:
     requests = {str(index): [tensor()] for index in range(1, 7)}
     config = BATCHING % "preferred_batch_size: [ 2, 4 ]"

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 from core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, WAIT_S, Client, Repository, eventually, send, serving
+from sequence_host import NO_IDLENESS, SHOWING_BACKEND, sequences, step
 from test_model_lifecycle import states
 
 from llmbackend.core.backend_api import InstanceGroupKind, ResponseFlag
@@ -100,7 +101,7 @@ def test_instances_are_removed_live(repository: Repository) -> None:
         threads = threading.active_count()
         repository.model("m", "b", groups(1))
         server.load_model("m")
-        eventually(lambda: {"-m_0_1", "-m_0_2"} <= set(STAGE.events))
+        assert {"-m_0_1", "-m_0_2"} <= set(STAGE.events)  # they were idle, so the load has waited for them
         assert "no model" not in STAGE.events and instances(server) == ["m_0_0"]
         assert {answered_by(server) for _ in range(20)} == {"m_0_0"}
         eventually(lambda: threading.active_count() <= threads - 2)
@@ -196,16 +197,16 @@ def test_requests_that_run_on_a_removed_instance_are_finished_first(repository: 
         clients = {name: send(server, "m", id=name) for name in ("r1", "r2")}
         for name in clients:
             STAGE.wait(f"executed {name}")
-        repository.model("m", "keep", groups(1))
-        server.load_model("m")
-        eventually(lambda: server._lifecycle.get("m").live._waiting)  # its thread has ended, and it waits for them
+        idle = {f"-{name}" for name in instances(server)} - {f"-{instance.name}" for instance, _ in STAGE.kept}
+        repository.model("m", "keep", "instance_group { count: 1 kind: KIND_MODEL }")
+        server.load_model("m")  # it waits for idle instances alone
         late = send(server, "m", id="late")
         STAGE.wait("executed late")
-        assert STAGE.events == [] and server.check()  # the removed instance still has its request
+        assert set(STAGE.events) == idle and server.check()  # the others still have their requests
         for _, request in [kept for kept in STAGE.kept if kept[1].id != "late"]:
             request.new_response().send(ResponseFlag.FINAL)
             request.release()
-        eventually(lambda: len(STAGE.events) == 1)  # a request that came later does not keep it
+        eventually(lambda: len(STAGE.events) == 2)  # a request that came later does not keep them
         finish(late)
         for client in clients.values():
             client.responses()
@@ -217,6 +218,77 @@ def finish(late: Client) -> None:
     request.new_response().send(ResponseFlag.FINAL)
     request.release()
     late.responses()
+
+
+SEQUENCE_BACKEND = (
+    SHOWING_BACKEND
+    + """
+def TRITONBACKEND_ModelInitialize(model): STAGE.note("model")
+def TRITONBACKEND_ModelInstanceInitialize(instance): STAGE.note("+" + instance.name)
+def TRITONBACKEND_ModelInstanceFinalize(instance): STAGE.note("-" + instance.name)
+"""
+)
+
+
+@pytest.mark.parametrize("strategy", ["direct {}", "oldest { max_candidate_sequences: 1 }"])
+@pytest.mark.parametrize("rate_limit", ["off", "execution_count"])
+def test_a_sequence_goes_on_with_its_instance_when_that_is_removed(
+    repository: Repository, strategy: str, rate_limit: str
+) -> None:
+    repository.backend("s", SEQUENCE_BACKEND)
+    STAGE.open("go")
+    batching = sequences(NO_IDLENESS + strategy)
+    repository.model("m", "s", batching + groups(2))
+    with serving(repository, "m", rate_limit=rate_limit) as server:
+        for number in (1, 2):
+            step(server, number, f"{number}a", start=True).responses()
+        executed = [event for event in STAGE.events if ":" in event]
+        assert sorted(event[:5] for event in executed) == ["m_0_0", "m_0_1"]
+        moved = next(int(event[6]) for event in executed if event.startswith("m_0_1"))
+        repository.model("m", "s", batching + groups(1))
+        server.load_model("m")
+        assert STAGE.events.count("model") == 1 and "-m_0_1" not in STAGE.events
+        waiting = step(server, 3, "3a", start=True, end=True)  # its slot is on the instance that stays
+        step(server, moved, "b").responses()
+        step(server, moved, "c", end=True).responses()
+        eventually(lambda: "-m_0_1" in STAGE.events)
+        step(server, 3 - moved, "d", end=True).responses()
+        waiting.responses()
+        assert STAGE.events[-5:] == ["m_0_1:b", "m_0_1:c", "-m_0_1", "m_0_0:d", "m_0_0:3a"]
+
+
+@pytest.mark.parametrize("strategy", ["direct {}", "oldest { max_candidate_sequences: 1 }"])
+def test_an_instance_that_is_added_takes_sequences_that_wait(repository: Repository, strategy: str) -> None:
+    repository.backend("s", SEQUENCE_BACKEND)
+    STAGE.open("go")
+    batching = sequences(NO_IDLENESS + strategy)
+    repository.model("m", "s", batching + groups(1))
+    with serving(repository, "m") as server:
+        step(server, 1, "1a", start=True).responses()
+        waiting = step(server, 2, "2a", start=True, end=True)
+        repository.model("m", "s", batching + groups(2))
+        server.load_model("m")
+        waiting.responses()
+        assert "m_0_1:2a" in STAGE.events and STAGE.events.count("model") == 1
+        step(server, 1, "1b", end=True).responses()
+
+
+def test_no_sequence_is_given_to_an_instance_that_fails_to_warm_up(repository: Repository) -> None:
+    cold = 'if instance.name == "m_0_1": raise RuntimeError("cold")\n    '
+    repository.backend("s", SEQUENCE_BACKEND.replace("STAGE.kept.append", f"{cold}STAGE.kept.append"))
+    STAGE.open("go")
+    zeros = 'inputs { key: "X" value { data_type: TYPE_FP32 dims: 2 zero_data: true } }'
+    batching = sequences(NO_IDLENESS, more=f'model_warmup {{ name: "w" batch_size: 1 {zeros} }}\n')
+    repository.model("m", "s", batching + groups(1))
+    with serving(repository, "m") as server:
+        step(server, 1, "1a", start=True).responses()
+        waiting = step(server, 2, "2a", start=True, end=True)
+        repository.model("m", "s", batching + groups(2))
+        with pytest.raises(TritonError, match="cold"):
+            server.load_model("m")
+        step(server, 1, "1b", end=True).responses()
+        waiting.responses()
+        assert STAGE.events[-1] == "m_0_0:2a"
 
 
 def test_no_request_is_lost_while_instances_come_and_go(repository: Repository) -> None:

@@ -234,6 +234,17 @@ def test_direct_batches_equal_shapes_only(showing: Repository) -> None:
         assert STAGE.events == ["m_0:plug", "m_0:1,-,3", "m_0:-,2"]
 
 
+def test_direct_pads_a_batch_up_to_the_last_slot_that_has_a_request(showing: Repository) -> None:
+    """Also where that request has another shape, and so is not in this batch."""
+    showing.model("m", "show", sequences(NO_IDLENESS, 4))
+    with serving_sequences(showing) as server:
+        clients = [plugged(server)]
+        for number, width in ((1, 2), (2, 3)):
+            clients.append(step(server, number, str(number), start=True, batched=True, width=width))
+        finish(*clients)
+        assert STAGE.events == ["m_0:plug", "m_0:1,-", "m_0:-,2"]
+
+
 def test_direct_waits_for_the_minimum_slot_utilization(showing: Repository) -> None:
     direct = "direct { max_queue_delay_microseconds: 60000000 minimum_slot_utilization: 0.75 }"
     showing.model("m", "show", sequences(NO_IDLENESS + direct, 4))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +24,7 @@ from llmbackend.core.scheduling.rate_limiter import RateLimiter
 from llmbackend.core.scheduling.scheduler import ElasticSource, Scheduler
 from llmbackend.core.scheduling.sequences.sequence_batcher import SequenceBatcher
 
-from .instance_update import InstanceChange, InstanceRemovals, compare, undoing
+from .instance_update import InstanceChange, InstanceRemovals, compare, remove, undoing
 from .live_requests import LiveRequests
 from .model_instance import InstanceThread, LoadedInstance
 from .warmup import WarmupSample, warm_up
@@ -145,6 +146,9 @@ class InstanceSet:
             self._threads.append(thread)
         for thread in self._threads:
             thread.warmed_up.result()
+        for thread in self._threads[-len(groups) :] if groups else ():
+            if isinstance(thread.source, ElasticSource):
+                thread.source.admit()
 
     def _thread_groups(self, instances: Sequence[LoadedInstance], has_sequences: bool) -> list[list[LoadedInstance]]:
         """Which instances share a thread: those of one GPU under DEVICE_BLOCKING, otherwise none, and none of a model
@@ -161,12 +165,25 @@ class InstanceSet:
         return list(groups.values())
 
     def _remove(self, instances: Sequence[LoadedInstance]) -> None:
-        threads = [thread for thread in self._threads if thread.serves_any(instances)]
-        self._threads = [thread for thread in self._threads if thread not in threads]
-        for thread in threads:
+        """Those that have nothing to do are finalised when it returns, the others when they are done."""
+        idle = [removal for instance in instances if (removal := self._begin_removal(instance)) is not None]
+        for removal in idle:
+            removal.join()
+
+    def _begin_removal(self, instance: LoadedInstance) -> threading.Thread | None:
+        """The thread that removes it, if it will not be long."""
+        thread = next((one for one in self._threads if one.serves(instance)), None)
+        is_busy = False
+        if thread is not None:
+            self._threads.remove(thread)
             assert isinstance(thread.source, ElasticSource), "are_elastic comes first"
-            thread.source.dismiss(thread.thread)
-        for instance in instances:
+            is_busy = thread.source.dismiss(thread.thread)
+        if not is_busy:
             self._rate_limiter.unregister(instance)
-        if instances:
-            self._removals.begin(instances, threads, self._live)
+            is_busy = bool(self._live.with_instance(instance))
+        removal = self._removals.begin(partial(self._finish_removal, instance, thread))
+        return None if is_busy else removal
+
+    def _finish_removal(self, instance: LoadedInstance, thread: InstanceThread | None) -> None:
+        remove(instance, thread, self._live)
+        self._rate_limiter.unregister(instance)

@@ -3,7 +3,7 @@
 For: the life cycle (may a change be made in place?) and Model. Does not know: why a model is reloaded, schedulers'
 insides.
 Invariants: a failed update leaves the old instances as they were; a removed instance is finalised when its thread has
-ended and every request that was live then is over, so that no request is lost with it.
+ended, which serves the sequences that it has to their end, and every request that was given to it is over.
 Source: ConfigChangeRequiresReload and UpdateInstanceGroup in Triton's core (reference §1.5, §2.2).
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -31,11 +31,11 @@ UPDATED_IN_PLACE = ("instance_group", "version_policy")
 def is_update(old: ModelSpec, new: ModelSpec, version: int) -> bool:
     """Whether a version loaded from `old` becomes that of `new` by other instances alone.
 
-    Agents and uploaded files bring a directory of their own with every load; sequences belong to their instances.
+    Agents and uploaded files bring a directory of their own with every load.
     """
     if old.has_agents or new.has_agents or old.directory != new.directory or not new.signature:
         return False
-    if new.config.HasField("sequence_batching") or new.config.HasField("ensemble_scheduling"):
+    if new.config.HasField("ensemble_scheduling"):
         return False
     if is_version_touched(old.signature, new.signature, version, new.config_file):
         return False
@@ -90,27 +90,26 @@ class InstanceRemovals:
     def __len__(self) -> int:
         return sum(thread.is_alive() for thread in tuple(self._threads))
 
-    def begin(self, instances: Iterable[LoadedInstance], threads: Sequence[InstanceThread], live: LiveRequests) -> None:
-        """Finalises `instances`, whose `threads` were told to end, when no request can be theirs any more. On a thread
-        of its own."""
+    def begin(self, removal: Callable[[], None]) -> threading.Thread:
+        """Runs `removal` on a thread of its own."""
         self._threads = {thread for thread in self._threads if thread.is_alive()}
-        thread = threading.Thread(target=_remove, args=(list(instances), threads, live), name="remove-instances")
-        thread.daemon = True
+        thread = threading.Thread(target=removal, name="remove-instance", daemon=True)
         self._threads.add(thread)
         thread.start()
+        return thread
 
     def join(self) -> None:
         for thread in tuple(self._threads):
             thread.join()
 
 
-def _remove(instances: Sequence[LoadedInstance], threads: Sequence[InstanceThread], live: LiveRequests) -> None:
-    for thread in threads:
+def remove(instance: LoadedInstance, thread: InstanceThread | None, live: LiveRequests) -> None:
+    """Finalises an instance, whose `thread` was told to end, when no request is with it any more."""
+    if thread is not None:
         thread.join()
-    live.wait_until_gone(live.all())
-    for instance in instances:
-        instance.finalize()
-        log.info("removed instance '%s' of model '%s'", instance.name, instance.model.name)
+    live.wait_until_gone(live.with_instance(instance))
+    instance.finalize()
+    log.info("removed instance '%s' of model '%s'", instance.name, instance.model.name)
 
 
 def undoing(instances: Sequence[LoadedInstance], initialize: Callable[[], None]) -> None:

@@ -59,6 +59,10 @@ class LiveRequests:
         with self._lock:
             return list(self._channels)
 
+    def with_instance(self, instance: object) -> list[ResponseChannel]:
+        """Those that were given to that instance last."""
+        return [channel for channel in self.all() if channel.instance is instance]
+
     def with_id(self, request_id: str) -> list[ResponseChannel]:
         with self._lock:
             return list(self._by_id.get(request_id, ()))

@@ -59,6 +59,8 @@ class LoadedInstance:
 
     def execute(self, requests: Sequence[InferRequest]) -> None:
         """One Execute. On return the backend owns the requests, or all of them have failed with its error."""
+        for request in requests:
+            request.channel.instance = self
         try:
             self._entry_points.execute(self, requests)
         except TritonError as error:
@@ -143,8 +145,8 @@ class InstanceThread:
         )
         self.thread.daemon = True  # a backend that hangs in Execute must not keep a stopped process alive
 
-    def serves_any(self, instances: Sequence[LoadedInstance]) -> bool:
-        return any(instance in self._instances for instance in instances)
+    def serves(self, instance: LoadedInstance) -> bool:
+        return instance in self._instances
 
     def start(self) -> None:
         self.thread.start()

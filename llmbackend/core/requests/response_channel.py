@@ -55,6 +55,7 @@ class ResponseChannel:
         self.owner = owner
         self.start_ns = time.monotonic_ns()
         self.observer = request.observer
+        self.instance: object = None  # the one that has the request, or had it last
         self._callback = request.response_callback
         self._lock = threading.RLock()
         self._handles = 0

@@ -96,10 +96,14 @@ class RequestQueue:
             self._changed.notify_all()
         self._timer.clear(self._expire)
 
-    def dismiss(self, thread: threading.Thread) -> None:
+    def admit(self) -> None:
+        """Its thread takes what is queued when it asks for it."""
+
+    def dismiss(self, thread: threading.Thread) -> bool:
         with self._changed:
             self._dismissed.add(thread)
             self._changed.notify_all()
+        return False
 
     def left_behind(self) -> Mapping[str, int]:
         return {"requests in its queue": len(self)}
@@ -156,6 +160,7 @@ class RequestQueue:
             self._alarm_ns = None
             if not self._stopped:
                 self._set_alarm()
+            self._changed.notify()  # what is left may be a batch now
         self._reject(expired)
 
     def _reject(self, expired: list[InferRequest]) -> None:
@@ -168,6 +173,7 @@ class RequestQueue:
         with self._changed:
             if not self._queue.remove(request):
                 return
+            self._changed.notify()  # what is left may be a batch now
         self._leave(request)
         request.fail(cancelled("Request cancelled"), FailureReason.CANCELED)
 

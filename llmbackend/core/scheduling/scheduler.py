@@ -34,11 +34,15 @@ class BatchSource(Batches, Protocol):
 
 @runtime_checkable
 class ElasticSource(BatchSource, Protocol):
-    """A source that instances share, so that they may come and go while it serves."""
+    """A source whose instances may come and go while it serves."""
 
-    def dismiss(self, thread: Thread) -> None:
-        """Has this thread, at once when it waits, be told that there are no more batches; what is queued stays for the
-        others."""
+    def admit(self) -> None:
+        """The instance is ready: from now on it may be given what is bound to it."""
+
+    def dismiss(self, thread: Thread) -> bool:
+        """Has the instance's thread, at once when it waits, be told that there are no more batches; what is queued
+        stays for the others. True when something is bound to the instance (a sequence that runs): then it is told when
+        that is over."""
 
 
 class Scheduler(Protocol):

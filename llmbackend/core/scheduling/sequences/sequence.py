@@ -53,6 +53,10 @@ class Slots:
         self._freed: list[int] = []
         self._unused = 0  # from here on, no slot was ever taken
 
+    def __len__(self) -> int:
+        """How many are taken."""
+        return len(self._taken)
+
     def lowest_free(self) -> int | None:
         if self._freed:
             return self._freed[0]

@@ -75,11 +75,8 @@ class SequenceBatcher:
     # --- instances --------------------------------------------------------------------------------------------------
 
     def source(self, instance: str) -> BatchSource:
-        """The slots of one more instance."""
-        lane = self._new_lane()
-        with self.locked():
-            self._feed(self._table.add_lane(lane, time.monotonic_ns()))
-        return lane
+        """The slots of one more instance, from `admit` on."""
+        return self._new_lane()
 
     def left_behind(self) -> Mapping[str, int]:
         return {"requests in its queue": len(self)}
@@ -258,7 +255,21 @@ class SequenceBatcher:
 
     def settle(self, sequence: Sequence) -> None:
         if sequence.is_over:
+            lane = sequence.lane
             self._feed(self._table.remove(sequence, time.monotonic_ns()))
+            if lane is not None and self._table.drop_if_empty(lane):
+                lane.stop()
+
+    def admit(self, lane: SequenceLane) -> None:
+        with self.locked():
+            self._feed(self._table.add_lane(lane, time.monotonic_ns()))
+
+    def retire(self, lane: SequenceLane) -> bool:
+        with self.locked():
+            has_sequences = self._table.retire_lane(lane)
+            if not has_sequences:
+                lane.stop()
+            return has_sequences
 
     def _forget(self, request: InferRequest) -> None:
         """A request leaves its queue. Holds the lock."""

@@ -2,7 +2,8 @@
 
 For: the sequence batcher, for models whose backend keeps a sequence's state by the row of the batch. Does not know:
 correlation ids, clients. Invariants: a batch has at most one request of each sequence, at the position of its slot; a
-slot below the last one that has no request is filled with a null request; all requests of a batch have equal shapes.
+slot that has no request, or one of another shape, is filled with a null request, up to the last slot that has one; all
+requests of a batch have equal shapes.
 Source: DirectSequenceBatch of Triton's sequence batcher.
 """
 
@@ -38,13 +39,12 @@ class SequenceDirect(SequenceLane):
         states: StateRules,
         null_owner: NullOwner,
     ) -> None:
-        super().__init__(max(config.max_batch_size, 1))
+        super().__init__(max(config.max_batch_size, 1), owner)
         direct = config.sequence_batching.direct
         self._max_delay_ns: int = direct.max_queue_delay_microseconds * 1000
         # A float of 32 bits: 0.1 of ten slots is one, not a little more.
         self._enough = math.ceil(direct.minimum_slot_utilization * max(config.max_batch_size, 1) - 1e-6)
         self._equal_inputs = EqualInputs(config)
-        self._owner = owner
         self._controls = controls
         self._states = states
         self._null_owner = null_owner
@@ -104,7 +104,7 @@ class SequenceDirect(SequenceLane):
         for slot in taken:
             self._owner.settle(ready[slot])
         pattern = next(iter(taken.values()))
-        return [taken.get(slot) or self._null(pattern) for slot in range(max(taken) + 1)]
+        return [taken.get(slot) or self._null(pattern) for slot in range(max(ready) + 1)]
 
     def _null(self, pattern: InferRequest) -> InferRequest:
         request = null_request(self._null_owner, pattern, self._controls.not_ready())

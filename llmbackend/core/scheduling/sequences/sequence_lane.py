@@ -1,8 +1,9 @@
 """What the sequence batcher has for each instance, whatever the strategy: its slots, and a way to its thread.
 
 For: SequenceBatcher (it says what there is to do) and the instance's thread (whose BatchSource it is). Does not know:
-how a strategy makes batches of what its slots hold. Invariant: `feed` and `stop` are called with the batcher's lock
-held; batches are taken by one thread.
+how a strategy makes batches of what its slots hold. Invariants: `feed` and `stop` are called with the batcher's lock
+held; batches are taken by one thread. A lane holds sequences from `admit` on; one that is dismissed keeps those that it
+has to their end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from threading import Thread
 from typing import Protocol
 
 from llmbackend.core.requests.infer_request import InferRequest
@@ -36,10 +38,24 @@ class LaneOwner(Protocol):
     def settle(self, sequence: Sequence) -> None:
         """Gives the slot of a sequence that is over to the next one. The caller holds the lock."""
 
+    def admit(self, lane: SequenceLane) -> None:
+        """Sequences may be given slots of the lane."""
+
+    def retire(self, lane: SequenceLane) -> bool:
+        """No more sequence gets a slot of the lane, which is stopped when those that have one are over; whether there
+        are any."""
+
 
 class SequenceLane(ABC):
-    def __init__(self, slot_count: int) -> None:
+    def __init__(self, slot_count: int, owner: LaneOwner) -> None:
         self.slots = Slots(slot_count)
+        self._owner = owner
+
+    def admit(self) -> None:
+        self._owner.admit(self)
+
+    def dismiss(self, thread: Thread) -> bool:
+        return self._owner.retire(self)
 
     @abstractmethod
     def feed(self, sequence: Sequence) -> None:

@@ -27,8 +27,8 @@ from .sequence_step import step_of
 
 class SequenceOldest(SequenceLane):
     def __init__(self, config: ModelConfig, owner: LaneOwner, statistics: Statistics, timer: Timer) -> None:
-        super().__init__(config.sequence_batching.oldest.max_candidate_sequences or max(config.max_batch_size, 1))
-        self._owner = owner
+        candidates = config.sequence_batching.oldest.max_candidate_sequences
+        super().__init__(candidates or max(config.max_batch_size, 1), owner)
         batcher = DynamicBatcher(_as_dynamic_batching(config), statistics, timer)
         is_ordered = config.sequence_batching.oldest.preserve_ordering
         self._batcher: Scheduler = ResponseOrder(batcher) if is_ordered else batcher

@@ -22,6 +22,7 @@ class SequenceTable:
         self._max_idle_ns = max_idle_us * 1000
         self._open: dict[SequenceKey, Sequence] = {}
         self._lanes: list[SequenceLane] = []
+        self._retired: list[SequenceLane] = []
         self._backlog: OrderedDict[Sequence, None] = OrderedDict()
         self._idle: Deadlines[Sequence] = Deadlines()
         self._impatient: Deadlines[Sequence] = Deadlines()
@@ -32,12 +33,28 @@ class SequenceTable:
 
     @property
     def lanes(self) -> list[SequenceLane]:
-        return self._lanes
+        """Those that have or may get sequences."""
+        return [*self._lanes, *self._retired]
 
     def add_lane(self, lane: SequenceLane, now_ns: int) -> list[Sequence]:
         """The sequences of the backlog that got slots of it."""
         self._lanes.append(lane)
         return self._place_backlog(now_ns)
+
+    def retire_lane(self, lane: SequenceLane) -> bool:
+        """No more sequence gets a slot of it; whether there are any that have one."""
+        if lane in self._lanes:
+            self._lanes.remove(lane)
+        if len(lane.slots):
+            self._retired.append(lane)
+        return len(lane.slots) > 0
+
+    def drop_if_empty(self, lane: SequenceLane) -> bool:
+        """Whether the lane was retired and has no sequence any more; then it is forgotten."""
+        if lane not in self._retired or len(lane.slots):
+            return False
+        self._retired.remove(lane)
+        return True
 
     def find(self, key: SequenceKey) -> Sequence | None:
         """The open sequence with that id."""
