@@ -138,6 +138,12 @@ WRONG_USES = [
 ]
 
 
+def test_a_model_without_execute_is_told_to_the_client(host: Host) -> None:
+    path = host.load("m", TEXT_CONFIG, "class TritonPythonModel:\n    pass\n") / "model.py"
+    error = host.infer("m", text("x")).one().error
+    assert error is not None and f"Python model {path} does not implement `execute` method." in str(error)
+
+
 def test_wrong_use_is_told_to_the_client(host: Host) -> None:
     lines = "".join(f"if text == {index}:\n    {execute}\n" for index, (execute, _) in enumerate(WRONG_USES))
     host.load("m", TEXT_CONFIG, body("text = int(requests[0].inputs()[0].as_numpy()[0])\n" + lines))

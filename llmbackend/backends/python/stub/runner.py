@@ -136,6 +136,8 @@ class Runner:
         return None, responses, rescheduled, start_ns, end_ns
 
     def _run(self, requests: list[InferenceRequest]) -> Any:
+        if not hasattr(self._model, "execute"):
+            raise WrongReturnError(f"Python model {self._file} does not implement `execute` method.")
         returned = self._model.execute(requests)
         return self._run_coroutine(returned, requests) if inspect.iscoroutine(returned) else returned
 
