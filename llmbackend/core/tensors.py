@@ -90,7 +90,7 @@ class RawTensor:
     name: str
     datatype: str
     shape: tuple[int, ...]
-    raw: bytes
+    raw: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def wire_view(tensor: Tensor) -> memoryview:
     return np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data
 
 
-def split_strings(raw: bytes, limit: int) -> tuple[list[bytes], int]:
+def split_strings(raw: bytes | memoryview, limit: int) -> tuple[list[bytes], int]:
     """Up to `limit` elements of a serialised BYTES tensor, and the offset behind the last whole one."""
     elements: list[bytes] = []
     offset, end = 0, len(raw)
@@ -183,12 +183,12 @@ def split_strings(raw: bytes, limit: int) -> tuple[list[bytes], int]:
         stop = start + _LENGTH.unpack_from(raw, offset)[0]
         if stop > end:
             break
-        elements.append(raw[start:stop])
+        elements.append(bytes(raw[start:stop]))
         offset = stop
     return elements, offset
 
 
-def count_strings(raw: bytes, offset: int, limit: int) -> tuple[int, int]:
+def count_strings(raw: bytes | memoryview, offset: int, limit: int) -> tuple[int, int]:
     """How many whole elements follow `offset`, up to `limit`, and the offset behind them."""
     count, end = 0, len(raw)
     while count < limit and offset + 4 <= end:
@@ -207,7 +207,7 @@ def bytes_tensor(name: str, shape: tuple[int, ...], elements: list[bytes]) -> Te
     return Tensor(name, "BYTES", shape, reshaped(name, data, shape))
 
 
-def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> Tensor:
+def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> Tensor:
     """The tensor behind its raw little-endian bytes; the inverse of `to_wire`. The data of a fixed-size type is a
     view of `raw`.
 
@@ -222,7 +222,10 @@ def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes) -> T
             raise invalid_argument(
                 f"input byte size mismatch for input '{name}'. Expected {count * dtype.itemsize}, got {len(raw)}"
             )
-        return Tensor(name, datatype, shape, reshaped(name, np.frombuffer(raw, dtype=dtype), shape))
+        data = np.frombuffer(raw, dtype=dtype)
+        if not data.flags.aligned:  # a part of a body; libraries behind backends may take alignment for granted
+            data = data.copy()
+        return Tensor(name, datatype, shape, reshaped(name, data, shape))
     elements, offset = split_strings(raw, max(count, 0))
     if min(shape, default=0) < 0 or len(elements) != count or offset != len(raw):
         raise invalid_argument(f"expected {count} string elements for inference input '{name}', got {len(elements)}")

@@ -7,11 +7,9 @@ knows the model, checks them. Source: grpc_service.proto and Triton's infer_hand
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any, Final
 
-import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.backend_api import ParameterValue
@@ -19,36 +17,13 @@ from llmbackend.core.errors import invalid_argument
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, RawTensor, ResponseCallback, SharedInput
 from llmbackend.core.tensors import NUMPY_DTYPE, to_wire
 
+from .grpc_contents import raw_contents, where
+from .grpc_request import OpenRequest
 from .request_parameters import RequestOptions
 from .shared_memory_params import classes_from_proto, place_from_proto
 
 UNKNOWN_DATATYPE: Final = "<invalid>"
 """Triton's name for a datatype that it does not know."""
-
-_CONTENTS_FIELD: Final[Mapping[str, str]] = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-    "BYTES": "bytes_contents",
-}
-_DATATYPE_OF_FIELD: Final[Mapping[str, str]] = {
-    "bool_contents": "BOOL",
-    "int_contents": "INT32",
-    "int64_contents": "INT64",
-    "uint_contents": "UINT32",
-    "uint64_contents": "UINT64",
-    "fp32_contents": "FP32",
-    "fp64_contents": "FP64",
-    "bytes_contents": "BYTES",
-}
 
 
 def model_version(text: str) -> int:
@@ -64,12 +39,13 @@ def model_version(text: str) -> int:
         ) from None
 
 
-def decode_request(message: Any, options: RequestOptions, callback: ResponseCallback) -> InferenceRequest:
-    """The request in a ModelInferRequest whose parameters were read into `options`.
+def decode_request(request: OpenRequest, options: RequestOptions, callback: ResponseCallback) -> InferenceRequest:
+    """`request` as the host takes it; its parameters were read into `options`.
 
     Raises TritonError for an input without data or with two kinds of it.
     """
-    inputs, shared = _inputs(message)
+    message = request.message
+    inputs, shared = _inputs(request)
     outputs = message.outputs
     special = [output for output in outputs if output.parameters]
     places = {output.name: place for output in special if (place := place_from_proto(output)) is not None}
@@ -92,15 +68,15 @@ def decode_request(message: Any, options: RequestOptions, callback: ResponseCall
     )
 
 
-def _inputs(message: Any) -> tuple[list[RawTensor], list[SharedInput]]:
+def _inputs(request: OpenRequest) -> tuple[list[RawTensor], list[SharedInput]]:
     """Those with data, and those in shared memory. `raw_input_contents` has an entry for each of the former."""
     inputs: list[RawTensor] = []
     shared: list[SharedInput] = []
-    raws = message.raw_input_contents
-    for tensor in message.inputs:
+    message = request.message
+    for index, tensor in enumerate(message.inputs):
         place = place_from_proto(tensor) if tensor.parameters else None
         if place is None:
-            inputs.append(_input(message, tensor, raws, len(inputs)))
+            inputs.append(_input(request, tensor, index, len(inputs)))
         elif tensor.HasField("contents"):
             raise invalid_argument(
                 f"unexpected 'content' provided when using shared memory for input tensor '{tensor.name}' for model "
@@ -116,40 +92,24 @@ def _datatype(tensor: Any) -> str:
     return datatype if datatype in NUMPY_DTYPE else UNKNOWN_DATATYPE
 
 
-def _input(message: Any, tensor: Any, raws: Sequence[bytes], index: int) -> RawTensor:
+def _input(request: OpenRequest, tensor: Any, index: int, raw_index: int) -> RawTensor:
+    """`index` among the inputs, `raw_index` among those that are not in shared memory."""
+    message, raws = request.message, request.raws
     if raws and tensor.HasField("contents"):
         raise invalid_argument(
-            f"contents field must not be specified when using raw_input_contents for {_where(message, tensor)}"
+            f"contents field must not be specified when using raw_input_contents for "
+            f"{where(tensor, message.model_name)}"
         )
-    if index < len(raws):
-        raw = raws[index]
+    raw: bytes | memoryview
+    if raw_index < len(raws):
+        raw = raws[raw_index]
+    elif not raws and index in request.contents:
+        raw = request.contents[index]
     elif not raws and tensor.HasField("contents"):
-        raw = _contents(tensor, _where(message, tensor))
+        raw = raw_contents(tensor, message.model_name)
     else:
-        raise invalid_argument(f"unable to find data for input tensor {_where(message, tensor)} in request.")
+        raise invalid_argument(f"unable to find data for input tensor {where(tensor, message.model_name)} in request.")
     return RawTensor(tensor.name, _datatype(tensor), tuple(tensor.shape), raw)
-
-
-def _where(message: Any, tensor: Any) -> str:
-    return f"'{tensor.name}' for model '{message.model_name}'"
-
-
-def _contents(tensor: Any, where: str) -> bytes:
-    """The typed contents as raw bytes. Raises TritonError INVALID_ARG for a field that is not the datatype's."""
-    expected = _CONTENTS_FIELD.get(tensor.datatype)
-    for field, _ in tensor.contents.ListFields():
-        if field.name != expected:
-            raise invalid_argument(
-                f"unexpected explicit tensor data for input tensor {where} of type "
-                f"'{_DATATYPE_OF_FIELD[field.name]}', expected datatype '{tensor.datatype}'"
-            )
-    if expected is None:
-        return b""
-    values = getattr(tensor.contents, expected)
-    if tensor.datatype == "BYTES":
-        return b"".join(struct.pack("<I", len(value)) + value for value in values)
-    wide = NUMPY_DTYPE[_DATATYPE_OF_FIELD[expected]]
-    return np.array(values, dtype=wide).astype(NUMPY_DTYPE[tensor.datatype]).tobytes()
 
 
 def fill_response(message: Any, response: InferenceResponse, in_shared_memory: Collection[str] = ()) -> None:

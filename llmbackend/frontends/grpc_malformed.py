@@ -9,24 +9,28 @@ would do it for each call).
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from llmbackend.core.errors import internal
+from llmbackend.core.errors import TritonError
 
-_UNABLE = "Unable to parse request"
+UNABLE: Final = "Unable to parse request"
 
 
 class Malformed:
     """Stands where a request would have stood."""
 
 
+class MalformedError(TritonError):
+    """INTERNAL."""
+
+
 def check(request: Any) -> None:
-    """Raises TritonError INTERNAL if `request` was no message."""
+    """Raises MalformedError if `request` was no message."""
     if isinstance(request, Malformed):
-        raise internal(_UNABLE)
+        raise MalformedError(UNABLE)
 
 
 class TolerantServices:
@@ -36,19 +40,21 @@ class TolerantServices:
     They come twice, and are handed on once, as generic handlers: for each registered method grpc.aio keeps a task of
     its own, and looks at all of them for every call of any (with 24 methods a seventh of a small RPC's time)."""
 
-    def __init__(self, server: grpc.aio.Server) -> None:
+    def __init__(self, server: grpc.aio.Server, parsers: Mapping[str, Callable[[bytes], Any]]) -> None:
+        """`parsers`: of methods whose messages are not parsed as the generated code does; they raise DecodeError."""
         self._server = server
+        self._parsers = parsers
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         """The same that come by their names."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        tolerant = {name: _tolerant(handler) for name, handler in handlers.items()}
+        tolerant = {name: _tolerant(handler, self._parsers.get(name)) for name, handler in handlers.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, tolerant),))
 
 
-def _tolerant(handler: Any) -> Any:
-    changes: dict[str, Any] = {"request_deserializer": _marking(handler.request_deserializer)}
+def _tolerant(handler: Any, parse: Callable[[bytes], Any] | None) -> Any:
+    changes: dict[str, Any] = {"request_deserializer": _marking(parse or handler.request_deserializer)}
     if handler.unary_unary is not None:
         changes["unary_unary"] = _refusing(handler.unary_unary)
     return handler._replace(**changes)
@@ -67,7 +73,7 @@ def _marking(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 def _refusing(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
     async def refuse_malformed(request: Any, context: Any) -> Any:
         if isinstance(request, Malformed):
-            await context.abort(grpc.StatusCode.INTERNAL, _UNABLE)
+            await context.abort(grpc.StatusCode.INTERNAL, UNABLE)
         return await handler(request, context)
 
     return refuse_malformed

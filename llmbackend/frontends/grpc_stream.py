@@ -28,7 +28,8 @@ from llmbackend.core.tracing.trace import RequestTrace
 from .bug_log import log_bug
 from .grpc_codec import decode_request, fill_response, model_version
 from .grpc_errors import INTERNAL_ERROR, grpc_status
-from .grpc_malformed import check
+from .grpc_malformed import MalformedError
+from .grpc_request import LargeRequest, opened
 from .grpc_tracing import sampled
 from .header_forwarding import HeaderForward
 from .inference import Inference, InferenceGate
@@ -74,10 +75,6 @@ class StreamSession:
             async with asyncio.TaskGroup() as group:
                 self._stall.on_stall = lambda: group.create_task(_fail(_stalled(self._stall.timeout_s)))
                 async for request in requests:
-                    try:
-                        check(request)
-                    except TritonError as error:
-                        await self._end_with(error)
                     await self._serve(request, group)
                     self._waiting_since_ns = time.monotonic_ns()
         except* TritonError as errors:
@@ -94,12 +91,20 @@ class StreamSession:
     async def _serve(self, request: Any, group: asyncio.TaskGroup) -> None:
         trace: RequestTrace | None = None
         try:
+            opened_request = await opened(request, self._gate)
+        except MalformedError as error:
+            await self._end_with(error)
+        except TritonError as error:
+            await self._write(_refusal(_small(request), error))
+            return
+        request = opened_request.message
+        try:
             options = options_from_proto(request.parameters)
             if self._forward:
                 options = self._forward.into(options, self._metadata)
             version = model_version(request.model_version)
             is_decoupled = self._gate.server.is_decoupled(request.model_name, version)
-            given = await self._gate.with_shared_inputs(decode_request(request, options, nobody))
+            given = await self._gate.with_shared_inputs(decode_request(opened_request, options, nobody))
             trace = sampled(self._gate.server, request.model_name, self._context, self._waiting_since_ns)
             inference = await self._gate.send(given, self._backlog, trace=trace)
         except Exception as error:
@@ -198,6 +203,11 @@ def _first(errors: BaseExceptionGroup[TritonError]) -> TritonError:
         error = error.exceptions[0]
     assert isinstance(error, TritonError)
     return error
+
+
+def _small(request: Any) -> Any:
+    """What a refusal may name of a request that was not opened: nothing, if it was not parsed."""
+    return pb.ModelInferRequest() if isinstance(request, LargeRequest) else request
 
 
 def _refusal(request: Any, error: Exception) -> Any:

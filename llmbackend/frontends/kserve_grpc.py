@@ -25,6 +25,7 @@ from llmbackend.server_log import ServerLog
 from .grpc_codec import decode_request, fill_response, model_version
 from .grpc_health import HealthServicer
 from .grpc_malformed import TolerantServices
+from .grpc_request import opened, parse_or_keep
 from .grpc_rpc import rpc
 from .grpc_stream import Context, StreamSession
 from .grpc_tracing import close_when_sent, sampled
@@ -74,7 +75,7 @@ async def create_grpc_server(
     ]
     grpc_server = grpc.aio.server(interceptors=list(interceptors), options=[*arguments, *options])
     servicer = InferenceServicer(server, gate or InferenceGate(server), limits.write_timeout_s, protocol, log)
-    services = TolerantServices(grpc_server)
+    services = TolerantServices(grpc_server, {"ModelInfer": parse_or_keep, "ModelStreamInfer": parse_or_keep})
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), services)
     try:
@@ -172,6 +173,8 @@ class InferenceServicer(SharedMemoryRpcs, service_pb2_grpc.GRPCInferenceServiceS
 
     @rpc
     async def ModelInfer(self, request: Any, context: Context) -> Any:
+        asked = await opened(request, self._gate)
+        request = asked.message
         if self._server.is_decoupled(request.model_name, model_version(request.model_version)):
             raise unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
         self._set_compression(context)
@@ -181,7 +184,7 @@ class InferenceServicer(SharedMemoryRpcs, service_pb2_grpc.GRPCInferenceServiceS
         options = options_from_proto(request.parameters)
         if self._forward:
             options = self._forward.into(options, context.invocation_metadata())
-        given = await self._gate.with_shared_inputs(decode_request(request, options, nobody))
+        given = await self._gate.with_shared_inputs(decode_request(asked, options, nobody))
         inference = await self._gate.send(given, trace=trace)
         try:
             response = single_response(await inference.collect(at_most=2))

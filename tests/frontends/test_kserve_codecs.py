@@ -16,6 +16,7 @@ from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.messages import InferenceResponse, ModelMetadata, TensorMetadata
 from llmbackend.core.tensors import NUMPY_DTYPE, Tensor
 from llmbackend.frontends import generate_codec, grpc_codec, infer_codec
+from llmbackend.frontends.grpc_request import OpenRequest
 from llmbackend.frontends.json_reader import parse, repeated_keys
 from llmbackend.frontends.json_tensors import json_from_tensor, tensor_from_json
 from llmbackend.frontends.request_body import response_encoding
@@ -106,7 +107,11 @@ def test_any_grpc_request(data: bytes) -> None:
         message.ParseFromString(data)
     except Exception:
         return
-    accepts_or_refuses(lambda: grpc_codec.decode_request(message, options_from_proto(message.parameters), ignore))
+    accepts_or_refuses(
+        lambda: grpc_codec.decode_request(
+            OpenRequest(message, message.raw_input_contents), options_from_proto(message.parameters), ignore
+        )
+    )
 
 
 FLOATS32 = st.floats(width=32)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from kserve_runner import Running
+from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.messages import InferenceRequest, nobody
 from llmbackend.core.tensors import RawTensor
@@ -106,7 +110,7 @@ def test_large_json_is_parsed_and_printed_in_a_process(running: Running) -> None
 
         wrong = client.post("/v2/models/multi/infer", json={"inputs": [data, numbers | {"shape": [2, 1]}]})
         assert (wrong.status_code, wrong.json()["error"]) == (
-            500,
+            400,
             "Unable to parse 'data': Shape does not match true shape of 'data' field",
         )
 
@@ -131,3 +135,81 @@ def test_many_members_inputs_and_parameters_are_refused_by_name(running: Running
         ]:
             refused = client.post(f"/v2/models/{path}", json=body)
             assert refused.status_code == 400 and text in refused.json()["error"], refused.text
+
+
+def typed(count: int, **fields: Any) -> pb.ModelInferRequest:
+    """Of `multi`: `count` strings and as many pairs of numbers as typed contents, which the model gives back."""
+    request = pb.ModelInferRequest(model_name="multi", **fields)
+    request.inputs.add(name="S", datatype="BYTES", shape=[count])
+    request.inputs[0].contents.bytes_contents.extend([b"%d" % n for n in range(count)])
+    request.inputs.add(name="I", datatype="INT32", shape=[2, count])
+    request.inputs[1].contents.int_contents.extend(range(-count, count))
+    return request
+
+
+@pytest.mark.parametrize("count", [3, LARGE])
+def test_typed_contents_of_any_size_are_answered_alike(running: Running, count: int) -> None:
+    with triton_grpc.InferenceServerClient(running.grpc) as client:
+        stub = client._client_stub
+        answer = stub.ModelInfer(typed(count, id="t"), timeout=60)
+        assert answer.id == "t" and answer.model_name == "multi"
+        numbers = dict(zip([output.name for output in answer.outputs], answer.raw_output_contents, strict=True))
+        assert np.frombuffer(numbers["I"], np.int32).tolist() == list(range(-count, count))
+        assert numbers["S"] == b"".join(struct.pack("<I", len(text := b"%d" % n)) + text for n in range(count))
+
+        wrong = typed(count)
+        wrong.inputs[0].datatype = "INT32"
+        with pytest.raises(grpc.RpcError, match="unexpected explicit tensor data for input tensor 'S'"):
+            stub.ModelInfer(wrong, timeout=60)
+        both = typed(count)
+        both.raw_input_contents.append(b"")
+        with pytest.raises(grpc.RpcError, match="contents field must not be specified when using raw_input_contents"):
+            stub.ModelInfer(both, timeout=60)
+
+
+def test_large_raw_tensors_are_found_without_parsing(running: Running) -> None:
+    count = 1 << 18
+    request = pb.ModelInferRequest(model_name="multi", id="raw")
+    request.inputs.add(name="S", datatype="BYTES", shape=[1])
+    request.inputs.add(name="I", datatype="INT32", shape=[2, count])
+    data = np.arange(2 * count, dtype=np.int32).tobytes()
+    request.raw_input_contents.extend([struct.pack("<I", 3) + b"abc", data])
+    with triton_grpc.InferenceServerClient(running.grpc) as client:
+        answer = client._client_stub.ModelInfer(request, timeout=60)
+        echoed = dict(zip([output.name for output in answer.outputs], answer.raw_output_contents, strict=True))
+        assert echoed["I"] == data and echoed["S"] == struct.pack("<I", 3) + b"abc" and answer.id == "raw"
+
+
+def test_large_grpc_messages_are_refused_by_what_they_hold(running: Running) -> None:
+    def parts(size: int, **fields: Any) -> bytes:
+        part = pb.ModelInferRequest(**fields).SerializeToString()
+        return b"".join([part] * (size // len(part)))
+
+    head = typed(3).SerializeToString()
+    many = pb.ModelInferRequest(inputs=[pb.ModelInferRequest.InferInputTensor()] * 10)
+    with triton_grpc.InferenceServerClient(running.grpc) as client:
+        infer = client._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        stream = client._channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        for message, code, text in [
+            (head + parts(1 << 20, inputs=many.inputs), grpc.StatusCode.INVALID_ARGUMENT, "more than 20000 fields"),
+            (head + b"\xa2\x06" + parts(1 << 20, id="x")[:3], grpc.StatusCode.INTERNAL, "Unable to parse request"),
+            (b"\xff" * (1 << 20), grpc.StatusCode.INTERNAL, "Unable to parse request"),
+            (typed(3, id="i" * (1 << 20)).SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT, "id has 1048576 char"),
+            (
+                typed(3, model_version="1" * (1 << 20)).SerializeToString(),
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "names and parameters of the request take",
+            ),
+            (b"\0" * (17 << 20), grpc.StatusCode.INVALID_ARGUMENT, "more than 20000 fields"),
+            (typed(3, id="i" * (17 << 20)).SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT, "raw_input_contents"),
+        ]:
+            with pytest.raises(grpc.RpcError, match=text) as caught:
+                infer(message, timeout=60)
+            assert caught.value.code() is code
+            if code is grpc.StatusCode.INVALID_ARGUMENT:  # in band, and the stream goes on
+                sent = iter([message, typed(3).SerializeToString()])
+                answers = [pb.ModelStreamInferResponse.FromString(answer) for answer in stream(sent, timeout=60)]
+                assert re.search(text, answers[0].error_message) and not answers[1].error_message
+            else:
+                with pytest.raises(grpc.RpcError, match=text):
+                    list(stream(iter([message]), timeout=60))
