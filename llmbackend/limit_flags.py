@@ -35,6 +35,9 @@ class LimitFlags:
     max_stream_buffer_bytes: Annotated[int, _count("What may wait for one slow client; more cancels its request.")] = (
         _INFERENCE.max_stream_buffer_bytes
     )
+    max_body_memory_bytes: Annotated[int, _count("HTTP bodies that arrive at once, all together; more get 503.")] = (
+        _INFERENCE.max_body_memory_bytes
+    )
     http_max_connections: Annotated[int, _count("HTTP connections at once; more get 429.")] = _HTTP.max_connections
     http_max_connections_per_peer: Annotated[
         int, _count("HTTP connections from one address; more get 429; 0 = any.", 0)
@@ -92,6 +95,7 @@ class LimitFlags:
             inference=InferenceLimits(
                 max_concurrent_requests=self.max_concurrent_requests,
                 max_stream_buffer_bytes=self.max_stream_buffer_bytes,
+                max_body_memory_bytes=self.max_body_memory_bytes,
             ),
             http=HttpLimits(
                 max_connections=self.http_max_connections,

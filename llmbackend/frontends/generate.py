@@ -34,7 +34,7 @@ from .kserve_http import MODEL_PATHS, model_of
 from .limits import RETRY_AFTER_S
 from .mailbox import Item
 from .orca import load_headers
-from .request_body import read_body
+from .request_body import read_body, release_body
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 _NOT_ONE_RESPONSE: Final = (
@@ -143,6 +143,7 @@ class GenerateEndpoints:
         version = model_of(request)[1]
         message = await self._gate.parsed(len(body), decode_request, body, model, version, nobody)
         inference = await self._gate.send(message, trace=trace)
+        release_body(request)
         inference.cancel_on_disconnect(request)
         return inference
 

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.server_log import ServerLog
 
+from .body_budget import BODY_LEASE, BodyBudget, BodyLease
 from .direct_routes import DirectRoutes, serve
 from .generate import GenerateEndpoints
 from .http_errors import install_error_handlers
@@ -45,24 +46,32 @@ def create_http_app(
     `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size). `gate` is
     the one that other frontends of `server` use, and so is `log`, the process's log that /v2/logging sets.
     """
+    gate = gate or InferenceGate(server)
+    gate.bodies.make_room_for(max_input_size_bytes)
     app = _App(title="llmbackend", redirect_slashes=False, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
     served = (create_kserve_router(server, max_input_size_bytes, gate, options, log), *routers)
     for router in (*served, create_openapi_router(served)):
         app.include_router(router)
     app.direct = DirectRoutes.of(served[0])
+    app.bodies = gate.bodies
     return app
 
 
 class _App(FastAPI):
     direct: DirectRoutes
+    bodies: BodyBudget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self.direct.find(scope)
-        if handler is None:
-            await super().__call__(scope, receive, send)
-        else:
-            await serve(handler, scope, receive, send)
+        lease = scope[BODY_LEASE] = BodyLease(self.bodies)
+        try:
+            handler = self.direct.find(scope)
+            if handler is None:
+                await super().__call__(scope, receive, send)
+            else:
+                await serve(handler, scope, receive, send)
+        finally:
+            lease.release()
 
 
 def create_kserve_router(

@@ -26,7 +26,7 @@ from .infer_codec import OutputForm, decode_content, encode_response, single_res
 from .inference import InferenceGate
 from .kserve_http import MODEL_PATHS, model_of
 from .orca import load_headers
-from .request_body import ENCODINGS, compress, decompress, read_body, response_encoding
+from .request_body import ENCODINGS, IDENTITY, compress, content_encoding, response_encoding
 
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _JSON_LENGTH = b"inference-header-content-length"
@@ -44,25 +44,20 @@ class InferEndpoint:
 
     async def infer(self, request: Request) -> Response:
         name, version = model_of(request)
-        encoding = header(request, b"content-encoding").strip().lower() or "identity"
         try:
             self._refuse_decoupled(name, version)
             self._gate.check_room()
         except TritonError as error:
             return error_response(error, TEXT)
-        if encoding not in (*ENCODINGS, "identity"):
+        if content_encoding(request) not in (*ENCODINGS, IDENTITY):
             accepted = {"accept-encoding": ", ".join(ENCODINGS)}
             return error_response(unsupported("Unsupported compression type"), TEXT, headers=accepted)
         trace = sampled(self._gate.server, name, request)
-        return await traced(trace, self._answer(request, name, version, encoding, trace))
+        return await traced(trace, self._answer(request, name, version, trace))
 
-    async def _answer(
-        self, request: Request, name: str, version: int, encoding: str, trace: RequestTrace | None
-    ) -> Response:
-        content = await read_body(request, self._max_body_bytes)
+    async def _answer(self, request: Request, name: str, version: int, trace: RequestTrace | None) -> Response:
+        content = await self._gate.content(request, self._max_body_bytes)
         received(trace)
-        if encoding != "identity":
-            content = await decompress(content, self._max_body_bytes)
         try:
             json_length = _json_length(request, len(content))
         except TritonError as error:

@@ -21,6 +21,7 @@ from llmbackend.core.requests.request_bounds import most_strings
 from llmbackend.core.tensors import Tensor
 from llmbackend.core.tracing.trace import RequestTrace
 
+from .body_budget import BodyBudget
 from .client_presence import PRESENCE, ClientPresence
 from .doors.key_shares import KeyShares
 from .doors.rate_limit import Account
@@ -28,6 +29,7 @@ from .doors.roles import Role, role_needed
 from .doors.visit import VISIT
 from .limits import InferenceLimits, LimitReachedError, PermissionDeniedError
 from .mailbox import Backlog, Item, Mailbox, ResponseStream, are_large
+from .request_body import read_content
 from .work_threads import WorkThreads
 from .workers.pool import WorkerPool
 
@@ -117,6 +119,7 @@ class InferenceGate:
         self._mailbox: Mailbox | None = None
         self._open = 0
         self._shares = KeyShares()
+        self.bodies = BodyBudget(self._limits.max_body_memory_bytes)
         self._large_body = asyncio.Lock()
         self._threads = WorkThreads(2, "large-requests")
         self._workers = WorkerPool()
@@ -172,6 +175,10 @@ class InferenceGate:
         if are_large(response.outputs):
             return await self._threads.run(encode, response, *arguments)
         return encode(response, *arguments)
+
+    async def content(self, request: Request, max_bytes: int) -> bytes:
+        """The body of `request`, unpacked; raises as `request_body.read_content`."""
+        return await read_content(request, max_bytes, self._threads)
 
     async def decoded(self, body_bytes: int, decode: Callable[[], T]) -> T:
         """What `decode` makes of a body; of a large one in a thread, one body at a time.

@@ -43,11 +43,13 @@ class InferenceLimits:
     max_concurrent_requests: inferences that were submitted and are not over. max_stream_buffer_bytes: responses that
     wait for one client, over all requests of its stream; a client further behind loses its request. A streamed token
     counts for about 600 bytes (see `mailbox.size_bytes`), so the default lets a client fall 7,000 tokens behind:
-    minutes of one stream, and with 64 such clients a quarter of a GiB.
+    minutes of one stream, and with 64 such clients a quarter of a GiB. max_body_memory_bytes: HTTP bodies that arrive,
+    all together, from their first byte until what they say is handed to the host; never less than four of the largest.
     """
 
     max_concurrent_requests: int = 4096
     max_stream_buffer_bytes: int = 4 << 20
+    max_body_memory_bytes: int = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

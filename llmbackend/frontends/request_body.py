@@ -1,80 +1,116 @@
 """Request bodies: read within a limit, decompressed within the same limit.
 
-For: every handler that takes a body. Does not know: what is in it. Invariant: never more than `max_bytes` of one body
-are held, whether the client announces a length, sends chunks or sends a compressed bomb; the rest is read and thrown
-away by the server.
-Source: Triton's --http-max-input-size and its compression rules (gzip and deflate, /infer only).
+For: every handler that takes a body. Does not know: what is in it. Invariants: never more than `max_bytes` of one body
+are held, whether the client announces a length, sends chunks or sends a compressed bomb; what all bodies hold, as they
+came and unpacked, is counted from the first byte on (body_budget.py); the rest is thrown away by the server.
+Source: Triton's --http-max-input-size and its compression rules (gzip and deflate; not for generate).
 """
 
 from __future__ import annotations
 
 import asyncio
 import gzip
+import io
 import zlib
 from typing import Final, Literal
 
 from starlette.requests import ClientDisconnect, Request
 
-from llmbackend.core.errors import TritonError, invalid_argument
+from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument
 
+from .body_budget import BodyLease
 from .http_fields import header
+from .work_threads import WorkThreads
 
 SMALL_BYTES: Final = 16 << 10
 Encoding = Literal["gzip", "deflate"]
 ENCODINGS: Final[tuple[Encoding, ...]] = ("gzip", "deflate")
+IDENTITY: Final = "identity"
+_PACKED_PIECE_BYTES: Final = 64 << 10
+_PIECE_BYTES: Final = 1 << 20
 _AUTO_HEADER_WBITS: Final = 47
 """zlib's "recognise a gzip or a zlib header" window setting."""
 
 
-def _too_large(size_bytes: int, max_bytes: int) -> TritonError:
-    return invalid_argument(
-        f"request JSON size of {size_bytes} bytes exceeds the maximum allowed input size of {max_bytes} bytes. "
-        "Use --http-max-input-size to increase the limit."
-    )
+class BodyTooLargeError(TritonError):
+    def __init__(self, size_bytes: int, max_bytes: int) -> None:
+        super().__init__(
+            f"request JSON size of {size_bytes} bytes exceeds the maximum allowed input size of {max_bytes} bytes. "
+            "Use --http-max-input-size to increase the limit.",
+            ErrorCode.INVALID_ARG,
+        )
+
+
+def content_encoding(request: Request) -> str:
+    """In lower case; "identity" where there is none."""
+    return header(request, b"content-encoding").strip().lower() or IDENTITY
+
+
+async def read_content(request: Request, max_bytes: int, threads: WorkThreads) -> bytes:
+    """As `read_body`, unpacked on one of `threads`; the encoding must be one of ENCODINGS, or IDENTITY."""
+    body = await read_body(request, max_bytes)
+    if content_encoding(request) == IDENTITY:
+        return body
+    return await threads.run(_decompress, body, max_bytes, BodyLease.of(request))
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, read once. Raises TritonError INVALID_ARG as soon as it is known to be longer than `max_bytes`,
-    ClientDisconnect when it will not come whole."""
+    """The whole body, read once.
+
+    Raises BodyTooLargeError as soon as it is known to be longer than `max_bytes`, TritonError UNAVAILABLE when the
+    bodies that arrive at once have no room for it, ClientDisconnect when it will not come whole.
+    """
     announced = header(request, b"content-length")
     if announced.isdecimal() and int(announced) > max_bytes:
-        raise _too_large(int(announced), max_bytes)
-    chunks: list[bytes] = []
-    size = 0
+        raise BodyTooLargeError(int(announced), max_bytes)
+    lease = BodyLease.of(request)
+    body = io.BytesIO()
     is_more = True
     while is_more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         chunk = message.get("body", b"")
-        size += len(chunk)
-        if size > max_bytes:
-            raise _too_large(size, max_bytes)
-        chunks.append(chunk)
+        if body.tell() + len(chunk) > max_bytes:
+            raise BodyTooLargeError(body.tell() + len(chunk), max_bytes)
+        lease.grow(len(chunk))
+        body.write(chunk)
         is_more = message.get("more_body", False)
-    return b"".join(chunks)
+    return body.getvalue()  # not a copy
 
 
-async def decompress(body: bytes, max_bytes: int) -> bytes:
-    """`body` unpacked off the event loop.
+def release_body(request: Request) -> None:
+    """What was read is held no longer: it has been decoded, and what was made of it handed on."""
+    BodyLease.of(request).release()
 
-    Raises TritonError INVALID_ARG when it is not a complete gzip or deflate stream, or unpacks to more than
-    `max_bytes`.
+
+def _decompress(body: bytes, max_bytes: int, lease: BodyLease) -> bytes:
+    """`body` unpacked, piece by piece.
+
+    Raises TritonError INVALID_ARG when it is not a complete gzip or deflate stream, BodyTooLargeError when it unpacks
+    to more than `max_bytes`, UNAVAILABLE as `read_body`.
     """
-    return await asyncio.to_thread(_decompress, body, max_bytes)
-
-
-def _decompress(body: bytes, max_bytes: int) -> bytes:
     unpacker = zlib.decompressobj(_AUTO_HEADER_WBITS)
+    content = io.BytesIO()
+    packed = memoryview(body)
     try:
-        data = unpacker.decompress(body, max_bytes + 1)
+        while packed and not unpacker.eof:
+            rest = packed[:_PACKED_PIECE_BYTES].tobytes()
+            packed = packed[_PACKED_PIECE_BYTES:]
+            while rest and not unpacker.eof:
+                piece = unpacker.decompress(rest, _PIECE_BYTES)
+                rest = unpacker.unconsumed_tail
+                if content.tell() + len(piece) > max_bytes:
+                    raise BodyTooLargeError(content.tell() + len(piece), max_bytes)
+                lease.grow(len(piece))
+                content.write(piece)
+        content.write(unpacker.flush())
     except zlib.error as error:
         raise invalid_argument(f"failed to decompress the request body: {error}") from None
-    if len(data) > max_bytes:
-        raise _too_large(len(data), max_bytes)
     if not unpacker.eof:
         raise invalid_argument("failed to decompress the request body: the compressed data is incomplete")
-    return data
+    lease.grow(-len(body))
+    return content.getvalue()
 
 
 async def compress(body: bytes, encoding: Encoding) -> bytes:

@@ -20,8 +20,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from llmbackend.core.errors import TritonError
+from llmbackend.core.errors import TritonError, shown
+from llmbackend.frontends.inference import InferenceGate
 from llmbackend.frontends.json_reader import check_depth, check_objects
+from llmbackend.frontends.request_body import ENCODINGS, IDENTITY, BodyTooLargeError, content_encoding
 
 from .errors import OpenAIError
 
@@ -40,17 +42,19 @@ def check_content_type(request: Request) -> None:
         )
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The request's body. Raises OpenAIError 413 over `max_bytes`."""
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
-    return bytes(body)
+async def read_body(gate: InferenceGate, request: Request, max_bytes: int) -> bytes:
+    """The request's body, unpacked. Raises OpenAIError 413 over `max_bytes`, packed or not, and 415 for an unknown
+    encoding; TritonError as `request_body.read_content`."""
+    if (encoding := content_encoding(request)) not in (*ENCODINGS, IDENTITY):
+        raise OpenAIError(
+            f"Content-Encoding is {shown(encoding)}, expected one of {', '.join((*ENCODINGS, IDENTITY))}",
+            status=415,
+            code="unsupported_content_encoding",
+        )
+    try:
+        return await gate.content(request, max_bytes)
+    except BodyTooLargeError:
+        raise _too_large(max_bytes) from None
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http_tracing import received, sampled, traced
 from llmbackend.frontends.inference import InferenceGate
 from llmbackend.frontends.orca import load_headers
+from llmbackend.frontends.request_body import release_body
 
 from .catalog import ModelCatalog, Target
 from .chunks import PING, ChunkWriter
@@ -82,7 +83,7 @@ class _OpenAIService:
         start_ns = time.monotonic_ns()
         self._gate.check_room()
         check_content_type(http)
-        body = await read_body(http, self._max_body_bytes)
+        body = await read_body(self._gate, http, self._max_body_bytes)
         request = await self._gate.decoded(len(body), lambda: parse(json_object(body)))
         # All prompts of a request are the same kind of tensor, or texts and token ids side by side.
         target = self._catalog.require(request.model, {prompt.name for prompt in request.prompts})
@@ -96,6 +97,7 @@ class _OpenAIService:
     ) -> Response:
         identity = Identity.of(request, target.model.fingerprint)
         generation = Generation(self._gate, request, target, identity.id, trace=trace)
+        release_body(http)
         try:
             if request.stream is None:
                 work = whole_response(generation, request, identity)
