@@ -35,6 +35,8 @@ class InferTask:
         *,
         stream: bool,
         times: TaskTimes,
+        kv_block_size: int = 1,
+        makes_drafts: bool = False,
     ) -> None:
         """Attributes that others own, under the TaskMap's lock: is_delayed (TaskQueue), is_suspect and trial_deaths
         (Probation). lost_ns: when the engine that had it died, until the next output; 0 otherwise. alarms: what its
@@ -49,6 +51,8 @@ class InferTask:
         self.trial_deaths: list[DeathKind] = []
         self.lost_ns = 0
         self.alarms: list[Alarm] = []
+        self.makes_drafts = makes_drafts
+        self._kv_block_size = kv_block_size
         self._num_cached_tokens: int | None = None
         self._answer = answer
         self._reply = reply
@@ -82,6 +86,20 @@ class InferTask:
     def num_cached_tokens(self) -> int:
         """Of the prompt, as the first engine said that had it."""
         return self._num_cached_tokens or 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Those that its tokens so far fill; the last token needs no room before the next one is computed."""
+        return -(-(self.num_prompt_tokens + max(self.num_output_tokens - 1, 0)) // self._kv_block_size)
+
+    @property
+    def num_reused_kv_blocks(self) -> int:
+        """Of its prompt, found in the prefix cache of the first engine that had it."""
+        return self.num_cached_tokens // self._kv_block_size
 
     @property
     def finish_reason(self) -> str | None:

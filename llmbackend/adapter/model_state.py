@@ -166,6 +166,8 @@ class ModelState:
             max_prompt_tokens=self._arguments.max_prompt_tokens,
             max_output_tokens=self._arguments.max_output_tokens,
             lora_names=self.lora_names,
+            kv_block_size=max(info.block_size for info in infos),
+            makes_drafts=self._arguments.engine.speculative_config is not None,
             max_messages_bytes=self._arguments.max_messages_bytes,
         )
 

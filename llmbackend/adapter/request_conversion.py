@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy.typing as npt
 
 from llmbackend.core.backend_api import ModelInstance, Request, TritonError, invalid_argument
@@ -27,6 +28,7 @@ from .sampling import GenerationParams, parse_sampling_parameters
 from .task_times import TaskTimes
 from .tensor_schema import LlmInputs, Prompt, Schema
 from .text import Text, TooManyTokensError
+from .token_bias import TokenBias
 
 _ids = itertools.count(1)
 
@@ -41,6 +43,8 @@ class ModelLimits:
     max_prompt_tokens: int = 0
     max_output_tokens: int = 0
     lora_names: tuple[str, ...] | None = None
+    kv_block_size: int = 1
+    makes_drafts: bool = False
     max_messages_bytes: int = MAX_MESSAGES_BYTES
 
     def room_tokens(self, num_prompt_tokens: int) -> int:
@@ -88,7 +92,15 @@ class RequestConverter:
             logprobs_needed=inputs.options.logprobs,
         )
         self._check_lora(params.lora_name)
-        return _Generation(inputs, prompt, dataclasses.replace(params, stop_sequences=inputs.stop_sequences))
+        params = dataclasses.replace(params, stop_sequences=inputs.stop_sequences)
+        return _Generation(inputs, prompt, self._biased(params, inputs.bias))
+
+    def _biased(self, params: GenerationParams, bias: TokenBias) -> GenerationParams:
+        if not bias:
+            return params
+        biases = bias.resolve(self._text, self._limits.vocab_size)
+        sampling = msgspec.structs.replace(params.sampling, logit_bias={**params.sampling.logit_bias, **biases})
+        return dataclasses.replace(params, sampling=sampling)
 
     def _task(self, answer: Answer, generation: _Generation, priority: int, times: TaskTimes) -> InferTask:
         inputs, prompt, params = generation.inputs, generation.prompt, generation.params
@@ -110,6 +122,8 @@ class RequestConverter:
             self._schema.reply(inputs, prompt, self._text),
             stream=inputs.options.stream,
             times=times,
+            kv_block_size=self._limits.kv_block_size,
+            makes_drafts=self._limits.makes_drafts,
         )
 
     def _prompt(self, inputs: LlmInputs) -> Prompt:

@@ -18,6 +18,7 @@ from llmbackend.core.backend_api import ModelConfig, Request, Tensor, invalid_ar
 from .output_assembler import Chunk, OutputAssembler
 from .task_times import TaskTimes
 from .text import Text
+from .token_bias import NO_BIAS, TokenBias
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class LlmInputs:
     dimension) is set.
 
     max_tokens_must_fit: max_tokens that pass the context are refused, where they would be cut.
-    stop_sequences: token ids that end it when they were generated one after the other. batch_index, sequence_index:
+    stop_sequences: token ids that end it when they were generated one after the other. bias: what it adds to logits, on
+    top of `sampling`. batch_index, sequence_index:
     which of a request's generations it is.
     """
 
@@ -50,6 +52,7 @@ class LlmInputs:
     input_ids: npt.NDArray[Any] | None = None
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     max_tokens_must_fit: bool = False
+    bias: TokenBias = NO_BIAS
     batch_index: int = 0
     sequence_index: int = 0
 
@@ -71,6 +74,20 @@ class Generation(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def num_cached_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def num_kv_blocks(self) -> int:
+        """Those that its tokens so far fill."""
+
+    @property
+    def num_reused_kv_blocks(self) -> int:
+        """Of its prompt: found in the prefix cache."""
+
+    @property
+    def makes_drafts(self) -> bool:
+        """Whether its engine speculates; how many drafts of which request held is not known."""
+
     @property
     def assembler(self) -> OutputAssembler: ...
 
@@ -107,10 +124,12 @@ class Schema(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A tensor as a configuration declares it, without the batch dimension. data_type "" = any, and any dims."""
+    """A tensor as a configuration declares it, without the batch dimension. data_type "" = any, and any dims; then
+    `usual` is the one that it gets where nothing is declared."""
 
     data_type: str
     dims: tuple[int, ...] = (1,)
+    usual: str = "TYPE_FP16"
 
     def __str__(self) -> str:
         return f"{self.data_type}{list(self.dims)}"
@@ -124,7 +143,7 @@ def complete_tensors(kind: str, declared: Any, table: Mapping[str, TensorType]) 
     names = {tensor.name for tensor in declared}
     for name, wanted in table.items():
         if name not in names:
-            data_type = model_config_pb2.DataType.Value(wanted.data_type or "TYPE_FP16")
+            data_type = model_config_pb2.DataType.Value(wanted.data_type or wanted.usual)
             tensor = declared.add(name=name, data_type=data_type, dims=wanted.dims)
             if kind == "input":
                 tensor.optional = True

@@ -16,6 +16,7 @@ from llmbackend.core.backend_api import Tensor
 
 from .output_assembler import Chunk
 from .tensor_schema import Generation, LlmInputs, Prompt
+from .tensorrtllm_tensors import PERF_OUTPUTS
 
 
 class TensorRtLlmReply:
@@ -35,7 +36,6 @@ class TensorRtLlmReply:
         num_tokens = len(chunk.token_ids) - chunk.ends_with_stop_token
         prompt, self._prompt = self._prompt, Prompt("", ())
         ids = [*prompt.token_ids, *chunk.token_ids[:num_tokens]]
-        times = generation.times
         values: dict[str, tuple[Any, type[np.generic]]] = {
             "output_ids": ([ids], np.int32),
             "sequence_length": ([len(ids)], np.int32),
@@ -49,11 +49,8 @@ class TensorRtLlmReply:
             self._log_prob_sum += sum(log_probs)
             values["output_log_probs"] = ([log_probs], np.float32)
             values["cum_log_probs"] = ([self._log_prob_sum], np.float32)
-        if chunk.finish_reason is not None:
-            values["arrival_time_ns"] = ([times.exec_start_ns], np.int64)
-            values["first_scheduled_time_ns"] = ([times.taken_ns], np.int64)
-            values["first_token_time_ns"] = ([times.first_token_ns], np.int64)
-            values["last_token_time_ns"] = ([times.last_token_ns], np.int64)
+        if not self._outputs.isdisjoint(PERF_OUTPUTS):
+            values |= _performance(generation)
         tensors = [self._tensor(name, *values[name]) for name in values if name in self._outputs]
         if "text_output" in self._outputs:
             tensors.append(Tensor.text("text_output", prompt.text + "".join(chunk.text)))
@@ -62,3 +59,23 @@ class TensorRtLlmReply:
     def _tensor(self, name: str, value: Any, kind: type[np.generic]) -> Tensor:
         array = np.array(value, kind)
         return Tensor.of(name, array.reshape((*self._leading, *array.shape)))
+
+
+def _performance(generation: Generation) -> dict[str, tuple[Any, type[np.generic]]]:
+    """The numbers of `return_perf_metrics`, as they stand. Blocks are counted from tokens: what a preempted request
+    gave back and computed again does not show."""
+    times = generation.times
+    blocks, reused = generation.num_kv_blocks, generation.num_reused_kv_blocks
+    values: dict[str, tuple[Any, type[np.generic]]] = {
+        "kv_cache_alloc_new_blocks": ([blocks - reused], np.int32),
+        "kv_cache_reused_blocks": ([reused], np.int32),
+        "kv_cache_alloc_total_blocks": ([blocks], np.int32),
+        "arrival_time_ns": ([times.exec_start_ns], np.int64),
+        "first_scheduled_time_ns": ([times.taken_ns], np.int64),
+        "first_token_time_ns": ([times.first_token_ns], np.int64),
+        "last_token_time_ns": ([times.last_token_ns], np.int64),
+    }
+    if not generation.makes_drafts:
+        values["acceptance_rate"] = ([0.0], np.float32)
+        values["total_accepted_draft_tokens"] = values["total_draft_tokens"] = ([0], np.int32)
+    return values

@@ -42,6 +42,7 @@ from .tensorrtllm_tensors import (
     USER_OUTPUTS,
 )
 from .text import Text
+from .token_bias import TokenBias
 
 MOST_SEQUENCES = 64
 """num_return_sequences; each is a generation of its own."""
@@ -93,8 +94,7 @@ class TensorRtLlmSchema:
         row.refuse_what_is_not_served()
         sampling = self._sampling(row)
         count = _return_sequences(row)
-        if count > 1 and not self._decoupled:
-            raise unsupported("'num_return_sequences' above 1 needs a model that is configured with decoupled: true")
+        bias = self._bias(row)
         return [
             LlmInputs(
                 options=self._options(row, request, count),
@@ -102,6 +102,7 @@ class TensorRtLlmSchema:
                 text_input=None if self._is_core else _prompt_text(row),
                 input_ids=_prompt_ids(row) if self._is_core else None,
                 stop_sequences=_word_list(row, "stop_words_list") if self._is_core else (),
+                bias=bias,
                 batch_index=row.index,
                 sequence_index=index,
             )
@@ -137,12 +138,15 @@ class TensorRtLlmSchema:
         if end_id is not None or self._is_core:
             values["ignore_eos"] = True
             values["stop_token_ids"] = [int(end_id)] if end_id is not None and end_id >= 0 else []
-        if self._is_core:
-            values["logit_bias"] = row.bias("embedding_bias")
-        else:
+        if not self._is_core:
             values["stop"] = row.texts("stop_words") or None
             values["include_stop_str_in_output"] = True
         return values
+
+    def _bias(self, row: Row) -> TokenBias:
+        if self._is_core:
+            return TokenBias(by_id=row.bias("embedding_bias"), bad_ids=_word_list(row, "bad_words_list"))
+        return TokenBias(by_word=_weighted_words(row), bad_words=row.texts("bad_words"))
 
     def _choice_of_tokens(self, row: Row) -> dict[str, Any]:
         prefix = "runtime_" if self._is_core else ""
@@ -211,11 +215,11 @@ class Row:
         check_count(f"input '{name}'", values.size, MAX_STOPS, "elements")
         return [decoded(name, value) for value in values.ravel().tolist() if value]
 
-    def bias(self, name: str) -> dict[int, float] | None:
+    def bias(self, name: str) -> dict[int, float]:
         """What is added to the logits, by token id."""
         values = self._values.get(name)
         if values is None or not np.any(values):
-            return None
+            return {}
         check_count(f"input '{name}'", int(np.count_nonzero(values)), MAX_LOGIT_BIAS, "biases that are not 0")
         flat = values.ravel()
         return {int(token_id): float(flat[token_id]) for token_id in np.flatnonzero(flat)}
@@ -229,8 +233,6 @@ class Row:
 
 
 def _asks_for_something(name: str, values: npt.NDArray[Any]) -> bool:
-    if name == "bad_words_list":
-        return bool(_words(name, values))
     if name == "decoder_input_ids":  # preprocessing sends one padding token to every model
         return values.size > 1
     if values.dtype == np.object_:
@@ -262,6 +264,20 @@ def _prompt_ids(row: Row) -> npt.NDArray[Any]:
 def _word_list(row: Row, name: str) -> tuple[tuple[int, ...], ...]:
     values = row.array(name)
     return () if values is None else _words(name, values)
+
+
+def _weighted_words(row: Row) -> list[tuple[str, float]]:
+    names = ("embedding_bias_words", "embedding_bias_weights")
+    words, weights = (row.array(name) for name in names)
+    if words is None or weights is None:
+        return []
+    if words.size != weights.size:
+        raise invalid_argument(
+            f"'{names[0]}' has {words.size} elements and '{names[1]}' {weights.size}, expected the same number"
+        )
+    check_count(f"input '{names[0]}'", words.size, MAX_STOPS, "elements")
+    pairs = zip(words.ravel().tolist(), weights.ravel().tolist(), strict=True)
+    return [(decoded(names[0], word), weight) for word, weight in pairs if word]
 
 
 def _words(name: str, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:

@@ -88,7 +88,7 @@ CORE_INPUTS: dict[str, TensorType] = {
     "encoder_input_features": _TABLE,
     "encoder_output_lengths": _INT,
     "draft_input_ids": _INTS,
-    "draft_logits": _TABLE,
+    "draft_logits": TensorType("", (-1, -1), usual="TYPE_FP32"),
     "draft_acceptance_threshold": _FLOAT,
     "decoder_input_ids": _INTS,
     "decoder_input_lengths": _INT,
@@ -110,8 +110,6 @@ CORE_INPUTS: dict[str, TensorType] = {
 }
 REFUSED_INPUTS = frozenset(
     {
-        "bad_words",
-        "bad_words_list",
         "cross_attention_mask",
         "context_phase_params",
         "decoder_input_ids",
@@ -119,8 +117,6 @@ REFUSED_INPUTS = frozenset(
         "draft_acceptance_threshold",
         "draft_input_ids",
         "draft_logits",
-        "embedding_bias_weights",
-        "embedding_bias_words",
         "encoder_input_features",
         "encoder_output_lengths",
         "guided_decoding_guide",
@@ -175,8 +171,8 @@ _COUNT = TensorType("TYPE_INT32")
 _COMMON_OUTPUTS: dict[str, TensorType] = {
     "cum_log_probs": _FLOATS,
     "output_log_probs": TensorType("TYPE_FP32", (-1, -1)),
-    "context_logits": TensorType("", (-1, -1)),
-    "generation_logits": TensorType("", (-1, -1, -1)),
+    "context_logits": TensorType("", (-1, -1), usual="TYPE_FP32"),
+    "generation_logits": TensorType("", (-1, -1, -1), usual="TYPE_FP32"),
     "batch_index": _COUNT,
     "sequence_index": _COUNT,
     "kv_cache_alloc_new_blocks": _COUNT,
@@ -199,5 +195,17 @@ CORE_OUTPUTS: dict[str, TensorType] = {
     **_COMMON_OUTPUTS,
     "context_phase_params": TensorType("TYPE_UINT8", (-1,)),
 }
-PERF_OUTPUTS = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
-"""What `return_perf_metrics` gives here; of KV blocks and draft tokens the engine keeps no count per request."""
+PERF_OUTPUTS = (
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+    "acceptance_rate",
+    "total_accepted_draft_tokens",
+    "total_draft_tokens",
+)
+"""What `return_perf_metrics` gives, with every response. Those of drafts are left out where the engine speculates: it
+keeps no count of them per request."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from llmbackend.adapter import tensorrtllm_tensors as tables
 from llmbackend.adapter.tensor_schema import LlmInputs
 from llmbackend.adapter.tensor_schemas import schema_for
 from llmbackend.adapter.tensorrtllm_schema import TensorRtLlmSchema
+from llmbackend.adapter.text import ByteText
+from llmbackend.adapter.token_bias import BANNED, TokenBias
 from llmbackend.adapter.vllm_schema import VllmSchema
 from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, TritonError
 
@@ -199,9 +202,39 @@ def test_return_sequences_draw_with_seeds_of_their_own() -> None:
     assert all("sequence_index" in inputs.options.outputs for inputs in several)
 
 
-def test_the_embedding_bias_is_a_logit_bias() -> None:
-    (inputs,) = read(BATCH + CORE, input_ids=[[1]], request_output_len=[[3]], embedding_bias=[[0.0, -2.5, 0.0, 1.0]])
-    assert inputs.sampling["logit_bias"] == {1: -2.5, 3: 1.0}
+def test_bias_and_bad_words_are_read_in_both_forms() -> None:
+    (core,) = read(
+        CORE,
+        input_ids=[1],
+        request_output_len=[3],
+        embedding_bias=[0.0, 2.5, 0.0, -1.0],
+        bad_words_list=[[5, 6, 7], [1, 3, -1]],
+    )
+    assert (core.bias.by_id, core.bias.bad_ids) == ({1: 2.5, 3: -1.0}, ((5,), (6, 7)))
+    (user,) = read(
+        BATCH + USER,
+        text_input=[["a"]],
+        max_tokens=[[3]],
+        bad_words=[["x", "", "y"]],
+        embedding_bias_words=[["u", "v"]],
+        embedding_bias_weights=[[1.5, -200.0]],
+    )
+    assert (list(user.bias.bad_words), list(user.bias.by_word)) == (["x", "y"], [("u", 1.5), ("v", -200.0)])
+
+
+def test_what_a_bias_comes_to_is_checked_against_the_vocabulary() -> None:
+    text = ByteText()
+    bias = TokenBias(by_id={65: 1.0, 66: 2.0}, by_word=[("AA", 3.0), ("B", 1.0)], bad_words=["C"], bad_ids=[(68,)])
+    assert bias.resolve(text, 300) == {65: 7.0, 66: 3.0, 67: BANNED, 68: BANNED}
+    for wrong, told in (
+        (TokenBias(bad_words=["no"]), "the bad word 'no' has 2 tokens, only words of one token can be banned"),
+        (TokenBias(bad_ids=[(1, 2, 3)]), "has 3 tokens"),
+        (TokenBias(by_id={300: 1.0}), "names token 300, expected token ids from 0 to 299"),
+        (TokenBias(by_word=[("A", float("nan"))]), "the bias of token 65 is nan, expected a finite number"),
+        (TokenBias(bad_words=["x" * 1025]), "'bad_words'[0] has 1025 characters, expected at most 1024"),
+    ):
+        with pytest.raises(TritonError, match=re.escape(told)):
+            wrong.resolve(text, 300)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +282,6 @@ def test_an_input_that_asks_for_nothing_is_no_offence() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("bad_words", [["x"]]),
         ("return_context_logits", [[True]]),
         ("return_generation_logits", [[True]]),
         ("prompt_embedding_table", [[[1.0]]]),
@@ -271,7 +303,7 @@ def test_what_cannot_be_served_is_refused_by_name(name: str, value: Any) -> None
     [
         ({"beam_width": [[2]]}, "'beam_width' is 2, only 1 is supported by this backend"),
         ({"draft_input_ids": [[3]]}, "input 'draft_input_ids' is not supported"),
-        ({"bad_words_list": [[[5], [1]]]}, "input 'bad_words_list' is not supported"),
+        ({"bad_words_list": [[[5], [2]]]}, "Invalid format for word list: 'bad_words_list' has offset 2"),
         ({"runtime_top_p_decay": [[0.5]]}, "input 'runtime_top_p_decay' is not supported"),
         ({"input_lengths": [[9]]}, "'input_lengths' is 9, but 'input_ids' holds 2 token ids"),
         ({"runtime_top_k": [[1, 2]]}, "Expected a scalar tensor for tensor runtime_top_k"),
@@ -311,7 +343,10 @@ def test_without_decoupled_responses_there_is_one_prompt_and_no_stream() -> None
     assert "Streaming is only supported in decoupled mode." in refusal(fixed, **core, streaming=[[True]]).message
     two = {"input_ids": [[1], [2]], "request_output_len": [[3], [3]]}
     assert "a batch of 2 gives 2 responses" in refusal(fixed, **two).message
-    assert "'num_return_sequences' above 1" in refusal(fixed, **core, num_return_sequences=[[2]]).message
+    assert len(read(fixed, **core, num_return_sequences=[[2]])) == 2, "as theirs: two responses"
+    words = {"text_input": [["a"]], "max_tokens": [[3]], "embedding_bias_words": [["x", "y"]]}
+    told = "'embedding_bias_words' has 2 elements and 'embedding_bias_weights' 1, expected the same number"
+    assert refusal(BATCH + USER, **words, embedding_bias_weights=[[1.0]]).message == told
 
 
 def test_every_input_is_read_refused_or_known_to_change_nothing() -> None:
@@ -438,12 +473,58 @@ def test_a_bad_prompt_in_a_batch_refuses_the_request(core: LlmHost) -> None:
     assert call.num_finals == 1
 
 
-def test_performance_numbers_come_with_the_last_response(core: LlmHost) -> None:
-    call = infer(core, input_ids=[[65]], streaming=[[True]], return_perf_metrics=[[True]], **FREE)
-    names = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
-    assert all(set(names).isdisjoint(one) for one in call.output_names[:-1])
-    times = [outputs_of(call, name)[0].item() for name in names]
-    assert times == sorted(times)
+def test_performance_numbers_come_with_every_response(core: LlmHost) -> None:
+    prompt = [[*range(20, 40)]]
+    ask = {"input_ids": prompt, "streaming": [[True]], "return_perf_metrics": [[True]], **FREE}
+    for reused in (0, 2):
+        call = infer(core, **ask)
+        assert all(one == {"output_ids", "sequence_length", *tables.PERF_OUTPUTS} for one in call.output_names)
+        times = [
+            [value.item() for value in outputs_of(call, name)] for name in tables.PERF_OUTPUTS if "time_ns" in name
+        ]
+        assert all([*at_once] == sorted(at_once) for at_once in zip(*times, strict=True))
+        counts = [outputs_of(call, f"kv_cache_{name}_blocks") for name in ("alloc_new", "reused", "alloc_total")]
+        assert all(value.shape == (1, 1) for values in counts for value in values)
+        first, last = ([values[index].item() for values in counts] for index in (0, -1))
+        assert first == [3 - reused, reused, 3] and last == [4 - reused, reused, 4], "blocks of 8 tokens"
+        assert outputs_of(call, "total_draft_tokens")[-1].item() == 0
+
+
+def test_an_engine_that_speculates_does_not_say_what_it_does_not_know(tmp_path: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2}
+    with llm_host(tmp_path, BATCH + CORE, speculative_config=drafts) as host:
+        (names,) = infer(host, input_ids=[[65]], return_perf_metrics=[[True]], **FREE).output_names
+    hidden = {"acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"}
+    assert names == {"output_ids", "sequence_length", *tables.PERF_OUTPUTS} - hidden
+
+
+def test_a_banned_token_is_never_drawn_and_a_biased_one_is(user: LlmHost, core: LlmHost) -> None:
+    ask: dict[str, Any] = {
+        "text_input": [["ab"]],
+        "max_tokens": [[40]],
+        "end_id": [[-1]],
+        "exclude_input_in_output": [[True]],
+    }
+    free = infer(user, **ask).text
+    word = next(character for character in free if character.isascii())
+    assert word not in infer(user, **ask, bad_words=[[word, ""]]).text
+    pushed = infer(user, **ask, embedding_bias_words=[["Q"]], embedding_bias_weights=[[500.0]]).text
+    assert pushed == "Q" * 40
+    banned = infer(user, **ask, embedding_bias_words=[["Q"]], embedding_bias_weights=[[500.0]], bad_words=[["Q"]]).text
+    assert "Q" not in banned
+    ids = infer(core, input_ids=[[65]], **FREE)
+    token = int(outputs_of(ids, "output_ids")[0][0, 0, 1])
+    without = infer(core, input_ids=[[65]], bad_words_list=[[[token], [1]]], **FREE)
+    assert token not in outputs_of(without, "output_ids")[0][0, 0, 1:].tolist()
+
+
+def test_a_model_that_is_not_decoupled_sends_one_response_for_each_sequence(tmp_path: Path) -> None:
+    fixed = BATCH + CORE + "model_transaction_policy { decoupled: false }"
+    with llm_host(tmp_path, fixed) as host:
+        ask: dict[str, Any] = {"input_ids": [[65]], "runtime_top_k": [[50]], "num_return_sequences": [[3]], **FREE}
+        call = infer(host, **ask)
+        assert sorted(value.item() for value in outputs_of(call, "sequence_index")) == [0, 1, 2]
+        assert (len(call.responses), call.num_finals) == (3, 1)
 
 
 def test_stop_ends_the_requests_with_its_id_and_gives_what_they_have(tmp_path: Path) -> None:

@@ -56,6 +56,17 @@ def test_steps_run_one_after_the_other_and_the_response_tells_the_sequence(repos
         assert response.parameters == {"sequence_id": 0, "sequence_start": False, "sequence_end": False}
 
 
+def test_an_output_that_is_listed_twice_is_one_output(repository: Repository) -> None:
+    """As TensorRT-LLM's `ensemble` lists one of its own."""
+    part(repository, "add", "add")
+    chain(repository, "e", "add", io=tensors("input", "X") + tensors("output", "Y", "Y"))
+    with serving(repository, "e") as server:
+        (response,) = send(server, "e", x(1, 2)).responses()
+        assert [tensor.name for tensor in response.outputs] == ["Y"] and values(response) == [2, 3]
+        (response,) = send(server, "e", x(1), requested_outputs=("Y",)).responses()
+        assert values(response) == [2]
+
+
 def test_the_steps_of_an_ensemble_are_made_for_its_client(repository: Repository) -> None:
     part(repository, "tell", "tell")
     chain(repository, "inner", "tell")

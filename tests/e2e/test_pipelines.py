@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 from server_process import ROOT, ServerProcess, post, start_server, stop_server
+from tritonclient.utils import np_to_triton_dtype
 
 PROMPT = "What is Triton?"
 MAX_TOKENS = 24
@@ -76,6 +77,80 @@ def test_what_the_llm_refuses_is_the_answer_of_the_pipeline(server: ServerProces
     body = {"text_input": PROMPT, "max_tokens": 5, "beam_width": 3}
     _, text = post(server, "/v2/models/ensemble/generate", body)
     assert "'beam_width' is 3, only 1 is supported" in text
+
+
+PERF_OUTPUTS = (
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+    "acceptance_rate",
+    "total_accepted_draft_tokens",
+    "total_draft_tokens",
+)
+
+
+def client_stream(server: ServerProcess, model: str, outputs: tuple[str, ...], **inputs: Any) -> list[Any]:
+    """The results, as TensorRT-LLM's end-to-end client asks for them: a batch of one, the outputs by name."""
+    arrays = {
+        "text_input": np.array([[PROMPT]], np.object_),
+        "max_tokens": np.array([[MAX_TOKENS]], np.int32),
+        "stream": np.array([[True]]),
+        "beam_width": np.array([[1]], np.int32),
+        "temperature": np.array([[1.0]], np.float32),
+        **inputs,
+    }
+    tensors = []
+    for name, array in arrays.items():
+        tensors.append(triton_grpc.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)))
+        tensors[-1].set_data_from_numpy(array)
+    came: list[Any] = []
+    with triton_grpc.InferenceServerClient(server.grpc) as client:
+        client.start_stream(lambda result, error: came.append((result, error)))
+        client.async_stream_infer(
+            model, tensors, outputs=[triton_grpc.InferRequestedOutput(name) for name in ("text_output", *outputs)]
+        )
+        client.stop_stream()
+    assert [error for _, error in came if error is not None] == []
+    return [result for result, _ in came]
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_performance_numbers_are_in_every_response_of_both_models(server: ServerProcess, model: str) -> None:
+    results = client_stream(server, model, PERF_OUTPUTS, return_perf_metrics=np.array([[True]]))
+    assert len(results) > 2
+    for result in results:
+        values = {name: result.as_numpy(name)[0][0] for name in PERF_OUTPUTS}
+        assert values["kv_cache_alloc_total_blocks"] == sum(
+            values[f"kv_cache_{kind}_blocks"] for kind in ("alloc_new", "reused")
+        )
+        assert values["arrival_time_ns"] <= values["first_token_time_ns"] <= values["last_token_time_ns"]
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_bias_words_and_bad_words_reach_the_engine_through_both_models(server: ServerProcess, model: str) -> None:
+    def text(**inputs: Any) -> str:
+        parts = [result.as_numpy("text_output")[0] for result in client_stream(server, model, (), **inputs)]
+        return b"".join(parts).decode()
+
+    free, word = text(), np.array([["x"]], np.object_)
+    pushed = text(embedding_bias_words=word, embedding_bias_weights=np.array([[1000.0]], np.float32))
+    assert pushed == "x" * MAX_TOKENS
+    both = text(embedding_bias_words=word, embedding_bias_weights=np.array([[1000.0]], np.float32), bad_words=word)
+    assert both == free, "a ban stands above any bias"
+
+
+def test_what_the_pipeline_does_not_serve_is_refused_by_name(server: ServerProcess) -> None:
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        for name, value in (("lora_task_id", 3), ("guided_decoding_guide", "x"), ("return_context_logits", True)):
+            body = {"text_input": PROMPT, "max_tokens": 5, name: value}
+            _, answer = post(server, f"/v2/models/{model}/generate", body)
+            assert f"input '{name}' is not supported" in answer, model
+    _, answer = post(server, "/v2/models/ensemble/generate", {**body, "decoder_text_input": "x"})
+    assert "DECODER_QUERY is not supported" in answer
 
 
 def test_a_batch_of_prompts_over_grpc(server: ServerProcess) -> None:

@@ -1,7 +1,8 @@
 """What a model's inputs and outputs must fulfil: names, datatypes, dimensions, reshapes.
 
 For: model loading, once the backend has completed the configuration. Does not know: requests. Source:
-ValidateModelInput and ValidateModelOutput in Triton's core, which say the model's name without quotes.
+ValidateModelInput and ValidateModelOutput in Triton's core, which say the model's name without quotes and do not look
+for a name that is given twice: TensorRT-LLM's `ensemble` gives one so.
 """
 
 from __future__ import annotations
@@ -29,13 +30,12 @@ def validate_tensors(config: ModelConfig) -> None:
 
 
 def _faults(what: str, tensors: Sequence[ModelInput | ModelOutput], max_batch_size: int) -> Iterator[str]:
-    seen: set[str] = set()
+    seen: dict[str, ModelInput | ModelOutput] = {}
     for tensor in tensors:
         if not tensor.name:
             yield f"{what} must specify 'name'"
-        if tensor.name in seen:
-            yield f"{what} '{tensor.name}' is given twice"
-        seen.add(tensor.name)
+        if seen.setdefault(tensor.name, tensor) != tensor:
+            yield f"{what} '{tensor.name}' is given twice, and differently"
         if fault := _fault(tensor, max_batch_size):
             yield f"{what} '{tensor.name}' {fault}"
 

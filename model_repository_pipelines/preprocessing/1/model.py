@@ -25,6 +25,9 @@ class TritonPythonModel:
 
     def preprocessed(self, request):
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        for name in ("DECODER_QUERY", "PROMPT_TABLE_EXTRA_ID"):
+            if any(inputs.get(name, np.empty(0)).ravel().tolist()):
+                raise pb_utils.TritonModelException(f"{name} is not supported: the model is a decoder of text")
         texts = [row[0].decode() for row in inputs["QUERY"]]
         prompts = [self.tokenizer.encode(text, add_special_tokens=self.adds_special_tokens).ids for text in texts]
         longest = max(map(len, prompts))
@@ -37,9 +40,27 @@ class TritonPythonModel:
             "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"],
             "OUT_END_ID": inputs.get("END_ID", [[self.end_id]] * len(texts)),
             "OUT_PAD_ID": inputs.get("PAD_ID", [[self.pad_id]] * len(texts)),
+            "DECODER_INPUT_ID": [[self.pad_id]] * len(texts),
+            "REQUEST_DECODER_INPUT_LEN": [[1]] * len(texts),
         }
         tensors = [pb_utils.Tensor(name, np.array(values, np.int32)) for name, values in outputs.items()]
+        tensors.append(pb_utils.Tensor("EMBEDDING_BIAS", self.embedding_bias(inputs, len(texts))))
         return pb_utils.InferenceResponse(output_tensors=tensors)
+
+    def embedding_bias(self, inputs, batch_size):
+        """What is added to the logit of each token of the vocabulary; nothing where no words are given."""
+        words, weights = inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS")
+        if words is None or weights is None:
+            return np.empty((batch_size, 0), np.float32)
+        if words.shape != weights.shape:
+            shapes = f"{list(words.shape)} and {list(weights.shape)}"
+            raise pb_utils.TritonModelException(f"embedding_bias_words and embedding_bias_weights differ: {shapes}")
+        bias = np.zeros((batch_size, self.tokenizer.get_vocab_size()), np.float32)
+        for index, (row, row_weights) in enumerate(zip(words, weights, strict=True)):
+            for word, weight in zip(row, row_weights, strict=True):
+                for token_id in self.tokenizer.encode(word.decode(), add_special_tokens=False).ids:
+                    bias[index, token_id] += weight
+        return bias
 
     def word_lists(self, words, batch_size):
         """For each prompt two rows: the ids of all words one after the other, and where each word ends (then -1)."""

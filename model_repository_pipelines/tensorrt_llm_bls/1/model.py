@@ -14,7 +14,12 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 TO_PREPROCESSING = {
     "text_input": "QUERY",
     "max_tokens": "REQUEST_OUTPUT_LEN",
+    "bad_words": "BAD_WORDS_DICT",
     "stop_words": "STOP_WORDS_DICT",
+    "embedding_bias_words": "EMBEDDING_BIAS_WORDS",
+    "embedding_bias_weights": "EMBEDDING_BIAS_WEIGHTS",
+    "decoder_text_input": "DECODER_QUERY",
+    "prompt_table_extra_id": "PROMPT_TABLE_EXTRA_ID",
     "end_id": "END_ID",
     "pad_id": "PAD_ID",
 }
@@ -22,7 +27,9 @@ TO_LLM = {
     "INPUT_ID": "input_ids",
     "REQUEST_INPUT_LEN": "input_lengths",
     "REQUEST_OUTPUT_LEN": "request_output_len",
+    "BAD_WORDS_IDS": "bad_words_list",
     "STOP_WORDS_IDS": "stop_words_list",
+    "EMBEDDING_BIAS": "embedding_bias",
     "OUT_END_ID": "end_id",
     "OUT_PAD_ID": "pad_id",
     "top_k": "runtime_top_k",
@@ -31,9 +38,32 @@ TO_LLM = {
     "repetition_penalty": "repetition_penalty",
     "min_tokens": "min_tokens",
     "seed": "seed",
-    "return_log_probs": "return_log_probs",
+    "length_penalty": "len_penalty",
     "stream": "streaming",
+    **{
+        name: name
+        for name in (
+            "beam_width",
+            "presence_penalty",
+            "frequency_penalty",
+            "return_log_probs",
+            "return_context_logits",
+            "return_generation_logits",
+            "return_perf_metrics",
+            "return_num_input_tokens",
+            "return_num_output_tokens",
+            "prompt_embedding_table",
+            "prompt_vocab_size",
+            "lora_task_id",
+            "lora_weights",
+            "lora_config",
+            "guided_decoding_guide_type",
+            "guided_decoding_guide",
+        )
+    },
 }
+NOT_SERVED = ("image_input", "image_bytes_input", "image_url_input", "video_bytes_input", "num_draft_tokens")
+"""Of the inputs of TensorRT-LLM's model; what its core model takes, that one refuses."""
 INCOMPLETE = "\ufffd"
 
 
@@ -56,8 +86,12 @@ class TritonPythonModel:
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         if inputs["text_input"].shape[0] != 1:
             raise ValueError("one prompt per request, please")
+        for name in NOT_SERVED:
+            if name in inputs and any(inputs[name].ravel().tolist()):
+                raise ValueError(f"input '{name}' is not supported by this pipeline")
         prepared = call("preprocessing", renamed(inputs, TO_PREPROCESSING))
-        llm_inputs = renamed({**inputs, **prepared}, TO_LLM) | {"exclude_input_in_output": np.array([[True]])}
+        llm_inputs = renamed({**inputs, **prepared}, TO_LLM)
+        llm_inputs["exclude_input_in_output"] = inputs.get("exclude_input_in_output", np.array([[True]]))
         tokens, shown, request_id = [], "", str(uuid.uuid4())
         for outputs in stream(self.llm, llm_inputs, request_id):
             if sender.is_cancelled():
@@ -76,9 +110,7 @@ class TritonPythonModel:
 
 def send(sender, text, outputs):
     tensors = [pb_utils.Tensor("text_output", np.array([text.encode()], np.object_))]
-    for name in ("cum_log_probs", "output_log_probs"):
-        if name in outputs:
-            tensors.append(pb_utils.Tensor(name, outputs[name]))
+    tensors += [pb_utils.Tensor(name, outputs[name]) for name in PASSED_ON if name in outputs]
     sender.send(pb_utils.InferenceResponse(output_tensors=tensors))
 
 
@@ -125,7 +157,23 @@ OUTPUTS = {
     "preprocessing": [name for name in TO_LLM if name.isupper()],
     "postprocessing": ["OUTPUT"],
 }
-LLM_OUTPUTS = ["output_ids", "sequence_length", "cum_log_probs", "output_log_probs"]
+PASSED_ON = [
+    "cum_log_probs",
+    "output_log_probs",
+    "kv_cache_alloc_new_blocks",
+    "kv_cache_reused_blocks",
+    "kv_cache_alloc_total_blocks",
+    "arrival_time_ns",
+    "first_scheduled_time_ns",
+    "first_token_time_ns",
+    "last_token_time_ns",
+    "acceptance_rate",
+    "total_accepted_draft_tokens",
+    "total_draft_tokens",
+    "num_input_tokens",
+    "num_output_tokens",
+]
+LLM_OUTPUTS = ["output_ids", "sequence_length", *PASSED_ON]
 
 
 def read(response):
