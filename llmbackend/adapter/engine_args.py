@@ -37,8 +37,8 @@ from .vllm_engine_args import GPU_ONLY, NO_EFFECT, ONLY_VALUE
 logger = logging.getLogger(__name__)
 
 _FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(EngineConfig)}
-_PATH_FIELDS = ("model", "tokenizer")
-_OBJECT_FIELDS = ("speculative_config", "cudagraph_capture_sizes", "lora_modules")
+_PATH_FIELDS = ("model", "tokenizer", "generation_config")
+_OBJECT_FIELDS = ("speculative_config", "cudagraph_capture_sizes", "lora_modules", "override_generation_config")
 """Fields that are JSON objects or lists; in config.pbtxt, as text."""
 _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
 _VALUE_ALIASES: dict[str, dict[Any, Any]] = {

@@ -44,6 +44,8 @@ from .infer_task import InferTask
 from .loading_text import LoadingText
 from .metrics import LlmMetrics
 from .request_conversion import ModelLimits, RequestConverter
+from .sampling import NO_DEFAULTS
+from .sampling_defaults import read_sampling_defaults
 from .task_map import Holder, TaskMap
 from .tensor_schema import Schema
 from .text import NoText
@@ -77,6 +79,9 @@ class ModelState:
         self.schema = schema
         self._arguments = read_model_arguments(model)
         check_checkpoint(self._arguments.engine)
+        self._sampling_defaults = (
+            read_sampling_defaults(self._arguments.engine) if schema.has_vllms_defaults else NO_DEFAULTS
+        )
         self._policies = QueuePolicies.of(model.config.dynamic_batching)
         self._metrics = LlmMetrics(model.backend, model.name, model.version)
         self._tasks = TaskMap(self._policies, self._arguments.max_queue_size)
@@ -114,7 +119,7 @@ class ModelState:
         with self._lock:
             self._engines.append(engine)
             limits = self._limits()
-            self.converter = RequestConverter(self.schema, text, limits, self._policies)
+            self.converter = RequestConverter(self.schema, text, limits, self._policies, self._sampling_defaults)
         self._metrics.limits(limits.max_tokens)
         logger.info("%s: %s", instance.name, engine.info.description or f"loaded in {engine.info.load_s:.1f} s")
         return engine

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from .answer import Answer
 from .chat_request import MAX_MESSAGES_BYTES, ChatBounds, read_chat
 from .infer_task import InferTask
 from .output_assembler import OutputAssembler
-from .sampling import GenerationParams, parse_sampling_parameters
+from .sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameters
 from .task_times import TaskTimes
 from .tensor_schema import LlmInputs, Prompt, Schema
 from .text import Text, TooManyTokensError
@@ -65,11 +66,19 @@ class _Generation:
 class RequestConverter:
     """Read-only after it was made: any instance thread uses it."""
 
-    def __init__(self, schema: Schema, text: Text, limits: ModelLimits, policies: QueuePolicies) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        text: Text,
+        limits: ModelLimits,
+        policies: QueuePolicies,
+        sampling_defaults: Mapping[str, Any] = NO_DEFAULTS,
+    ) -> None:
         self._schema = schema
         self._text = text
         self._limits = limits
         self._policies = policies
+        self._sampling_defaults = sampling_defaults
 
     def convert(self, request: Request, instance: ModelInstance, exec_start_ns: int) -> list[InferTask]:
         """A task for each generation. Raises TritonError INVALID_ARG or UNSUPPORTED with a text for the client; the
@@ -90,6 +99,7 @@ class RequestConverter:
             room_tokens=self._limits.room_tokens(len(prompt.token_ids)),
             vocab_size=self._limits.vocab_size,
             logprobs_needed=inputs.options.logprobs,
+            defaults=self._sampling_defaults,
         )
         self._check_lora(params.lora_name)
         params = dataclasses.replace(params, stop_sequences=inputs.stop_sequences)

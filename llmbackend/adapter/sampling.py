@@ -30,6 +30,8 @@ from .request_bounds import (
 )
 
 MAX_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 16
+NO_DEFAULTS: Mapping[str, Any] = {}
 SEED_MASK = (1 << 63) - 1
 
 NOT_SUPPORTED = frozenset(
@@ -223,21 +225,35 @@ _PARSERS: dict[str, Parser] = {
 ACCEPTED = tuple(sorted(_PARSERS))
 
 
+def parse_sampling_parameter(name: str, value: Any) -> Any:
+    """One of them as `parse_sampling_parameters` reads it; None for null. Raises TritonError in the same cases."""
+    return _parse_one(name, value)
+
+
 def parse_sampling_parameters(
-    values: Mapping[str, Any], *, room_tokens: int, vocab_size: int, logprobs_needed: bool = False
+    values: Mapping[str, Any],
+    *,
+    room_tokens: int,
+    vocab_size: int,
+    logprobs_needed: bool = False,
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
 ) -> GenerationParams:
     """Checks `values` and builds the parameters of one request.
 
-    room_tokens: how many tokens fit after the prompt; max_tokens is capped to it, and null means all of it. vocab_size
-    bounds token ids. logprobs_needed: the sampled token's logprob is wanted although `logprobs` was not asked for. A
-    null elsewhere means the default; no seed (or vLLM's -1) draws a random one.
+    room_tokens: how many tokens fit after the prompt; max_tokens is capped to it. vocab_size bounds token ids.
+    logprobs_needed: the sampled token's logprob is wanted although `logprobs` was not asked for. defaults: the model's
+    own, for what is left out or null; without one a max_tokens of null is all the room. No seed (or vLLM's -1) draws a
+    random one.
     Raises TritonError INVALID_ARG for a bad value or unknown name, UNSUPPORTED for a vLLM field that is not built.
     """
     check_count("the request", len(values), MAX_PARAMETERS, "sampling parameters")
     fields = {name: _parse_one(name, value) for name, value in values.items() if name not in IGNORED_REQUEST_PARAMETERS}
-    max_tokens = fields.pop("max_tokens", 16)
-    max_tokens = room_tokens if max_tokens is None else min(max_tokens, room_tokens)
-    chosen = {name: value for name, value in fields.items() if value is not None}
+    max_tokens = fields.pop("max_tokens", defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
+    if max_tokens is None:
+        max_tokens = defaults.get("max_tokens", room_tokens)
+    max_tokens = min(max_tokens, room_tokens)
+    chosen = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
+    chosen.pop("max_tokens", None)
     _check_min_tokens(chosen, values, max_tokens, room_tokens)
     _check_vocabulary(chosen, vocab_size)
     seed = chosen.pop("seed", -1)

@@ -107,6 +107,8 @@ class Schema(Protocol):
 
     needs_text: bool
     """False: prompts and outputs are token ids alone, and the model needs no tokenizer."""
+    has_vllms_defaults: bool
+    """Whether what a request leaves out is vLLM's, and so the model's generation_config.json counts."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         """A copy of `config` with what it leaves open. Raises TritonError INVALID_ARG for a tensor that does not

@@ -56,6 +56,8 @@ _ENABLED_BY = {
 
 
 class TensorRtLlmSchema:
+    has_vllms_defaults = False
+
     def __init__(self, config: ModelConfig, *, is_core: bool) -> None:
         self.needs_text = not is_core
         self._is_core = is_core

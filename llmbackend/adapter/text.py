@@ -214,7 +214,7 @@ def load_text(model: str, tokenizer: str = "", *, trust_remote_code: bool = Fals
     source = tokenizer or model
     if source == "mock":
         return ByteText()
-    directory = _local_directory(source, interpreter)
+    directory = local_directory(source, interpreter)
     config = read_json(directory / "tokenizer_config.json")
     special_tokens = _special_tokens(config, read_json(directory / "special_tokens_map.json"))
     source_text = _chat_template_source(directory, config)
@@ -222,7 +222,8 @@ def load_text(model: str, tokenizer: str = "", *, trust_remote_code: bool = Fals
     return HuggingFaceText(_load_tokenizer(directory, trust_remote_code, interpreter), template, directory)
 
 
-def _local_directory(source: str, interpreter: str) -> Path:
+def local_directory(source: str, interpreter: str) -> Path:
+    """The directory itself, or that of a hub id's small files. Raises ValueError or OSError."""
     path = Path(source)
     if path.is_dir():
         return path

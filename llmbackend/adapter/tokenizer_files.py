@@ -20,6 +20,7 @@ from llmbackend.engine.process.interpreter import command, environment, is_this
 logger = logging.getLogger(__name__)
 
 TOKENIZER_FILE = "tokenizer.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -28,6 +29,7 @@ FILES = (
     "merges.txt",
     "*.model",
     "config.json",
+    GENERATION_CONFIG_FILE,
 )
 WITHOUT_REMOTE_CODE, WITH_REMOTE_CODE = "0", "1"
 """The argument trust_remote_code: whether a checkpoint's own code may run."""

@@ -8,11 +8,13 @@ Source: vllm_backend's src/model.py and src/utils/request.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from tritonclient.grpc import model_config_pb2
 
 from llmbackend.core.backend_api import ModelConfig, Request, invalid_argument, shown, unsupported
@@ -67,12 +69,14 @@ OUTPUTS: dict[str, TensorType] = {
 }
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
 """A request parameter that the OpenAI frontend sets, for vLLM's rule there; clients of KServe can not."""
+_SCANNED_BYTES = 4 << 20
 PROMPT_INPUTS = ("text_input", "messages", "input_ids")
 NOT_SUPPORTED_INPUTS = ("image", "embedding_request")
 
 
 class VllmSchema:
     needs_text = True
+    has_vllms_defaults = True
 
     def __init__(self, config: ModelConfig) -> None:
         self._decoupled = config.model_transaction_policy.decoupled
@@ -147,7 +151,8 @@ def _read_sampling(request: Request) -> Mapping[str, Any]:
     if tensor is None:
         check_count("the request", len(request.parameters), MAX_PARAMETERS, "parameters")
         return {name: value for name, value in request.parameters.items() if not name.startswith("triton_")}
-    check_count("input 'sampling_parameters'", num_bytes(tensor), MAX_SAMPLING_JSON_BYTES, "bytes")
+    if (size := num_bytes(tensor)) > MAX_SAMPLING_JSON_BYTES:
+        raise invalid_argument(_too_long(single(tensor), size))
     try:
         values = json.loads(text_of(tensor) or "{}")
     except (ValueError, RecursionError) as error:
@@ -155,6 +160,18 @@ def _read_sampling(request: Request) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise invalid_argument(f"input 'sampling_parameters' is {shown(values)}, expected a JSON object")
     return values
+
+
+def _too_long(text: bytes, size: int) -> str:
+    """Names the parameter that takes the most, where finding it takes little."""
+    limit = f"{MAX_SAMPLING_JSON_BYTES} for all sampling parameters together"
+    if size <= _SCANNED_BYTES:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            values = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+            name, value = max(values.items(), key=lambda item: len(memoryview(item[1])), default=("", msgspec.Raw(b"")))
+            size_of_one = len(memoryview(value))
+            return f"sampling parameter {shown(name)} has {size_of_one} bytes of JSON, expected at most {limit}"
+    return f"input 'sampling_parameters' has {size} bytes, expected at most {limit}"
 
 
 def _flag(request: Request, name: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -56,28 +56,33 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Raises ValueError naming field, value and what was expected.
 
     model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no
-    weights). max_model_len None = the model's own limit. num_kv_blocks None = sized from kv_cache_memory_bytes; both
-    None = 1 GiB on CPU, and on a GPU what is free beside the weights, the largest step and the graphs, as long as
-    gpu_memory_utilization of its memory, a share, is not passed. kv_cache_dtype "fp8": keys and values in 8 bits, on a
-    GPU. cudagraph_capture_sizes: the batch sizes that decode steps on a GPU are captured for; None = see graphs.ladder.
-    batch_invariant: a GPU's matrix products sum in an order that does not depend on the batch. kv_offloading_size: GiB
-    of host memory for KV blocks that a GPU has no room for; num_host_kv_blocks: the same as a number of blocks.
-    tensor_parallel_size: devices that one engine spans, from `device` on. max_num_batched_tokens: the token budget of a
-    step. speculative_config None = no speculation. async_scheduling: the next step is launched before the tokens of the
-    last one are read, where the device works beside the host and no speculation makes it unknown what a step will give;
-    None = wherever it can be, False = nowhere. engine_python: the Python that runs the engine's process, "" = the
-    host's own. num_threads 0 = all cores. quantization: weights per output channel and activations per token in 8 bits,
-    "int8" whole numbers, "fp8" floats (e4m3, on a GPU). enforce_eager: on CPU the model's modules compute, and not one
-    native program; on a GPU there are no graphs. kernels "torch": plain torch in the place of all own kernels.
-    step_timeout_s: an engine whose step takes longer hangs, and is replaced; load_timeout_s: the same for loading.
-    enable_lora, lora_modules: adapters by name, folders that PEFT wrote, of at most max_lora_rank; the model then runs
-    as modules. max_engine_failures: how many may die in a row without finishing a step before the model is given up.
-    mock_step_ms: what a step of the mock takes at least. mock_steps_in_flight: how many steps may be launched on its
-    device, a thread (mock_device.py); 0 = it computes where it is called. fault_directory: see fault_injection.py.
+    weights). generation_config: where the sampling parameters of requests that do not say come from: "auto" = the
+    model's generation_config.json, "vllm" = nowhere, else a folder with that file; override_generation_config wins over
+    it. The engine itself uses neither. max_model_len None = the model's own limit. num_kv_blocks None = sized from
+    kv_cache_memory_bytes; both None = 1 GiB on CPU, and on a GPU what is free beside the weights, the largest step and
+    the graphs, as long as gpu_memory_utilization of its memory, a share, is not passed. kv_cache_dtype "fp8": keys and
+    values in 8 bits, on a GPU. cudagraph_capture_sizes: the batch sizes that decode steps on a GPU are captured for;
+    None = see graphs.ladder. batch_invariant: a GPU's matrix products sum in an order that does not depend on the
+    batch. kv_offloading_size: GiB of host memory for KV blocks that a GPU has no room for; num_host_kv_blocks: the same
+    as a number of blocks. tensor_parallel_size: devices that one engine spans, from `device` on.
+    max_num_batched_tokens: the token budget of a step. speculative_config None = no speculation. async_scheduling: the
+    next step is launched before the tokens of the last one are read, where the device works beside the host and no
+    speculation makes it unknown what a step will give; None = wherever it can be, False = nowhere. engine_python: the
+    Python that runs the engine's process, "" = the host's own. num_threads 0 = all cores. quantization: weights per
+    output channel and activations per token in 8 bits, "int8" whole numbers, "fp8" floats (e4m3, on a GPU).
+    enforce_eager: on CPU the model's modules compute, and not one native program; on a GPU there are no graphs. kernels
+    "torch": plain torch in the place of all own kernels. step_timeout_s: an engine whose step takes longer hangs, and
+    is replaced; load_timeout_s: the same for loading. enable_lora, lora_modules: adapters by name, folders that PEFT
+    wrote, of at most max_lora_rank; the model then runs as modules. max_engine_failures: how many may die in a row
+    without finishing a step before the model is given up. mock_step_ms: what a step of the mock takes at least.
+    mock_steps_in_flight: how many steps may be launched on its device, a thread (mock_device.py); 0 = it computes where
+    it is called. fault_directory: see fault_injection.py.
     """
 
     model: str
     tokenizer: str = ""
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     tensor_parallel_size: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,8 +139,12 @@ def test_malformed_sampling_parameters(text: str, expected: str) -> None:
 
 
 def test_the_sampling_parameters_are_bounded_before_they_are_parsed() -> None:
-    with pytest.raises(TritonError, match="'sampling_parameters' has 262145 bytes, expected at most 262144"):
-        read(text_input="a", sampling_parameters="{" * 262_145)
+    for text in ("{" * 262_145, '{"stop": "' + "x" * (5 << 20) + '"}'):
+        with pytest.raises(TritonError, match=r"'sampling_parameters' has [0-9]+ bytes, expected at most 262144"):
+            read(text_input="a", sampling_parameters=text)
+    long = json.dumps({"seed": 1, "stop": ["x"] * 100_000, "top_k": 1})
+    with pytest.raises(TritonError, match="parameter 'stop' has 500000 bytes of JSON, expected at most 262144"):
+        read(text_input="a", sampling_parameters=long)
     with pytest.raises(TritonError, match="the request has 257 parameters, expected at most 256"):
         read(dict.fromkeys(map(str, range(257))), text_input="a")
 
