@@ -46,7 +46,6 @@ NO_EFFECT = frozenset(
         "disable_cascade_attn",
         "disable_hybrid_kv_cache_manager",
         "kv_sharing_fast_prefill",
-        "long_prefill_token_threshold",
         "max_context_len_to_capture",
         "max_long_partial_prefills",
         "max_num_partial_prefills",

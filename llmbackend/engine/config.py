@@ -65,18 +65,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     None = see graphs.ladder. batch_invariant: a GPU's matrix products sum in an order that does not depend on the
     batch. kv_offloading_size: GiB of host memory for KV blocks that a GPU has no room for; num_host_kv_blocks: the same
     as a number of blocks. tensor_parallel_size: devices that one engine spans, from `device` on.
-    max_num_batched_tokens: the token budget of a step. speculative_config None = no speculation. async_scheduling: the
-    next step is launched before the tokens of the last one are read, where the device works beside the host and no
-    speculation makes it unknown what a step will give; None = wherever it can be, False = nowhere. engine_python: the
-    Python that runs the engine's process, "" = the host's own. num_threads 0 = all cores. quantization: weights per
-    output channel and activations per token in 8 bits, "int8" whole numbers, "fp8" floats (e4m3, on a GPU).
-    enforce_eager: on CPU the model's modules compute, and not one native program; on a GPU there are no graphs. kernels
-    "torch": plain torch in the place of all own kernels. step_timeout_s: an engine whose step takes longer hangs, and
-    is replaced; load_timeout_s: the same for loading. enable_lora, lora_modules: adapters by name, folders that PEFT
-    wrote, of at most max_lora_rank; the model then runs as modules. max_engine_failures: how many may die in a row
-    without finishing a step before the model is given up. mock_step_ms: what a step of the mock takes at least.
-    mock_steps_in_flight: how many steps may be launched on its device, a thread (mock_device.py); 0 = it computes where
-    it is called. fault_directory: see fault_injection.py.
+    max_num_batched_tokens: the token budget of a step. step_target_ms: how long a step may take in which prompts are
+    computed beside requests that generate; None = on CPU two and a half times what it takes without, elsewhere no
+    limit, 0 = no limit. long_prefill_token_threshold: longer prompts leave half of a step to shorter ones; 0 =
+    max_num_batched_tokens. speculative_config None = no speculation. async_scheduling: the next step is launched before
+    the tokens of the last one are read, where the device works beside the host and no speculation makes it unknown what
+    a step will give; None = wherever it can be, False = nowhere. engine_python: the Python that runs the engine's
+    process, "" = the host's own. num_threads 0 = all cores. quantization: weights per output channel and activations
+    per token in 8 bits, "int8" whole numbers, "fp8" floats (e4m3, on a GPU). enforce_eager: on CPU the model's modules
+    compute, and not one native program; on a GPU there are no graphs. kernels "torch": plain torch in the place of all
+    own kernels. step_timeout_s: an engine whose step takes longer hangs, and is replaced; load_timeout_s: the same for
+    loading. enable_lora, lora_modules: adapters by name, folders that PEFT wrote, of at most max_lora_rank; the model
+    then runs as modules. max_engine_failures: how many may die in a row without finishing a step before the model is
+    given up. mock_step_ms: what a step of the mock takes at least. mock_steps_in_flight: how many steps may be launched
+    on its device, a thread (mock_device.py); 0 = it computes where it is called. fault_directory: see
+    fault_injection.py.
     """
 
     model: str
@@ -98,6 +101,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_host_kv_blocks: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    step_target_ms: float | None = None
+    long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     seed: int = 0
     speculative_config: SpeculativeConfig | None = None
@@ -128,16 +133,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._at_least("block_size", self.block_size, 1)
         self._at_least("max_num_seqs", self.max_num_seqs, 1)
         self._at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        self._at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         self._at_least("num_threads", self.num_threads, 0)
         self._check_offloading()
         self._at_least("mock_steps_in_flight", self.mock_steps_in_flight, 0)
         self._at_least("max_engine_failures", self.max_engine_failures, 1)
         for name in ("step_timeout_s", "load_timeout_s"):
             self._above_zero(name, getattr(self, name))
-        if not 0 <= self.mock_step_ms < math.inf:
-            raise ValueError(
-                f"engine argument 'mock_step_ms' is {self.mock_step_ms:g}, expected a number of at least 0"
-            )
+        for name, milliseconds in (("mock_step_ms", self.mock_step_ms), ("step_target_ms", self.step_target_ms or 0.0)):
+            if not 0 <= milliseconds < math.inf:
+                raise ValueError(f"engine argument '{name}' is {milliseconds:g}, expected a number of at least 0")
         if self.async_scheduling and self.speculative_config is not None:
             raise ValueError(
                 "engine argument 'async_scheduling' is true, expected false or null with a 'speculative_config': "

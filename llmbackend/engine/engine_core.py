@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -25,6 +26,7 @@ from .scheduler import Scheduler
 from .sequence import Rows, Sequence, refusal
 from .speculation import Speculator, runs_that_hold
 from .step import Int32Array, OffloadingRunner, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
+from .step_pacing import StepPacer, StepWork
 from .steps_in_flight import Progress, StepsInFlight
 
 logger = logging.getLogger(__name__)
@@ -88,8 +90,17 @@ def _offloading_runner(config: EngineConfig, runner: Runner) -> OffloadingRunner
     return None
 
 
+def _pacer(config: EngineConfig) -> StepPacer | None:
+    """None where tokens alone limit a step."""
+    if config.step_target_ms is None:
+        return StepPacer(None) if config.device == "cpu" and config.model != "mock" else None
+    return StepPacer(config.step_target_ms / 1e3) if config.step_target_ms else None
+
+
 class EngineCore:
-    def __init__(self, config: EngineConfig, runner: Runner) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner, now_s: Callable[[], float] = time.monotonic) -> None:
+        """now_s: a clock that never goes back."""
+        self._now_s = now_s
         self.info: ModelInfo = runner.info
         self._runner = runner
         self._table = RowTable(config.max_num_seqs, self.info.max_model_len, self.info.block_size)
@@ -99,7 +110,14 @@ class EngineCore:
         self._kv_cache = KVCacheManager(
             self.info.num_blocks, self._table, config.enable_prefix_caching, num_host_blocks
         )
-        self._scheduler = Scheduler(self._rows, self._kv_cache, config.max_num_batched_tokens)
+        self._pacer = _pacer(config)
+        self._scheduler = Scheduler(
+            self._rows,
+            self._kv_cache,
+            config.max_num_batched_tokens,
+            config.long_prefill_token_threshold or config.max_num_batched_tokens,
+            self._pacer,
+        )
         speculation = config.speculative_config
         self._speculator = Speculator(speculation, self._table) if speculation else None
         self._max_draft_step_tokens = min(
@@ -159,6 +177,8 @@ class EngineCore:
         if progress is not None:
             outputs += self._commit(progress)
             times_s = self._times_s(progress)
+            if self._pacer is not None:
+                self._pacer.end(times_s[0])
         elif not outputs and self._live:
             raise RuntimeError(f"the scheduler found nothing to run for {len(self._live)} live requests")
         self._num_steps += 1
@@ -188,10 +208,11 @@ class EngineCore:
 
     def _run(self) -> Progress | None:
         """The next step, computed and read; None when there is nothing to compute."""
-        planned_s = time.monotonic()
+        planned_s = self._now_s()
         plan = self._plan()
         if plan is None:
             return None
+        self._begin(plan)
         plan = self._with_drafts(plan)
         self._copy_blocks()
         return self._write(plan, self._execute(plan), planned_s)
@@ -199,21 +220,33 @@ class EngineCore:
     def _run_ahead(self, in_flight: StepsInFlight) -> Progress | None:
         """The oldest step in flight, read when those behind it are launched; None when there is nothing to compute."""
         while in_flight.has_room and not (self._is_launch_failed and in_flight):
-            planned_s = time.monotonic()
+            planned_s = self._now_s()
             plan = self._plan(bool(in_flight))
             if plan is None:
                 break
             self._copy_blocks()
             if self._is_launch_failed:
                 self._is_launch_failed = False
+                self._begin(plan)
                 return self._write(plan, self._execute_one_by_one(plan), planned_s)
+            computed = self._table.num_computed_tokens[plan.rows]
             try:
                 in_flight.launch(plan, planned_s)
+                self._begin(plan, computed)
             except Exception:
                 # The plan is forgotten: what it admitted and reserved is there when the steps in flight are read.
                 logger.exception("a step of %d rows failed to start; running its rows one by one", len(plan.rows))
                 self._is_launch_failed = True
         return in_flight.collect() if in_flight else None
+
+    def _begin(self, plan: StepPlan, computed: Int32Array | None = None) -> None:
+        """Tells the pacer what the step computes. computed int32 [rows]: tokens before its own, of each row."""
+        if self._pacer is None:
+            return
+        computed = self._table.num_computed_tokens[plan.rows] if computed is None else computed
+        is_chunk = plan.num_scheduled_tokens > 1
+        chunks = zip(computed[is_chunk].tolist(), plan.num_scheduled_tokens[is_chunk].tolist(), strict=True)
+        self._pacer.begin(StepWork(int(np.count_nonzero(~is_chunk)), tuple(chunks)))
 
     def _copy_blocks(self) -> None:
         """Has the runner make the copies between device and host that the next step relies on. They are made once, so
@@ -362,7 +395,7 @@ class EngineCore:
     def _times_s(self, progress: Progress) -> tuple[float, float, float]:
         """What the step took, and the two parts of that in which it was computed. Where steps overlap, each one's time
         begins at the end of the one before it, so that they are together the time in which there was work."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         began_s = progress.planned_s if self._in_flight is None else max(progress.planned_s, self._step_end_s)
         self._step_end_s = now_s
         return now_s - began_s, progress.forward_s, progress.sample_s

@@ -1,9 +1,14 @@
 """Which tokens the next step computes.
 
 For: the engine core. One idea: a request has num_tokens and chases it with num_computed_tokens. Prefill, chunked
-prefill, decode and recompute after a preemption are that one chase, under one token budget per step: running requests
-first, then waiting ones, both in the order of (priority, arrival). What the prefix cache has of a waiting request
-counts as computed when it is admitted. Does not know: logits, finish rules, processes.
+prefill, decode and recompute after a preemption are that one chase, under one token budget per step: requests that
+generate first, then running prompts, then waiting ones, each in the order of (priority, arrival). What the prefix cache
+has of a waiting request counts as computed when it is admitted. Does not know: logits, finish rules, processes.
+
+A prompt is long while more tokens of it are missing than a threshold. Long prompts leave half of what a step has for
+prompts to shorter ones, as long as there are any, and are begun one after the other: meanwhile shorter ones overtake
+those that wait. So short prompts do not wait behind long ones, and long ones do not starve. How much a step has for
+prompts beside requests that generate, a StepPacer may limit (step_pacing.py).
 
 Invariants: a step's tokens have their blocks reserved before it runs, and no others; only running sequences hold
 blocks; a step that had to preempt admits nobody, and the first running sequence is never preempted, so some request
@@ -16,6 +21,7 @@ that they end give blocks back. So only running rows, and never waiting ones, ha
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 
@@ -24,7 +30,8 @@ import numpy as np
 from .kv_cache import KVCacheManager
 from .prefix_cache import Key, Prefix
 from .sequence import Rows, Sequence
-from .step import Int32Array, StepPlan
+from .step import BoolArray, Int32Array, StepPlan
+from .step_pacing import StepBudget, StepPacer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +43,23 @@ class Schedule:
 
 
 class Scheduler:
-    def __init__(self, rows: Rows, kv_cache: KVCacheManager, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        kv_cache: KVCacheManager,
+        max_num_batched_tokens: int,
+        long_prefill_token_threshold: int = sys.maxsize,
+        pacer: StepPacer | None = None,
+    ) -> None:
+        """pacer: limits the time of steps in which requests generate; None: tokens alone limit a step."""
         self._rows = rows
         self._table = rows.table
         self._kv_cache = kv_cache
         self._budget = max_num_batched_tokens
+        self._threshold = long_prefill_token_threshold
+        self._pacer = pacer
         self._waiting: list[Sequence] = []
+        self._long_waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._running_rows: Int32Array | None = None
         self._refused: list[tuple[Sequence, str]] = []
@@ -52,20 +70,20 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._long_waiting)
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
     def add(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence)
+        insort(self._queue_of(sequence), sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence is over, in whatever state it was: its blocks and its row are free at once, even while a step
         that computes them is in flight (kv_cache.py says why)."""
         if not self._discard(self._running, sequence):
-            self._discard(self._waiting, sequence)
+            self._discard(self._queue_of(sequence), sequence)
         if sequence.row >= 0:
             self._kv_cache.release(sequence.row)
             self._rows.release(sequence)
@@ -86,9 +104,9 @@ class Scheduler:
         continued = self._continue_running(in_flight)
         if continued is None:
             return Schedule(None, [])
-        rows, chunks, preempted = continued
-        if self._waiting and not preempted:
-            new_rows, new_chunks = self._admit_waiting(self._budget - int(chunks.sum()))
+        rows, chunks, budget, preempted = continued
+        if self.num_waiting and not preempted:
+            new_rows, new_chunks = self._admit_waiting(budget)
             rows = np.concatenate([rows, new_rows])
             chunks = np.concatenate([chunks, new_chunks])
         return Schedule(self._plan(rows, chunks) if len(rows) else None, self._refused)
@@ -97,14 +115,14 @@ class Scheduler:
         table = self._table
         return StepPlan(rows, chunks, table.num_computed_tokens[rows] + chunks == table.num_tokens[rows])
 
-    def _continue_running(self, in_flight: bool) -> tuple[Int32Array, Int32Array, bool] | None:
-        """Rows and chunks of running sequences, their blocks reserved, and whether any had to be preempted for it; None
-        when there are no blocks as long as steps are in flight."""
+    def _continue_running(self, in_flight: bool) -> tuple[Int32Array, Int32Array, StepBudget, bool] | None:
+        """Rows and chunks of running sequences, their blocks reserved, what is left for prompts, and whether any row
+        had to be preempted for it; None when there are no blocks as long as steps are in flight."""
         preempted = False
         while True:
-            rows, chunks = self._running_chunks(in_flight)
+            rows, chunks, budget = self._running_chunks(in_flight)
             if self._kv_cache.reserve(rows, self._table.num_computed_tokens[rows] + chunks):
-                return rows, chunks, preempted
+                return rows, chunks, budget, preempted
             if in_flight:
                 return None
             last = self._running[-1]
@@ -114,58 +132,101 @@ class Scheduler:
                 self._preempt(last)
                 preempted = True
 
-    def _running_chunks(self, in_flight: bool) -> tuple[Int32Array, Int32Array]:
-        """How far each running row gets in this step; rows that the budget does not reach are left out."""
+    def _running_chunks(self, in_flight: bool) -> tuple[Int32Array, Int32Array, StepBudget]:
+        """How far each running row gets in this step; rows that the budget does not reach are left out. And what is
+        left for prompts."""
         rows = self._rows_of_running()
         if in_flight:
             rows = rows[self._table.num_tokens[rows] < self._rows.max_total_tokens[rows]]
-        wanted = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
-        if wanted.sum() <= self._budget:
-            return rows, wanted
-        budget_left = self._budget - (np.cumsum(wanted, dtype=np.int32) - wanted)
-        chunks = np.clip(budget_left, 0, wanted)
+        chunks = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
+        is_prompt = chunks > 1
+        decodes = (~is_prompt).nonzero()[0]
+        num_decodes = min(len(decodes), self._budget)
+        if 0 < num_decodes == self._budget and is_prompt[: decodes[num_decodes - 1]].any():
+            num_decodes -= 1  # a prompt that comes before some of them goes on, too
+        tokens_left = self._budget - num_decodes
+        budget = StepBudget(tokens_left) if self._pacer is None else self._pacer.budget(tokens_left, num_decodes)
+        if num_decodes == len(rows):
+            return rows, chunks, budget
+        chunks[decodes[num_decodes:]] = 0
+        self._cut_prompts(rows, chunks, is_prompt, budget)
         reached = chunks > 0
-        return rows[reached], chunks[reached]
+        return rows[reached], chunks[reached], budget
 
-    def _admit_waiting(self, budget: int) -> tuple[Int32Array, Int32Array]:
+    def _cut_prompts(self, rows: Int32Array, chunks: Int32Array, is_prompt: BoolArray, budget: StepBudget) -> None:
+        """Makes the chunks of running prompts fit into the budget, in their order."""
+        is_long = chunks > self._threshold
+        are_shorter_there = bool(self._waiting) or bool((is_prompt & ~is_long).any())
+        for_long = budget.half() if are_shorter_there else None
+        # Long ones first, from their half: what they leave is for the shorter ones.
+        for i in [*(is_prompt & is_long).nonzero()[0].tolist(), *(is_prompt & ~is_long).nonzero()[0].tolist()]:
+            chunks[i] = _take(int(chunks[i]), int(self._table.num_computed_tokens[rows[i]]), budget,
+                              for_long if is_long[i] else None)  # fmt: skip
+
+    def _admit_waiting(self, budget: StepBudget) -> tuple[Int32Array, Int32Array]:
         """Admits from the head of the queue while budget, rows and blocks last. The head waits until it fits.
 
-        A request is admitted when all its known tokens would fit, though only the blocks of its first chunk are
-        reserved: otherwise a long prompt would be admitted and preempted over and over. Nobody can take the rest of
-        its blocks by admission, because its next chunks go first and leave no budget until its prompt is done.
+        A request is admitted when all its known tokens would fit beside those of running prompts, though only the
+        blocks of its first chunk are reserved: otherwise a long prompt would be admitted and preempted over and over.
         """
         rows: list[int] = []
         chunks: list[int] = []
         under_way: set[Key] | None = None
-        while self._waiting and budget > 0:
-            head = self._waiting[0]
+        unreserved = -1
+        while not budget.is_spent and (head := self._head()) is not None:
             num_tokens = self._num_tokens(head)
             if self._kv_cache.blocks_for(num_tokens) > self._kv_cache.num_blocks:
                 self._refuse(head, num_tokens)
                 continue
             if not self._has_row(head):
                 break
+            if unreserved < 0:
+                running = self._rows_of_running()
+                unreserved = int(self._kv_cache.missing_blocks(running, self._table.num_tokens[running]).sum())
             prefix = self._kv_cache.find(self._rows.token_ids(head), head.request.prefix_salt)
-            if not self._has_blocks(num_tokens, prefix):
+            if not self._has_blocks(num_tokens, prefix, unreserved):
                 break
             if under_way is None:
                 under_way = self._kv_cache.next_keys(self._rows_of_running())
             if prefix.missing in under_way:
                 break  # a row computes its next block, now or in flight: it waits for it, and nobody overtakes it
+            are_shorter_there = self._is_long(head) and bool(self._waiting)
             if self._take_row(head):
-                chunk = min(budget, num_tokens - self._take_prefix(head, num_tokens, prefix))
-                row, reach = np.array([head.row], np.int32), self._table.num_computed_tokens[head.row] + chunk
-                self._kv_cache.reserve(row, np.array([reach], np.int32))
+                num_hit = self._take_prefix(head, num_tokens, prefix)
+                chunk = _take(num_tokens - num_hit, num_hit, budget, budget.half() if are_shorter_there else None)
+                row, reach = np.array([head.row], np.int32), np.array([num_hit + chunk], np.int32)
+                self._kv_cache.reserve(row, reach)
+                unreserved += self._kv_cache.blocks_for(num_tokens) - self._kv_cache.blocks_for(num_hit + chunk)
                 under_way |= self._kv_cache.next_keys(row)
-                budget -= chunk
                 rows.append(head.row)
                 chunks.append(chunk)
         return np.array(rows, np.int32), np.array(chunks, np.int32)
 
-    def _has_blocks(self, num_tokens: int, prefix: Prefix) -> bool:
-        """Whether there are blocks for all tokens; those that a running sequence holds already need none."""
+    def _head(self) -> Sequence | None:
+        """Who is admitted next. A long prompt waits while another one is computed, and shorter ones overtake it."""
+        heads = [queue[0] for queue in (self._waiting, self._long_waiting) if queue]
+        head = min(heads, default=None)
+        if head is not None and self._is_long(head) and self._is_long_prompt_running():
+            return self._waiting[0] if self._waiting else None
+        return head
+
+    def _is_long_prompt_running(self) -> bool:
+        rows = self._rows_of_running()
+        missing = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
+        return bool((missing > self._threshold).any())
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        return self._num_tokens(sequence) > self._threshold
+
+    def _queue_of(self, sequence: Sequence) -> list[Sequence]:
+        """Where a sequence waits that does not run."""
+        return self._long_waiting if self._is_long(sequence) else self._waiting
+
+    def _has_blocks(self, num_tokens: int, prefix: Prefix, unreserved: int) -> bool:
+        """Whether there are blocks for all tokens; those that a running sequence holds already need none. unreserved:
+        how many blocks running prompts have still to get."""
         num_missing = self._kv_cache.blocks_for(num_tokens) - self._kv_cache.num_in_use(prefix)
-        return num_missing <= self._kv_cache.num_free_blocks
+        return num_missing + unreserved <= self._kv_cache.num_free_blocks
 
     def _take_prefix(self, head: Sequence, num_tokens: int, prefix: Prefix) -> int:
         """Starts the sequence behind what the prefix cache has of it; returns how many tokens that is."""
@@ -182,11 +243,10 @@ class Scheduler:
 
     def _take_row(self, head: Sequence) -> bool:
         """Moves the head of the queue to the running sequences. False when the runner refused it, which ends it."""
+        self._queue_of(head).pop(0)
         if head.row < 0 and (error := self._rows.fill(head)):
-            self._waiting.pop(0)
             self._refused.append((head, error))
             return False
-        self._waiting.pop(0)
         insort(self._running, head)
         self._running_rows = None
         return True
@@ -196,7 +256,7 @@ class Scheduler:
         self._discard(self._running, sequence)
         self._kv_cache.release(sequence.row)
         self._table.num_computed_tokens[sequence.row] = 0
-        insort(self._waiting, sequence)
+        insort(self._queue_of(sequence), sequence)
         self.num_preemptions += 1
 
     def _refuse(self, sequence: Sequence, num_tokens: int) -> None:
@@ -227,3 +287,14 @@ class Scheduler:
         del sequences[index]
         self._running_rows = None
         return True
+
+
+def _take(wanted: int, context: int, budget: StepBudget, part: StepBudget | None) -> int:
+    """How many of a prompt's next tokens, behind `context` others, the budget has room for; they are spent. part: a
+    part of the budget that they come from, too."""
+    chunk = budget.room(context, wanted)
+    if part is not None:
+        chunk = min(chunk, part.room(context, wanted))
+        part.spend(context, chunk)
+    budget.spend(context, chunk)
+    return chunk

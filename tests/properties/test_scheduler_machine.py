@@ -214,9 +214,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         return preempted
 
     def _expect_running_first(self, before: Before, running: list[Sequence], chunks: dict[Sequence, int]) -> None:
-        """In their order, each as far as the budget goes."""
-        budget = self.budget
-        for one in running:
+        """Those that generate, then prompts, in their order, each as far as the budget goes; the first prompt gets a
+        token at least when it comes before one that generates."""
+        decodes = [one for one in running if before.num_missing[one] == 1]
+        prompts = [one for one in running if before.num_missing[one] > 1]
+        reached = decodes[: self.budget]
+        if len(reached) == self.budget and prompts and prompts[0] < reached[-1]:
+            reached.pop()
+        for one in decodes:
+            assert chunks.get(one, 0) == (one in reached)
+        budget = self.budget - len(reached)
+        for one in prompts:
             assert chunks.get(one, 0) == min(before.num_missing[one], budget)
             budget -= chunks.get(one, 0)
 

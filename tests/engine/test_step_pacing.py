@@ -1,0 +1,277 @@
+"""Long prompts beside requests that generate: gaps follow a target, short prompts do not wait, tokens are the same."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from mock_devices import PacedDevice, devices_closed
+from mock_engine import expect_oracle, make_request, run_to_end
+from test_scheduler import Harness
+
+from llmbackend.engine import step_pacing
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.mock.mock_model import MockRunner
+from llmbackend.engine.scheduler import Scheduler
+from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
+from llmbackend.engine.step_pacing import MIN_CHUNK, StepPacer, StepWork
+
+DECODE_S, TOKEN_S, ATTENTION_S = 0.027, 0.0006, 2e-7
+"""What a step takes without prompts, and what a prompt's token adds, alone and for each token before it: about what a
+model of 125 million parameters takes on two cores."""
+MAX_MODEL_LEN = 9000
+
+
+@dataclass
+class Machine:
+    """A clock that only computing moves. slowdown: by what each step takes longer, one after the other."""
+
+    now_s: float = 0.0
+    slowdown: Callable[[], float] = lambda: 1.0
+    steps_s: list[float] = field(default_factory=list)
+
+    def compute(self, chunks: Sequence[tuple[int, int]]) -> None:
+        step_s = DECODE_S + sum(n * (TOKEN_S + ATTENTION_S * (start + n / 2)) for start, n in chunks if n > 1)
+        self.steps_s.append(step_s * self.slowdown())
+        self.now_s += self.steps_s[-1]
+
+
+class TimedRunner(MockRunner):
+    machine: Machine
+
+    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        starts = table.num_computed_tokens[plan.rows].tolist()
+        self.machine.compute(list(zip(starts, plan.num_scheduled_tokens.tolist(), strict=True)))
+        return super().execute(plan, table)
+
+
+def timed_core(machine: Machine, **arguments: Any) -> EngineCore:
+    """As a model on CPU is paced."""
+    settings: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "model": "mock", **arguments}
+    runner = TimedRunner(EngineConfig(**settings))
+    runner.machine = machine
+    return EngineCore(EngineConfig(**{**settings, "model": "a model"}), runner, lambda: machine.now_s)
+
+
+def streams(core: EngineCore) -> None:
+    """Four requests that generate."""
+    for i in range(4):
+        core.add(make_request(f"s{i}", (i + 1,) * 10, max_tokens=2000, ignore_eos=True))
+
+
+def gaps_beside_a_long_prompt(
+    core: EngineCore, machine: Machine, prompt_tokens: int = 8000
+) -> tuple[float, list[float], int]:
+    """The streams' usual gap, their gaps while a long prompt is computed, and how many steps that took."""
+    streams(core)
+    for _ in range(20):
+        core.step()
+    usual_s = statistics.median(machine.steps_s[-15:])
+    core.add(make_request("long", [i % 250 for i in range(prompt_tokens)], max_tokens=2))
+    machine.steps_s.clear()
+    while True:
+        result = core.step()
+        ids = {output.request_id for output in result.outputs if output.token_ids}
+        assert {"s0", "s1", "s2", "s3"} <= ids, "a stream got no token in a step"
+        if "long" in ids:
+            return usual_s, machine.steps_s, len(machine.steps_s)
+
+
+def test_streams_go_on_beside_a_long_prompt() -> None:
+    machine = Machine()
+    usual_s, gaps_s, num_steps = gaps_beside_a_long_prompt(timed_core(machine), machine)
+    assert usual_s == pytest.approx(DECODE_S)
+    assert max(gaps_s) <= 3 * usual_s
+    assert statistics.median(gaps_s) == pytest.approx(2.5 * usual_s, rel=0.2), "the time is used"
+    assert num_steps < 600
+
+
+def test_without_a_target_they_stall() -> None:
+    machine = Machine()
+    usual_s, gaps_s, _ = gaps_beside_a_long_prompt(timed_core(machine, step_target_ms=0), machine)
+    assert max(gaps_s) > 20 * usual_s
+
+
+def test_a_target_in_milliseconds() -> None:
+    machine = Machine()
+    _, gaps_s, _ = gaps_beside_a_long_prompt(timed_core(machine, step_target_ms=150), machine)
+    assert statistics.median(gaps_s) == pytest.approx(0.15, rel=0.2)
+    assert max(gaps_s) < 0.25
+
+
+def test_a_machine_that_is_busy_at_times() -> None:
+    """Every ninth step takes five times as long: that is not taken for the cost of prompts."""
+    count = iter(range(10**6))
+    machine = Machine(slowdown=lambda: 5.0 if next(count) % 9 == 8 else 1.0)
+    usual_s, gaps_s, num_steps = gaps_beside_a_long_prompt(timed_core(machine), machine)
+    assert statistics.median(gaps_s) <= 3 * usual_s
+    assert num_steps < 900, "the prompt goes on in chunks of a fair size"
+
+
+def test_a_target_that_generating_takes_up_alone_leaves_the_smallest_chunk() -> None:
+    machine = Machine()
+    _, gaps_s, num_steps = gaps_beside_a_long_prompt(timed_core(machine, step_target_ms=1), machine, 1000)
+    assert num_steps == pytest.approx(1000 / MIN_CHUNK, rel=0.1)
+    assert max(gaps_s) < 3 * DECODE_S
+
+
+def test_a_prompt_that_disturbs_nobody_has_the_whole_budget() -> None:
+    machine = Machine()
+    core = timed_core(machine)
+    core.add(make_request("long", [i % 250 for i in range(8000)], max_tokens=1))
+    while core.has_work:
+        core.step()
+    assert len(machine.steps_s) == -(-8000 // 512)
+
+
+def test_tokens_are_those_without_pacing() -> None:
+    machine = Machine()
+    core = timed_core(machine, num_kv_blocks=60, block_size=16)
+    requests = [make_request(f"s{i}", (i + 1,) * 10, max_tokens=200, temperature=0.8, seed=i) for i in range(3)]
+    requests += [make_request(f"l{i}", [(7 * j + i) % 250 for j in range(600)], max_tokens=9) for i in range(3)]
+    outcomes = run_to_end(core, requests)
+    for request in requests:
+        expect_oracle(outcomes[request.request_id], request, MAX_MODEL_LEN)
+
+
+def test_steps_in_flight_are_paced_too() -> None:
+    with devices_closed():
+        config = EngineConfig(
+            model="mock", mock_steps_in_flight=2, step_target_ms=0.5, max_model_len=2000, max_num_batched_tokens=256
+        )
+        core = EngineCore(config, PacedDevice(config))
+        requests = [make_request(f"s{i}", (i + 1,) * 10, max_tokens=100, ignore_eos=True) for i in range(3)]
+        requests.append(make_request("long", [i % 250 for i in range(1500)], max_tokens=5))
+        outcomes = run_to_end(core, requests)
+        for request in requests:
+            expect_oracle(outcomes[request.request_id], request, 2000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_paced"),
+    [
+        ({"model": "a model"}, True),
+        ({"model": "a model", "step_target_ms": 0}, False),
+        ({"model": "a model", "device": "cuda"}, False),
+        ({"model": "a model", "device": "cuda", "step_target_ms": 40}, True),
+        ({"model": "mock"}, False),
+        ({"model": "mock", "step_target_ms": 40}, True),
+    ],
+)
+def test_what_is_paced(arguments: dict[str, Any], is_paced: bool) -> None:
+    core = EngineCore(EngineConfig(**arguments), MockRunner(EngineConfig(model="mock", max_num_seqs=2)))
+    assert (core._pacer is not None) == is_paced
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+def test_a_target_that_is_no_time_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=r"'step_target_ms' is .*, expected a number of at least 0"):
+        EngineConfig(model="mock", step_target_ms=value)
+
+
+# --- the measurements -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_without_prompts_is_measured_first_and_then_at_times() -> None:
+    pacer = StepPacer(None)
+    assert pacer.budget(512, 4).is_spent, "nothing is known: this step computes no prompt"
+    pacer.begin(StepWork(4, ()))
+    assert not pacer.budget(512, 4).is_spent, "its measurement is under way"
+    pacer.end(0.03)
+    for _ in range(step_pacing.STEPS_BETWEEN_MEASUREMENTS):
+        room = pacer.budget(512, 4).room(0, 5000)
+        assert room >= MIN_CHUNK
+        pacer.begin(StepWork(4, ((0, room),)))
+        pacer.end(0.03 + room * 0.001)
+    assert pacer.budget(512, 4).is_spent
+    pacer.begin(StepWork(4, ()))
+    pacer.end(0.03)
+    assert pacer.budget(512, 4).room(0, 5000) == 32, "45 ms, in whole tiles"
+
+
+def test_what_was_measured_of_short_contexts_serves_longer_ones() -> None:
+    pacer = StepPacer(0.105)
+    pacer.begin(StepWork(4, ()))
+    pacer.end(0.02)
+    for context, token_s in ((100, 0.001), (5000, 0.003)):
+        for _ in range(12):
+            pacer.begin(StepWork(4, ((context, 50),)))
+            pacer.end(0.02 + 50 * token_s)
+    assert pacer.token_s(0) == pytest.approx(0.001, rel=0.05)
+    assert pacer.token_s(7000) == pytest.approx(0.003, rel=0.05)
+    assert pacer.token_s(2000) == pacer.token_s(0)
+    assert pacer.token_s(30_000) == pacer.token_s(7000)
+    assert [pacer.budget(512, 4).room(context, 5000) for context in (0, 7000)] == [80, 28]
+
+
+# --- short and long prompts -------------------------------------------------------------------------------------------
+
+
+def fair(budget: int = 16, threshold: int = 30, **sizes: int) -> Harness:
+    harness = Harness(budget=budget, **sizes)
+    harness.scheduler = Scheduler(harness.rows, harness.kv_cache, budget, threshold)
+    return harness
+
+
+def test_short_prompts_do_not_wait_behind_a_long_one() -> None:
+    harness = fair()
+    harness.add("long", 200)
+    assert harness.step()[0] == {"long": 16}
+    harness.add("short", 20)
+    assert harness.step() == ({"long": 8, "short": 8}, set())
+    assert harness.step() == ({"long": 8, "short": 8}, set())
+    assert harness.step() == ({"long": 8, "short": 4}, {"short"})
+    assert harness.step()[0] == {"long": 15, "short": 1}, "alone again, it has all that is left"
+
+
+def test_a_second_long_prompt_waits_and_short_ones_overtake_it() -> None:
+    harness = fair()
+    harness.add("long", 100)
+    harness.step()
+    harness.add("second", 100)
+    harness.add("short", 6)
+    assert harness.step() == ({"long": 8, "short": 6}, {"short"})
+    assert harness.step()[0] == {"short": 1, "long": 15}
+    while "second" not in (chunks := harness.step()[0]):
+        assert len(chunks) <= 2
+    assert harness.table.num_tokens[harness.sequences["long"].row] >= 100
+
+
+def test_long_prompts_do_not_starve_under_short_ones() -> None:
+    harness = fair(rows=12)
+    harness.add("long", 128)
+    progress = 0
+    for i in range(16):
+        harness.add(f"s{i}", 8)
+        chunks, sampled = harness.step()
+        progress += chunks.get("long", 0)
+        for name in sampled & {f"s{j}" for j in range(16)}:
+            harness.scheduler.remove(harness.sequences.pop(name))
+    assert progress >= 16 * 7, "half of each step is its own"
+
+
+def test_prompts_that_come_later_leave_a_long_one_its_blocks() -> None:
+    harness = fair(budget=8, blocks=10, block_size=4)
+    harness.add("long", 36)
+    harness.step()
+    harness.add("short", 8)
+    for _ in range(4):
+        assert set(harness.step()[0]) == {"long"}
+    assert harness.scheduler.num_preemptions == 0
+
+
+def test_generating_rows_do_not_keep_a_prompt_that_came_first_from_its_end() -> None:
+    harness = fair(budget=2, threshold=1000)
+    for name in ("a", "b"):
+        harness.add(name, 1)
+    assert harness.step()[0] == {"a": 1, "b": 1}
+    harness.add("urgent", 9, priority=-1)
+    harness.scheduler.remove(harness.sequences["b"])
+    assert harness.step()[0] == {"a": 1, "urgent": 1}
+    harness.add("c", 1, priority=-2)
+    steps = [harness.step()[0] for _ in range(12)]
+    assert sum(chunks.get("urgent", 0) for chunks in steps) >= 8
