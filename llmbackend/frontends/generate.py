@@ -34,6 +34,7 @@ from .kserve_http import MODEL_PATHS, model_of
 from .limits import RETRY_AFTER_S
 from .mailbox import Item
 from .orca import load_headers
+from .parts_response import pieces
 from .request_body import read_body, release_body
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
@@ -164,4 +165,5 @@ def _json(response: InferenceResponse) -> bytes:
 
 
 async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
-    yield body
+    for piece in pieces(body):
+        yield piece

@@ -14,7 +14,7 @@ from typing import Any
 from llmbackend.core.errors import internal
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback
 from llmbackend.core.requests.request_bounds import MOST_PARAMETERS, MOST_TENSORS, check_count, check_id
-from llmbackend.core.tensors import Tensor, to_wire
+from llmbackend.core.tensors import Tensor, wire_view
 
 from .infer_tensors import Inputs, RequestedOutputs
 from .json_reader import array_member, as_object, as_string, dump, parse, parsing
@@ -109,8 +109,8 @@ def _optional_string(document: Any, key: str) -> str:
         return as_string(document[key])
 
 
-def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[bytes, bytes | None]:
-    """(JSON, raw bytes after it); None instead of raw bytes = every output is in the JSON.
+def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[bytes, list[memoryview]]:
+    """The JSON, and the raw bytes of the outputs that are not in it.
 
     Raises TritonError for an output that JSON can not carry.
     """
@@ -118,7 +118,7 @@ def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[byte
     document |= {"model_name": response.model_name, "model_version": str(response.model_version)}
     if response.parameters:
         document["parameters"] = dict(response.parameters)
-    raws: list[bytes] = []
+    raws: list[memoryview] = []
     outputs: list[dict[str, Any]] = []
     for tensor in response.outputs:
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
@@ -126,13 +126,13 @@ def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[byte
         if tensor.name in form.in_shared_memory:
             continue  # its data is there
         if form.is_binary(tensor.name):
-            raws.append(to_wire(tensor))
-            output["parameters"] = {"binary_data_size": len(raws[-1])}
+            raws.append(wire_view(tensor))
+            output["parameters"] = {"binary_data_size": raws[-1].nbytes}
         else:
             output["data"] = json_from_tensor(tensor)
     document["outputs"] = outputs
     json = dump(document, has_nan_or_inf=has_nan_or_inf(form.in_json(response)))
-    return json, b"".join(raws) if raws else None
+    return json, raws
 
 
 def single_response(responses: list[InferenceResponse]) -> InferenceResponse:

@@ -18,7 +18,7 @@ from llmbackend.core.messages import InferenceRequest, nobody
 from llmbackend.core.tracing.trace import RequestTrace
 
 from .header_forwarding import HeaderForward
-from .http_errors import JSON, TEXT, error_response, plain
+from .http_errors import JSON, TEXT, error_response
 from .http_fields import header
 from .http_header_case import headers_as_sent
 from .http_tracing import received, sampled, traced
@@ -26,6 +26,7 @@ from .infer_codec import OutputForm, decode_content, encode_response, single_res
 from .inference import InferenceGate
 from .kserve_http import MODEL_PATHS, model_of
 from .orca import load_headers
+from .parts_response import PIECE_BYTES, PartsResponse
 from .request_body import ENCODINGS, IDENTITY, compress, content_encoding, response_encoding
 
 _INTEGER = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
@@ -85,8 +86,8 @@ class InferEndpoint:
             return error_response(error, TEXT)
         finally:
             inference.close()
-        json, raw = await self._gate.printed(form.in_json(response), encode_response, response, form)
-        return await _http_response(request, json, raw, load_headers(self._gate.server, request, message.model_name))
+        json, raws = await self._gate.printed(form.in_json(response), encode_response, response, form)
+        return await _http_response(request, json, raws, load_headers(self._gate.server, request, message.model_name))
 
 
 def _json_length(request: Request, body_bytes: int) -> int:
@@ -101,13 +102,17 @@ def _json_length(request: Request, body_bytes: int) -> int:
     return length
 
 
-async def _http_response(request: Request, json: bytes, raw: bytes | None, added_headers: dict[str, str]) -> Response:
-    body = json if raw is None else json + raw
-    headers = added_headers
-    if raw is not None:
+async def _http_response(
+    request: Request, json: bytes, raws: list[memoryview], added_headers: dict[str, str]
+) -> Response:
+    headers = {"content-type": "application/octet-stream" if raws else JSON} | added_headers
+    if raws:
         headers[_JSON_LENGTH.decode()] = str(len(json))
+    parts: list[bytes | memoryview] = [json, *raws]
     encoding = response_encoding(header(request, b"accept-encoding"))
     if encoding is not None:
         headers["content-encoding"] = encoding
-        body = await compress(body, encoding)
-    return plain(body, content_type=JSON if raw is None else "application/octet-stream", headers=headers)
+        parts = [await compress(parts, encoding)]
+    if sum(map(len, parts)) > PIECE_BYTES:
+        return PartsResponse(parts, headers)
+    return Response(b"".join(parts), headers=headers)

@@ -66,7 +66,7 @@ class Inputs:
                 size = as_unsigned(parameters["binary_data_size"])
             self.sent.append(RawTensor(name, datatype, shape, self._take(name, size)))
 
-    def _take(self, name: str, size: int) -> bytes:
+    def _take(self, name: str, size: int) -> memoryview:
         missing = size - self._raw.nbytes
         if missing > 0:
             raise invalid_argument(
@@ -74,7 +74,7 @@ class Inputs:
                 f"for model '{self._model_name}'"
             )
         taken, self._raw = self._raw[:size], self._raw[size:]
-        return bytes(taken)
+        return taken
 
 
 def _parameters_of(item: Any) -> Mapping[str, Any]:

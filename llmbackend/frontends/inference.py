@@ -18,7 +18,7 @@ from starlette.requests import Request
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback
 from llmbackend.core.requests.request_bounds import most_strings
-from llmbackend.core.tensors import Tensor
+from llmbackend.core.tensors import RawTensor, Tensor
 from llmbackend.core.tracing.trace import RequestTrace
 
 from .body_budget import BodyBudget
@@ -208,14 +208,15 @@ class InferenceGate:
     async def send(
         self, request: InferenceRequest, backlog: Backlog | None = None, trace: RequestTrace | None = None
     ) -> Inference:
-        """`submit` for a request that was decoded with `nobody` as its callback; one with many strings, each of which
-        becomes an object, in a thread."""
+        """`submit` for a request that was decoded with `nobody` as its callback; in a thread for one with many strings,
+        each of which becomes an object, or with large raw tensors, which may have to be copied."""
 
         def complete(callback: ResponseCallback) -> InferenceRequest:
             request.response_callback, request.trace = callback, trace
             return request
 
-        if most_strings(request.inputs) <= MANY_STRINGS:
+        raw_bytes = sum(len(tensor.raw) for tensor in request.inputs if isinstance(tensor, RawTensor))
+        if raw_bytes <= LARGE_BODY_BYTES and most_strings(request.inputs) <= MANY_STRINGS:
             return self.submit(complete, backlog)
         self.check_room()
         responses = ResponseStream(self._current_mailbox(), backlog or self.new_backlog())

@@ -9,9 +9,9 @@ Source: Triton's --http-max-input-size and its compression rules (gzip and defla
 from __future__ import annotations
 
 import asyncio
-import gzip
 import io
 import zlib
+from collections.abc import Sequence
 from typing import Final, Literal
 
 from starlette.requests import ClientDisconnect, Request
@@ -28,6 +28,8 @@ ENCODINGS: Final[tuple[Encoding, ...]] = ("gzip", "deflate")
 IDENTITY: Final = "identity"
 _PACKED_PIECE_BYTES: Final = 64 << 10
 _PIECE_BYTES: Final = 1 << 20
+_GZIP_WBITS: Final = 31
+"""zlib's "write a gzip header" window setting."""
 _AUTO_HEADER_WBITS: Final = 47
 """zlib's "recognise a gzip or a zlib header" window setting."""
 
@@ -113,10 +115,17 @@ def _decompress(body: bytes, max_bytes: int, lease: BodyLease) -> bytes:
     return content.getvalue()
 
 
-async def compress(body: bytes, encoding: Encoding) -> bytes:
-    """Off the event loop, unless a thread would cost more than the work."""
-    work = gzip.compress if encoding == "gzip" else zlib.compress
-    return work(body) if len(body) <= SMALL_BYTES else await asyncio.to_thread(work, body)
+async def compress(parts: Sequence[bytes | memoryview], encoding: Encoding) -> bytes:
+    """`parts` as one body, off the event loop, unless a thread would cost more than the work."""
+    if sum(map(len, parts)) <= SMALL_BYTES:
+        return _compress(parts, encoding)
+    return await asyncio.to_thread(_compress, parts, encoding)
+
+
+def _compress(parts: Sequence[bytes | memoryview], encoding: Encoding) -> bytes:
+    packer = zlib.compressobj(wbits=_GZIP_WBITS if encoding == "gzip" else zlib.MAX_WBITS)
+    packed = [packer.compress(part) for part in parts]
+    return b"".join([*packed, packer.flush()])
 
 
 def response_encoding(accept_encoding: str) -> Encoding | None:

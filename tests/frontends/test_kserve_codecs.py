@@ -131,8 +131,8 @@ ARRAYS = st.one_of(
 @given(array=ARRAYS)
 def test_a_tensor_goes_through_json_and_back(array: Any) -> None:
     tensor = Tensor.of("T", array)
-    json_text, raw = infer_codec.encode_response(InferenceResponse("m", 1, "", (tensor,)), infer_codec.OutputForm())
-    assert raw is None
+    json_text, raws = infer_codec.encode_response(InferenceResponse("m", 1, "", (tensor,)), infer_codec.OutputForm())
+    assert raws == []
     data = parse(json_text)["outputs"][0]["data"]
     back = tensor_from_json("T", tensor.datatype, tensor.shape, data)
     same = back.data == tensor.data
@@ -176,7 +176,7 @@ def test_half_precision_is_refused_in_json() -> None:
         infer_codec.encode_response(InferenceResponse("m", 1, "", (tensor,)), infer_codec.OutputForm())
     assert caught.value.code is ErrorCode.INVALID_ARG
     form = infer_codec.OutputForm(binary={"X": True})
-    assert infer_codec.encode_response(InferenceResponse("m", 1, "", (tensor,)), form)[1] == b"\x00\x3c"
+    assert infer_codec.encode_response(InferenceResponse("m", 1, "", (tensor,)), form)[1] == [b"\x00\x3c"]
 
 
 def test_response_parameters_reach_every_protocol() -> None:

@@ -213,3 +213,28 @@ def test_large_grpc_messages_are_refused_by_what_they_hold(running: Running) -> 
             else:
                 with pytest.raises(grpc.RpcError, match=text):
                     list(stream(iter([message]), timeout=60))
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip", "deflate"])
+def test_large_binary_tensors_go_in_and_out_unchanged(running: Running, encoding: str) -> None:
+    """Behind a JSON part of odd length, so that they do not lie on a multiple of their size."""
+    numbers = np.arange(2 * LARGE, dtype=np.int32).tobytes()
+    strings = b"".join(struct.pack("<I", len(text := b"%d" % n)) + text for n in range(MANY))
+    inputs = [
+        {"name": "S", "datatype": "BYTES", "shape": [MANY], "parameters": {"binary_data_size": len(strings)}},
+        {"name": "I", "datatype": "INT32", "shape": [2, LARGE], "parameters": {"binary_data_size": len(numbers)}},
+    ]
+    json_part = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    json_part += b" " * (1 - len(json_part) % 2)
+    headers = {"inference-header-content-length": str(len(json_part)), "accept-encoding": encoding}
+    with httpx.Client(base_url=f"http://{running.http}", timeout=60) as client:
+        answer = client.post("/v2/models/multi/infer", content=json_part + strings + numbers, headers=headers)
+    assert answer.headers.get("content-encoding", "identity") == encoding
+    head_bytes = int(answer.headers["inference-header-content-length"])
+    offset = head_bytes
+    found = {}
+    for output in json.loads(answer.content[:head_bytes])["outputs"]:
+        size = output["parameters"]["binary_data_size"]
+        found[output["name"]] = answer.content[offset : offset + size]
+        offset += size
+    assert found["I"] == numbers and found["S"] == strings and offset == len(answer.content)

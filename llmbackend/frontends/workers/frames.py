@@ -61,6 +61,8 @@ class _Pickler(pickle.Pickler):
         if type(value) is Tensor:
             make = self.tensor_of_strings if value.datatype == "BYTES" else from_wire
             return make, (value.name, value.datatype, value.shape, pickle.PickleBuffer(wire_view(value)))
+        if type(value) is memoryview:
+            return memoryview, (pickle.PickleBuffer(value),)
         return NotImplemented
 
 

@@ -1,14 +1,14 @@
 """A worker process: `python -m llmbackend.frontends.workers.main DESCRIPTOR`.
 
 For: WorkerProcess, which starts it. Does not know: protocols; it calls what it is told to. Invariants: it ends when its
-server does, however that ends; when memory is short it is the one that the kernel kills, and it takes no more than
-MOST_MEMORY_BYTES.
+server does, however that ends; when memory is short it is the one that the kernel kills (a body of 64 MiB that is all
+brackets takes 2 GiB when it is parsed; a limit of address space is of no use, orjson reserves 8 GiB and uses little).
 """
 
 from __future__ import annotations
 
 import contextlib
-import resource
+import os
 import socket
 import sys
 import traceback
@@ -19,13 +19,13 @@ from llmbackend.core.errors import TritonError, internal, unavailable
 
 from .frames import receive, to_server
 
-MOST_MEMORY_BYTES: Final = 6 << 30
-"""A body of 64 MiB that is all brackets takes 2 GiB when it is parsed."""
+_NICENESS: Final = 10
+"""Streams go first: what is parsed here may take seconds anyway."""
 _FIRST_TO_BE_KILLED: Final = "1000"
 
 
 def main(descriptor: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
+    os.nice(_NICENESS)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)
     with contextlib.suppress(EOFError, OSError), socket.socket(fileno=descriptor) as server:
