@@ -68,8 +68,8 @@ class ModelFlags:
         Any, _switch("--model-namespacing", "The same name may be in several repositories.")
     ] = False
     model_config_name: Annotated[
-        str, typer.Option(help="Use configs/<name>.pbtxt of a model that has it, instead of config.pbtxt.")
-    ] = ""
+        str | None, typer.Option(help="Use configs/<name>.pbtxt of a model that has it, instead of config.pbtxt.")
+    ] = None
     disable_auto_complete_config: Annotated[
         bool, typer.Option("--disable-auto-complete-config", help="Backends may not complete config.pbtxt.")
     ] = False
@@ -329,7 +329,7 @@ def server_options(
         model_load_thread_count=models.model_load_thread_count,
         model_load_retry_count=models.model_load_retry_count,
         auto_complete_config=models.auto_complete_config,
-        model_config_name=models.model_config_name,
+        model_config_name=_config_name(models.model_config_name),
         model_namespacing=models.model_namespacing,
         repoagent_directory=models.repoagent_directory,
         allow_client_shm=allow_client_shm,
@@ -367,3 +367,10 @@ def _backend_config(models: ModelFlags) -> dict[str, dict[str, str]]:
             raise bad_option("--backend-config", f"'{item}', {expected}")
         config.setdefault(backend, {})[key] = value
     return config
+
+
+def _config_name(given: str | None) -> str:
+    """Raises typer.BadParameter for a name that was given and is empty."""
+    if given == "":
+        raise bad_option("--model-config-name", "empty argument for --model-config-name")
+    return given or ""

@@ -5,7 +5,6 @@ For: the command line. Does not know: what is done with them. Invariant: names, 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -20,10 +19,10 @@ from .flag_types import switch
 @dataclass(frozen=True)
 class ProtocolFlags:
     http_header_forward_pattern: Annotated[
-        str, typer.Option(help="Regular expression, any case: HTTP headers that /infer hands to the model.")
+        str, typer.Option(help="RE2 pattern, any case: HTTP headers that /infer hands to the model.")
     ] = ""
     grpc_header_forward_pattern: Annotated[
-        str, typer.Option(help="Regular expression: gRPC metadata that inference hands to the model.")
+        str, typer.Option(help="RE2 pattern, any case: gRPC metadata that inference hands to the model.")
     ] = ""
     grpc_infer_response_compression_level: Annotated[
         str, typer.Option(help="Compression of inference responses: none, low, medium or high.")
@@ -51,8 +50,8 @@ class ProtocolFlags:
 
 def _forward(protocol: str, pattern: str) -> HeaderForward:
     try:
-        return HeaderForward.http(pattern) if protocol == "http" else HeaderForward.grpc(pattern)
-    except re.error as error:
+        return HeaderForward.of(pattern)
+    except ValueError as error:
         raise typer.BadParameter(
             f"--{protocol}-header-forward-pattern '{pattern}' is not a regular expression: {error}"
         ) from None

@@ -64,8 +64,9 @@ class _Mapping:
     def refuse_repeated(self, body: bytes) -> None:
         """Raises if one JSON object names an input twice; looks closer only where a name occurs twice in the text."""
         if any(body.count(b'"%b"' % name.encode()) > 1 for name in self._inputs):
-            for name in repeated_keys(body) & self._inputs.keys():
-                raise self._already_exists(name)
+            for name in repeated_keys(body):
+                if name in self._inputs:
+                    raise self._already_exists(name)
 
     def add_all(self, document: Mapping[str, Any]) -> None:
         if _NESTED in document and _NESTED in self._inputs:

@@ -4,16 +4,15 @@ For: /infer over HTTP, ModelInfer and ModelStreamInfer over gRPC (not generate, 
 Invariants: only what the operator's pattern names is forwarded; a forwarded header wins over a parameter of the same
 name in the body, so that what a proxy in front says cannot be forged; names keep the case in which the client sent
 them (which an HTTP server forgets, see `http_header_case.py`).
-Source: --http-header-forward-pattern and --grpc-header-forward-pattern: found anywhere in a name, without regard to
-case over HTTP (golden 60), with it over gRPC, whose names are lower case; reserved names as Triton's QA has them.
+Source: --http-header-forward-pattern and --grpc-header-forward-pattern: regular expressions of RE2, found anywhere in a
+name, without regard to case unless they say `(?-i)` (golden 60); reserved names as Triton's QA has them.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from llmbackend.core.backend_api import ParameterValue
 from llmbackend.core.errors import invalid_argument
@@ -29,21 +28,20 @@ Headers = Iterable[tuple[str | bytes, str | bytes]] | Any
 """gRPC's metadata is None when there is none."""
 
 
+class _Pattern(Protocol):
+    def search(self, text: str, /) -> object | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class HeaderForward:
     """`pattern` None: nothing is forwarded."""
 
-    pattern: re.Pattern[str] | None = None
+    pattern: _Pattern | None = None
 
     @classmethod
-    def http(cls, pattern: str) -> HeaderForward:
-        """Raises re.error."""
-        return cls(re.compile(pattern, re.IGNORECASE) if pattern else None)
-
-    @classmethod
-    def grpc(cls, pattern: str) -> HeaderForward:
-        """Raises re.error."""
-        return cls(re.compile(pattern) if pattern else None)
+    def of(cls, pattern: str) -> HeaderForward:
+        """Raises ValueError for what is no regular expression; "" forwards nothing."""
+        return cls(_compiled(pattern) if pattern else None)
 
     def __bool__(self) -> bool:
         return self.pattern is not None
@@ -69,6 +67,20 @@ class HeaderForward:
     def into(self, options: RequestOptions, headers: Headers) -> RequestOptions:
         """As `added`, for the options of a gRPC request."""
         return replace(options, parameters=self.added(options.parameters, headers))
+
+
+def _compiled(pattern: str) -> _Pattern:
+    import re2  # a server that forwards nothing starts without it
+
+    options = re2.Options()
+    options.case_sensitive = False
+    options.log_errors = False
+    try:
+        compiled: _Pattern = re2.compile(pattern, options)
+    except re2.error as error:
+        reason = error.args[0] if error.args else ""
+        raise ValueError(reason.decode() if isinstance(reason, bytes) else str(reason)) from None
+    return compiled
 
 
 FORWARD_NOTHING: Final = HeaderForward()

@@ -88,17 +88,20 @@ def _parse_error(reason: str, offset: int) -> TritonError:
     return internal(f"failed to parse the request JSON buffer: {reason} at {offset}")
 
 
-def repeated_keys(body: bytes) -> set[str]:
-    """Keys that some object of the (valid) JSON text holds twice; parsers keep the last one silently."""
-    repeated: set[str] = set()
+def repeated_keys(body: bytes) -> list[str]:
+    """Keys that some object of the (valid) JSON text holds twice, in the order in which that shows; parsers keep the
+    last one silently."""
+    repeated: dict[str, None] = {}
 
     def look(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
         for key, _ in pairs:
-            (repeated if key in seen else seen).add(key)
+            if key in seen:
+                repeated[key] = None
+            seen.add(key)
 
     json.loads(body.partition(b"\0")[0], object_pairs_hook=look, parse_int=str)  # int() refuses very long numbers
-    return repeated
+    return list(repeated)
 
 
 def dump(value: Any, *, sort_keys: bool = False, has_nan_or_inf: bool = False) -> bytes:

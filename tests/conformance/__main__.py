@@ -1,8 +1,8 @@
 """`python -m tests.conformance [NUMBER ...]`: replays the golden transcripts of a real Triton against this host.
 
 Prints each difference and `conformance: N of M transcripts match`; exits 1 when a difference is not listed in
-by_design.toml. With numbers, only those transcripts are replayed (their counters then differ, since transcripts share
-a server).
+by_design.toml. With numbers, only those transcripts are compared; what was recorded before them on the same server is
+replayed, too, since their answers depend on it.
 """
 
 from __future__ import annotations

@@ -66,6 +66,18 @@ def test_json_of_maps_submessages_and_64_bit_numbers() -> None:
     assert list(shown)[-1] == "model_transaction_policy" and "dynamic_batching" not in shown
 
 
+def test_keys_of_an_override_may_be_bare_words() -> None:
+    """As protobuf's parser in C++ takes them; what stands in strings is left alone."""
+    batching = "{direct: {}, max_sequence_idle_microseconds : 5}"
+    text = f'{{name: "m", sequence_batching: {batching}, default_model_filename: "a: \\"b: c"}}'
+    config = parse_json(text)
+    assert config.sequence_batching.HasField("direct") and config.default_model_filename == 'a: "b: c'
+    assert config.sequence_batching.max_sequence_idle_microseconds == 5
+    for wrong in ("{name: m}", "{name: 'm", "{1name: 5}", '{"name: "m"}'):
+        with pytest.raises(TritonError, match="Invalid config override"):
+            parse_json(wrong)
+
+
 def test_an_override_in_json_reads_as_the_text_form_does() -> None:
     assert parse_json(json.dumps(completed(IDENTITY)))
     assert config_to_json(parse_json(IDENTITY_JSON)) == json.loads(IDENTITY_JSON)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from pathlib import Path
@@ -70,6 +71,14 @@ def load_error(repository: Repository, config: str) -> str:
 
 def executed() -> list[tuple[str, str, Any]]:
     return STAGE.kept
+
+
+def test_the_log_names_each_sample_as_triton_does(warm: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    warm.model("m", "warm", warmup(rest="count: 2"), io=IO)
+    with caplog.at_level(logging.DEBUG), serving(warm, "m"):
+        pass
+    for iteration in (1, 2):
+        assert f"model 'm' instance m_0 is running warmup sample 'sample' for iteration {iteration}" in caplog.text
 
 
 def test_each_instance_executes_the_samples_on_its_own_thread_before_requests(warm: Repository) -> None:

@@ -200,6 +200,10 @@ def test_a_value_behind_a_space_means_the_same(repository: Path, monkeypatch: py
     ("argument", "message"),
     [
         (
+            "--model-config-name=",
+            'Bad option: "--model-config-name".\nempty argument for --model-config-name',
+        ),
+        (
             "--model-control-mode=bogus",
             'Bad option: "--model-control-mode".\ninvalid argument for --model-control-mode',
         ),

@@ -128,6 +128,10 @@ def test_a_refusal_first_is_a_503_that_says_when_to_try_again(client: httpx.Clie
         ),
         ('{"text_input":"x","id":7}', 500, "Unable to parse 'id': attempt to access JSON non-string as string"),
         ('{"text_input":"a","text_input":"b"}', 400, "[request id: <id_unknown>] input 'text_input' already exists"),
+        (
+            '{"stream":1,"text_input":"a","text_input":"b","stream":2,"text_input":"c"}',
+            *(400, "[request id: <id_unknown>] input 'text_input' already exists"),
+        ),
         ('{"text_input":"a","parameters":{"text_input":"b"}}', 400, "Converting keyword: 'parameters': [request id"),
         ('{"a":' * 101 + "1" + "}" * 101, 400, "JSON nesting depth exceeds maximum allowed limit (100)"),
     ],

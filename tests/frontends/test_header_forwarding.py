@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +28,7 @@ MULTI: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     protocols = ProtocolOptions(
-        http_forward=HeaderForward.http("(X-.*|traceparent|timeout|triton_)"), grpc_forward=HeaderForward.grpc("(x-.*)")
+        http_forward=HeaderForward.of("(X-.*|traceparent|timeout|triton_)"), grpc_forward=HeaderForward.of("(X-.*)")
     )
     running = Running(tmp_path_factory.mktemp("host"), protocols=protocols)
     yield running
@@ -105,8 +104,11 @@ def test_nothing_is_forwarded_by_default(tmp_path_factory: pytest.TempPathFactor
         plain.stop()
 
 
-def test_grpc_patterns_mind_case_and_broken_ones_are_refused() -> None:
-    assert HeaderForward.grpc("MY_.*").added({}, [("my_header", "v")]) == {}
-    assert HeaderForward.http("MY_.*").added({}, [(b"my_header", b"v")]) == {"my_header": "v"}
-    with pytest.raises(re.error):
-        HeaderForward.http("(")
+def test_patterns_are_those_of_re2_and_broken_ones_are_refused() -> None:
+    assert HeaderForward.of("MY_.*").added({}, [("my_header", "v")]) == {"my_header": "v"}
+    strict = HeaderForward.of("(?-i)My_[[:alpha:]]+$")
+    assert strict.added({}, [(b"My_header", b"v"), (b"my_header", b"w"), (b"My_1", b"x")]) == {"My_header": "v"}
+    with pytest.raises(ValueError, match=r"missing \)"):
+        HeaderForward.of("(")
+    with pytest.raises(ValueError):
+        HeaderForward.of(r"(a)\1")  # what would take exponential time is no pattern

@@ -79,8 +79,8 @@ def grpc_has_started(tmp_path_factory: pytest.TempPathFactory) -> None:
     Running(tmp_path_factory.mktemp("first")).stop()
 
 
-def settings(collector: Collector, rate: int = 1, **more: Any) -> TraceSettings:
-    options = OpenTelemetryOptions(url=collector.url, resource={"service.version": "7", "test.key": "value"})
+def settings(collector: Collector, rate: int = 1, url: str = "", **more: Any) -> TraceSettings:
+    options = OpenTelemetryOptions(url=url or collector.url, resource={"service.version": "7", "test.key": "value"})
     return TraceSettings(level=TraceLevel.TIMESTAMPS, rate=rate, mode="opentelemetry", open_telemetry=options, **more)
 
 
@@ -93,7 +93,7 @@ def events(span: Any) -> list[str]:
 
 
 def test_a_request_becomes_three_nested_spans(collector: Collector, tmp_path: Path) -> None:
-    running = Running(tmp_path, trace=settings(collector))
+    running = Running(tmp_path, trace=settings(collector, url=collector.url.removeprefix("http://")))  # Triton's form
     assert httpx.post(f"http://{running.http}/v2/models/identity/infer", json=INFER).status_code == 200
     running.stop()
     root, model, compute = (collector.named(name) for name in ("InferRequest", "identity", "compute"))

@@ -8,6 +8,7 @@ Source: GetNormalizedModelConfig in Triton's core; golden transcripts 04, 08, 57
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .sequence_rules import set_sequence_defaults
 
 CONFIG_FILE_NAME = "config.pbtxt"
 _ERROR_CHARACTERS = 500
+_STRING_OR_KEY = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<key>[A-Za-z_]\w*)(?=\s*:)', re.ASCII | re.DOTALL)
 
 
 def parse_text(text: str, source: str) -> ModelConfig:
@@ -51,11 +53,24 @@ def parse_json(text: str | bytes) -> ModelConfig:
     """The ModelConfig of a load override. Raises TritonError INVALID_ARG naming what is wrong."""
     config = ModelConfig()
     try:
-        # orjson, which refuses what the protobuf library cannot hold: lone surrogates, NaN.
-        json_format.ParseDict(orjson.loads(text), config)
+        json_format.ParseDict(_json(text), config)
     except (ValueError, AttributeError, TypeError, RecursionError, json_format.ParseError) as error:
         raise invalid_argument(f"Invalid config override: {_first_line(error)}") from None
     return config
+
+
+def _json(text: str | bytes) -> Any:
+    """orjson refuses what the protobuf library cannot hold: lone surrogates, NaN. Keys may be bare words, as for
+    protobuf's parser in C++."""
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        quoted = _STRING_OR_KEY.sub(_quote_key, text if isinstance(text, str) else text.decode())
+        return orjson.loads(quoted)
+
+
+def _quote_key(found: re.Match[str]) -> str:
+    return f'"{found["key"]}"' if found["key"] else found[0]
 
 
 def _first_line(error: BaseException) -> str:

@@ -41,8 +41,7 @@ class Latencies:
 
     def __init__(self, config: ModelConfig, options: MetricsOptions) -> None:
         buckets = _buckets(config)
-        is_streaming = config.model_transaction_policy.decoupled
-        self.first_response = Histogram(buckets) if options.histogram_latencies and is_streaming else None
+        self.first_response = Histogram(buckets) if options.histogram_latencies else None
         self.summaries = Summaries() if options.summary_latencies else None
 
 

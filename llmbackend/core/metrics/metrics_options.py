@@ -7,9 +7,11 @@ names and defaults are Triton's. Source: Triton's command line and metric_model_
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 FORMAT = "--metrics-config option format is '<setting>=<value>'. Got"
 
 
@@ -81,9 +83,15 @@ def _quantile(pair: str) -> Quantile:
     if not colon:
         raise ValueError(f"Invalid option: [{pair}]. No ':' delimiter found. Expected format is <quantile>:<error>")
     try:
-        parsed = Quantile(float(quantile), float(error))
+        parsed = Quantile(_leading_number(quantile), _leading_number(error))
     except ValueError:
         raise ValueError(f"Invalid option: [{pair}]. Error: not a number") from None
     if not (0 <= parsed.quantile <= 1 and 0 <= parsed.error <= 1) or math.isnan(parsed.error):
         raise ValueError(f"Invalid option: [{pair}]. Error: out of the range [0, 1]")
     return parsed
+
+
+def _leading_number(text: str) -> float:
+    """As Triton's command line reads numbers: what follows a number does not count. Raises ValueError without one."""
+    found = _NUMBER.match(text)
+    return float(found[0] if found else text)

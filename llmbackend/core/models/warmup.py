@@ -141,7 +141,13 @@ def warm_up(samples: Sequence[WarmupSample], instance: LoadedInstance) -> None:
     Call it on the instance's thread."""
     for sample in samples:
         for iteration in range(sample.count):
-            log.debug("instance '%s' runs warmup sample '%s', iteration %d", instance.name, sample.name, iteration + 1)
+            log.debug(
+                "model '%s' instance %s is running warmup sample '%s' for iteration %d",
+                instance.model.name,
+                instance.name,
+                sample.name,
+                iteration + 1,
+            )
             errors = _run(instance, sample)
             if errors:
                 texts = "".join(f"{error}; " for error in errors)

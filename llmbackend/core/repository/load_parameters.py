@@ -33,7 +33,7 @@ def check_model_name(name: str) -> None:
     """Raises TritonError INVALID_ARG for a name that could leave the repository, or that no directory can have."""
     if not name:
         raise invalid_argument("model name must not be empty")
-    if "/" in name or "\\" in name or ".." in name or name == ".":
+    if "/" in name or "\\" in name or name in (".", ".."):
         raise invalid_argument(f"invalid model name '{_shown(name)}': must not contain path traversal characters")
     if not name.isprintable():
         raise invalid_argument(f"invalid model name {_shown(name)!a}: must not contain unprintable characters")

@@ -130,6 +130,7 @@ class CachingScheduler(SchedulerShell):
 
     def _insert(self, key: bytes, response: InferenceResponse, lookup_ns: int) -> None:
         start_ns = time.monotonic_ns()
+        log.debug("Inserting items at cache key: %s", key.hex())
         try:
             self._cache.insert(key, pack(response))
         except Exception as error:

@@ -57,7 +57,7 @@ class OpenTelemetrySink:
     def __init__(self, options: OpenTelemetryOptions, exporter: SpanExporter | None = None) -> None:
         resource = Resource.create({"service.name": SERVICE_NAME} | dict(options.resource))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False, span_limits=_LIMITS)
-        self._exporter = exporter or OTLPSpanExporter(endpoint=options.url or None)
+        self._exporter = exporter or OTLPSpanExporter(endpoint=_with_scheme(options.url) or None)
         self._provider.add_span_processor(
             BatchSpanProcessor(
                 self._exporter,
@@ -127,6 +127,11 @@ class OpenTelemetrySink:
 
     def _wall_ns(self, monotonic_ns: int) -> int:
         return monotonic_ns + self._wall_clock_offset_ns
+
+
+def _with_scheme(url: str) -> str:
+    """Triton's exporter takes `localhost:4318/v1/traces`."""
+    return f"http://{url}" if url and "://" not in url else url
 
 
 def _marks(report: RequestTrace, names: Collection[str]) -> list[tuple[int, str]]:

@@ -125,7 +125,8 @@ class Report:
 
 
 def replay_all(only: Sequence[str] = ()) -> Report:
-    """Replays every group, or the transcripts whose numbers are in `only`."""
+    """Replays every group, or the transcripts whose numbers are in `only` behind those that came before them in their
+    recordings, on which their answers depend."""
     rules = read_rules(RULES)
     transcripts = {path.name[:2]: read_transcript(path) for path in sorted(GOLDEN.glob("*.txt"))}
     outcomes: list[TranscriptOutcome] = []
@@ -133,9 +134,11 @@ def replay_all(only: Sequence[str] = ()) -> Report:
         work = Path(folder)
         make_work_folder(work, HERE / "models")
         for group in GROUPS:
-            chosen = [transcripts[number] for number in group.numbers if not only or number in only]
-            if chosen:
-                outcomes += _replay_group(group, chosen, work, rules)
+            wanted = [index for index, number in enumerate(group.numbers) if not only or number in only]
+            if wanted:
+                replayed = [transcripts[number] for number in group.numbers[: wanted[-1] + 1]]
+                done = _replay_group(group, replayed, work, rules)
+                outcomes += [done[index] for index in wanted]
     used = {rule for outcome in outcomes for command in outcome.commands for rule in command.rules}
     return Report(tuple(outcomes), tuple(rule for rule in rules if rule not in used))
 
