@@ -64,9 +64,11 @@ class Conversion:
 class ConversionPool:
     """`_changed` owns the set of conversions and their flags."""
 
-    def __init__(self, name: str, tasks: TaskMap, timer: Timer) -> None:
+    def __init__(self, name: str, tasks: TaskMap, timer: Timer, on_change: Callable[[], None]) -> None:
+        """on_change: the number of requests here is another one."""
         self._tasks = tasks
         self._timer = timer
+        self._on_change = on_change
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"{name}-conversion")
         self._changed = threading.Condition()
         self._live: set[Conversion] = set()
@@ -84,6 +86,7 @@ class ConversionPool:
             conversion.alarm = partial(self._end, conversion, unavailable("Request timeout expired"))
             self._timer.start()
             self._timer.set(conversion.alarm, conversion.deadline_ns)
+        self._on_change()
         self._threads.submit(self._run, conversion)
         return ""
 
@@ -141,6 +144,7 @@ class ConversionPool:
     def _forget(self, conversion: Conversion) -> None:
         if conversion.alarm is not None:
             self._timer.clear(conversion.alarm)
+        self._on_change()
         with self._changed:
             self._live.discard(conversion)
             self._changed.notify_all()

@@ -86,7 +86,7 @@ class ModelState:
         self._metrics = LlmMetrics(model.backend, model.name, model.version)
         self._tasks = TaskMap(self._policies, self._arguments.max_queue_size)
         self._timer = Timer()
-        self._conversions = ConversionPool(model.name, self._tasks, self._timer)
+        self._conversions = ConversionPool(model.name, self._tasks, self._timer, self._on_conversion)
         self._placement = DevicePlacement()
         self._lock = threading.Lock()
         self._engines: list[Engine] = []
@@ -138,7 +138,7 @@ class ModelState:
         self._placement.leave(engine.config)
         if others:
             self._tasks.hand_over(engine.holder, others[0].holder)
-            self._metrics.engine_removed(engine.index, self._tasks.num_queued)
+            self._metrics.engine_removed(engine.index, self._tasks.num_waiting)
             _wake(others)
             return
         for task in self._tasks.pop_all():
@@ -198,6 +198,9 @@ class ModelState:
         if refusal := self._conversions.start(conversion):
             refuse(self._full(refusal))
 
+    def _on_conversion(self) -> None:
+        self._metrics.queued(self._tasks.num_waiting)
+
     def submit(self, task: InferTask) -> None:
         """Queues a task and wakes the engines. One that cannot be queued is answered UNAVAILABLE."""
         engines = tuple(self._engines)
@@ -209,7 +212,7 @@ class ModelState:
         task.on_cancel(partial(self._cancel, task.request_id))
         self._set_deadlines(task)
         self._tasks.enqueue(task)
-        self._metrics.queued(self._tasks.num_queued)
+        self._metrics.queued(self._tasks.num_waiting)
         _wake(engines)
 
     def stop_requests(self, client_id: str, by: Tenant) -> None:
@@ -302,14 +305,14 @@ class ModelState:
         for holder in controls.elsewhere:
             holder.wake()
         if controls.ended:
-            self._metrics.queued(self._tasks.num_queued)
+            self._metrics.queued(self._tasks.num_waiting)
         return [(request_id, Operation.STOP) for request_id in controls.stop]
 
     def _engine_lost(self, engine: Engine, request_ids: Sequence[str], cause: EngineDeadError) -> None:
         """What the dead engine had goes on in the next one that has room, but for a request that keeps killing."""
         loss = self._tasks.engine_died(engine.holder, request_ids, cause.kind, time.monotonic_ns())
         logger.warning("%s: engine %d died, %d requests go on: %s", self._name, engine.index, len(loss.go_on), cause)
-        self._metrics.engine_lost(engine.index, cause.kind, self._tasks.num_queued)
+        self._metrics.engine_lost(engine.index, cause.kind, self._tasks.num_waiting)
         if loss.convicted is not None:
             engine.manager.pardon()
             self._convict(loss.convicted, cause)
@@ -326,7 +329,7 @@ class ModelState:
         self._fail(task, internal(text))
 
     def _on_stats(self, engine: Engine, stats: EngineStats) -> None:
-        self._metrics.engine_stats(engine.index, stats, self._tasks.num_queued)
+        self._metrics.engine_stats(engine.index, stats, self._tasks.num_waiting)
         if stats.num_requests_running or stats.num_requests_waiting:
             return
         leftovers = self._tasks.leftovers([one.holder for one in tuple(self._engines)])

@@ -77,6 +77,12 @@ class TaskMap:
     def num_queued(self) -> int:
         return len(self._queue)
 
+    @property
+    def num_waiting(self) -> int:
+        """Those in the queue, and those that have a place in it and are being converted."""
+        with self._lock:
+            return len(self._queue) + self._reserved.total()
+
     def ids_of(self, client_id: str, by: Tenant) -> list[str]:
         """The requests to which their client gave this id, and which `by` may end."""
         with self._lock:

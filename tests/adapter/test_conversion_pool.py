@@ -85,6 +85,7 @@ def test_what_is_converted_has_a_place_in_the_queue(tmp_path: Path, gate: Gate) 
             refused = host.infer(text_input=text, sampling=GREEDY).error
             assert refused is not None and refused.code is ErrorCode.UNAVAILABLE
             assert "takes no more requests: its queue holds 3 requests" in refused.message
+        assert host.metric("vllm:num_requests_waiting") == 3
         gate.open.set()
         assert [call.wait().error for call in accepted] == [None] * 3
         assert host.infer(text_input=LONG, sampling=GREEDY).error is None
@@ -124,7 +125,7 @@ def start_core(host: LlmHost, request_id: str, **inputs: Any) -> Call:
 
 def test_an_unload_refuses_what_waits_and_lets_the_rest_go_on() -> None:
     tasks = TaskMap(QueuePolicies(), 10)
-    pool = ConversionPool("m", tasks, Timer())
+    pool = ConversionPool("m", tasks, Timer(), lambda: None)
     begun, go_on = threading.Event(), threading.Event()
     refused: list[str] = []
     handed_on: list[Any] = []
