@@ -29,6 +29,7 @@ from .cli_flags import (
     server_options,
 )
 from .cors_flags import CorsFlags
+from .engine_flags import EngineFlags
 from .flag_groups import takes_flag_groups
 from .flag_types import warn
 from .inert_flags import InertFlags
@@ -58,6 +59,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
 @takes_flag_groups
 def serve(
     models: ModelFlags,
+    engine: EngineFlags,
     life: LifeFlags,
     scheduling: SchedulingFlags,
     http: HttpFlags,
@@ -82,14 +84,19 @@ def serve(
         check_port_collision(endpoints)
     except ValueError as error:
         raise typer.TyperException(str(error)) from None
-    for text in (*models.warnings(), *inert.warnings()):
+    for text in (*models.warnings(), *engine.warnings(), *inert.warnings()):
         warn(text)
+    single = engine.model(models.model, models.model_name)
     settings = ServerSettings(
         log=log.settings(),
         options=replace(
             scheduling.applied_to(
                 server_options(
-                    models, life, metrics_config.options(), shared_memory.allowed(http.endpoint(), grpc.endpoint())
+                    models,
+                    single,
+                    life,
+                    metrics_config.options(),
+                    shared_memory.allowed(http.endpoint(), grpc.endpoint()),
                 )
             ),
             trace=trace.settings(),
@@ -103,6 +110,7 @@ def serve(
         limits=limits.limits(),
         doors=door_settings,
         protocols=replace(protocols.options(), cors=cors.options(), http_metrics=metrics.allow_metrics),
+        flag_model="" if single is None else single.served_name,
     )
     raise typer.Exit(run_server(settings))
 

@@ -10,15 +10,12 @@ import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
-from llmbackend.adapter.engine_args import check_checkpoint
-from llmbackend.core.errors import TritonError
 from llmbackend.core.messages import ServerOptions
 from llmbackend.core.metrics.metrics_options import MetricsOptions, with_metrics_config
-from llmbackend.engine.config import EngineConfig
 from llmbackend.frontends.doors.exposure import is_loopback
 from llmbackend.frontends.doors.rate_limit import Limits
 from llmbackend.frontends.doors.restrictions import parse_restrictions
@@ -30,7 +27,7 @@ from .flag_types import switch as _switch
 from .log_format import LOG_FORMATS
 from .server_log import LogSettings
 from .settings import Endpoint
-from .start_failure import advice
+from .single_model import SingleModel
 
 
 def _port(help_text: str) -> Any:
@@ -41,6 +38,8 @@ def _port(help_text: str) -> Any:
 class ModelFlags:
     """Which models are served, and how they come up."""
 
+    PANEL: ClassVar = "Models"
+
     model_repository: Annotated[
         list[Path] | None,
         typer.Option("--model-repository", "--model-store", help="Directory of models; repeatable."),
@@ -48,12 +47,12 @@ class ModelFlags:
     model: Annotated[
         str, typer.Option(help="Serve one checkpoint directory or hub id, with no repository (see --model-name).")
     ] = ""
-    model_name: Annotated[str, typer.Option(help="The name that --model is served as; default: its last part.")] = ""
-    dtype: Annotated[str, typer.Option(help="For --model: auto, float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str, typer.Option(help="For --model: cpu, cuda, cuda:N, or auto: a GPU where there is one.")] = (
-        "auto"
-    )
-    max_model_len: Annotated[int, typer.Option(help="For --model: context limit in tokens; 0 = the model's.")] = 0
+    model_name: Annotated[
+        str,
+        typer.Option(
+            "--model-name", "--served-model-name", help="The name that --model is served as; default: its last part."
+        ),
+    ] = ""
     model_control_mode: Annotated[str, typer.Option(help="none, poll or explicit.")] = "none"
     repository_poll_secs: Annotated[float, typer.Option(min=0, help="Mode poll: seconds between looks; 0 = none.")] = (
         15.0
@@ -97,20 +96,13 @@ class ModelFlags:
             return ()
         return ("'--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead.",)
 
-    def repositories(self) -> list[Path]:
+    def repositories(self, single: SingleModel | None) -> list[Path]:
         """The repositories to serve; one is made for `--model`."""
-        from .serve import single_model_repository
-
         found = list(self.model_repository or ())
         for directory in found:
             _check_repository(directory)
-        if self.model:
-            try:
-                check_checkpoint(EngineConfig(model=self.model))
-            except TritonError as error:
-                raise bad_option("--model", f"{error.message}. {advice(error.message)}") from None
-            made = single_model_repository(self.model, self.model_name, self.dtype, self.device, self.max_model_len)
-            found.append(made)
+        if single is not None:
+            found.append(single.make_repository())
         if not found:
             raise typer.BadParameter("nothing to serve: give --model-repository DIR, or --model DIR for one checkpoint")
         return found
@@ -119,6 +111,8 @@ class ModelFlags:
 @dataclass(frozen=True)
 class LifeFlags:
     """The server's name, and how it starts and ends."""
+
+    PANEL: ClassVar = "Server"
 
     server_id: Annotated[str, typer.Option("--id", help="The server's name in its metadata.")] = "triton"
     exit_timeout_secs: Annotated[int, typer.Option(min=0, help="Seconds that running requests get at shutdown.")] = 30
@@ -131,6 +125,8 @@ _REUSE = "Several servers may listen on the port, if each has this flag."
 
 @dataclass(frozen=True)
 class HttpFlags:
+    PANEL: ClassVar = "HTTP"
+
     allow_http: Annotated[Any, _switch("--allow-http", "Serve HTTP: KServe v2, generate, OpenAI.")] = True
     http_address: Annotated[str, typer.Option(help="Address of HTTP.")] = "0.0.0.0"
     http_port: Annotated[int, _port("Port of HTTP")] = 8000
@@ -144,6 +140,8 @@ class HttpFlags:
 
 @dataclass(frozen=True)
 class GrpcFlags:
+    PANEL: ClassVar = "gRPC"
+
     allow_grpc: Annotated[Any, _switch("--allow-grpc", "Serve gRPC.")] = True
     grpc_address: Annotated[str, typer.Option(help="Address of gRPC.")] = "0.0.0.0"
     grpc_port: Annotated[int, _port("Port of gRPC")] = 8001
@@ -154,6 +152,8 @@ class GrpcFlags:
 
 @dataclass(frozen=True)
 class MetricsFlags:
+    PANEL: ClassVar = "Metrics"
+
     allow_metrics: Annotated[Any, _switch("--allow-metrics", "Serve Prometheus metrics.")] = True
     metrics_address: Annotated[str, typer.Option(help="Address of metrics; default: that of HTTP.")] = ""
     metrics_port: Annotated[int, _port("Port of metrics")] = 8002
@@ -166,6 +166,8 @@ class MetricsFlags:
 @dataclass(frozen=True)
 class MetricsConfigFlags:
     """Which metrics there are."""
+
+    PANEL: ClassVar = "Metrics"
 
     metrics_config: Annotated[
         list[str] | None,
@@ -190,6 +192,8 @@ class MetricsConfigFlags:
 class SharedMemoryFlags:
     """Whether clients may have the server read and write shared memory."""
 
+    PANEL: ClassVar = "Shared memory"
+
     allow_client_shm: Annotated[
         Any, _switch("--allow-client-shm", "Clients may register shared memory; default: if only loopback is served.")
     ] = None
@@ -204,6 +208,8 @@ class SharedMemoryFlags:
 @dataclass(frozen=True)
 class DoorFlags:
     """Who may enter (docs/security.md)."""
+
+    PANEL: ClassVar = "Keys, TLS, restrictions"
 
     api_key: Annotated[list[str] | None, typer.Option("--api-key", help="A key that opens the server; repeatable.")] = (
         None
@@ -289,6 +295,8 @@ class DoorFlags:
 
 @dataclass(frozen=True)
 class LogFlags:
+    PANEL: ClassVar = "Log"
+
     log_verbose: Annotated[int, typer.Option(min=0, help="Debug lines from 1 on.")] = 0
     log_info: Annotated[Any, _switch("--log-info", "Log information.")] = True
     log_warning: Annotated[Any, _switch("--log-warning", "Log warnings.")] = True
@@ -310,14 +318,14 @@ class LogFlags:
 
 
 def server_options(
-    models: ModelFlags, life: LifeFlags, metrics: MetricsOptions, allow_client_shm: bool
+    models: ModelFlags, single: SingleModel | None, life: LifeFlags, metrics: MetricsOptions, allow_client_shm: bool
 ) -> ServerOptions:
     """What the host is told."""
     mode = models.model_control_mode.lower()
     if mode not in ("none", "poll", "explicit"):
         raise bad_option("--model-control-mode", "invalid argument for --model-control-mode")
     return ServerOptions(
-        model_repositories=tuple(models.repositories()),
+        model_repositories=tuple(models.repositories(single)),
         server_id=life.server_id,
         model_control_mode=mode,  # type: ignore[arg-type]  # checked above
         repository_poll_secs=models.repository_poll_secs,

@@ -1,4 +1,5 @@
-"""Commands whose parameters are groups of flags: frozen dataclasses, one field per flag.
+"""Commands whose parameters are groups of flags: frozen dataclasses, one field per flag, or classes that say which
+flags they have (`parameters`).
 
 For: the command line. Does not know: any flag. Invariant: the command that typer sees has every field of every group
 as a parameter of its own, in order, so that help, parsing and errors are typer's.
@@ -28,7 +29,15 @@ def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fields(group: Any) -> dict[str, inspect.Parameter]:
+    """A dataclass may name the group in the help: PANEL."""
+    if not dataclasses.is_dataclass(group):
+        made: dict[str, inspect.Parameter] = group.parameters()
+        return made
     hints = get_type_hints(group, include_extras=True)
+    panel = getattr(group, "PANEL", None)
+    for hint in hints.values():
+        for option in getattr(hint, "__metadata__", ()):
+            option.rich_help_panel = option.rich_help_panel or panel
     return {
         field.name: inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]

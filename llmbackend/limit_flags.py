@@ -7,7 +7,7 @@ names and meanings are Triton's where Triton has the flag.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
@@ -28,6 +28,8 @@ def _seconds(help_text: str) -> Any:
 @dataclass(frozen=True)
 class LimitFlags:
     """Times of gRPC are in milliseconds, as in Triton."""
+
+    PANEL: ClassVar = "Limits"
 
     max_concurrent_requests: Annotated[int, _count("Inferences at once, over all protocols; more get 429.")] = (
         _INFERENCE.max_concurrent_requests

@@ -6,7 +6,7 @@ For: the command line. Does not know: what is done with them. Invariant: names, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, ClassVar, get_args
 
 import typer
 
@@ -18,6 +18,8 @@ from .flag_types import switch
 
 @dataclass(frozen=True)
 class ProtocolFlags:
+    PANEL: ClassVar = "Protocols"
+
     http_header_forward_pattern: Annotated[
         str, typer.Option(help="RE2 pattern, any case: HTTP headers that /infer hands to the model.")
     ] = ""

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -24,6 +24,8 @@ _SETTING_BEGINS = re.compile(r",(?=\w+=)")
 
 @dataclass(frozen=True)
 class SchedulingFlags:
+    PANEL: ClassVar = "Scheduling and caches"
+
     cache_config: Annotated[
         list[str] | None,
         typer.Option(

@@ -14,7 +14,7 @@ import json
 import logging
 import sys
 import time
-from pathlib import Path
+from collections.abc import Mapping
 
 import uvloop
 from rich.console import Console
@@ -31,7 +31,8 @@ from llmbackend.frontends.inference import InferenceGate
 from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.serving import FrontendServer
 
-from .process_end import exit_now, in_thread, kill_children, reload_on_hangup, stop_on_signal, temporary_directory
+from .engine_flags import as_flags
+from .process_end import exit_now, in_thread, kill_children, reload_on_hangup, stop_on_signal
 from .server_log import ServerLog
 from .settings import ServerSettings
 from .start_failure import complain, last_words
@@ -91,7 +92,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
     except TritonError as error:
         print(f"error: creating server: {error.code.value} - {error.message}", file=sys.stderr)  # as Triton's main
         if isinstance(error, StartupError):
-            complain(f"\n{last_words(error.reasons)}")
+            complain(f"\n{last_words(in_its_words(error.reasons, settings.flag_model))}")
         return 1
     try:
         await frontends.start()
@@ -107,6 +108,11 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         log.warning("%s", warning)
     await stop.wait()
     return await _drain(server, frontends, settings.exit_timeout_s)
+
+
+def in_its_words(reasons: Mapping[str, str], flag_model: str) -> dict[str, str]:
+    """The reasons, that of the model of `--model` naming flags."""
+    return {name: as_flags(reason) if name == flag_model else reason for name, reason in reasons.items()}
 
 
 def _frontends(
@@ -222,21 +228,3 @@ def _example(http_url: str, model: str) -> str:
     url = f"{http_url.replace('0.0.0.0', 'localhost')}/v1/chat/completions"
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Who are you?"}], "stream": True})
     return f"  curl -N {url} -H 'content-type: application/json' -d '{body}'"
-
-
-def single_model_repository(model: str, name: str, dtype: str, device: str, max_model_len: int) -> Path:
-    """A repository made for `--model`: one model of the `llm` backend whose model.json points to the checkpoint.
-
-    The directory lives as long as the process (it is removed at exit).
-    """
-    path = Path(model)
-    served_name = name or (path.resolve().name if path.exists() else model.rsplit("/", 1)[-1])
-    repository = temporary_directory(prefix="llmbackend-repository-")
-    version = repository / served_name / "1"
-    version.mkdir(parents=True)
-    arguments: dict[str, object] = {"model": str(path.resolve()) if path.exists() else model, "dtype": dtype}
-    arguments |= {"device": device} if device != "auto" else {}
-    arguments |= {"max_model_len": max_model_len} if max_model_len else {}
-    (version / "model.json").write_text(json.dumps(arguments))
-    (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
-    return repository

@@ -36,7 +36,7 @@ class Endpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Everything `llmbackend serve` needs."""
+    """Everything `llmbackend serve` needs. flag_model: the name of the model that flags describe, "" for none."""
 
     options: ServerOptions
     http: Endpoint
@@ -49,3 +49,4 @@ class ServerSettings:
     doors: DoorSettings = NO_DOORS
     log: LogSettings = field(default_factory=LogSettings)
     protocols: ProtocolOptions = DEFAULT_OPTIONS
+    flag_model: str = ""

@@ -32,12 +32,12 @@ def _line(name: str, reason: str) -> str:
     return f"Model '{name}' was not loaded: {text.rstrip('.;')}. {advice(text)}"
 
 
-def advice(reason: str) -> str:
-    """What to do about a load that failed for `reason`."""
+def advice(reason: str, otherwise: str = "The log above says more.") -> str:
+    """What to do about a load that failed for `reason`; `otherwise` where nothing is known of it."""
     for pattern, text in _ADVICE:
         if pattern.search(reason):
             return text if isinstance(text, str) else text()
-    return "The log above says more."
+    return otherwise
 
 
 def _name_a_backend() -> str:
@@ -77,7 +77,7 @@ _ADVICE: tuple[tuple[re.Pattern[str], str | Callable[[], str]], ...] = tuple(
             "or a hub id such as Qwen/Qwen3-0.6B.",
         ),
         (
-            r"expected|at least one version must be available|is not JSON|cannot be read",
+            r"expected|is supported|at least one version must be available|is not JSON|cannot be read",
             "Correct that and start again.",
         ),
     )

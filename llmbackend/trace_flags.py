@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import typer
 
@@ -39,6 +39,8 @@ def _deprecated(name: str, instead: str) -> Any:
 
 @dataclass(frozen=True)
 class TraceFlags:
+    PANEL: ClassVar = "Traces"
+
     trace_config: Annotated[
         list[str] | None,
         typer.Option(

@@ -57,6 +57,7 @@ _TRITON_PARAMETERS: dict[str, str] = {
 ENGINE_CONFIG_PATH = "engine_config_path"
 ENGINE_PYTHON = "LLMBACKEND_ENGINE_PYTHON"
 """Environment variable: the engine argument engine_python of models that do not say."""
+LORA_MODULES = "lora_modules"
 MULTI_LORA_FILE = "multi_lora.json"
 LORA_NAMES = "lora_names"
 """The config.pbtxt parameter in which a loaded model tells its adapters."""
@@ -100,7 +101,7 @@ class ModelArguments:
         )
 
 
-_OWN_PARAMETERS: dict[str, Callable[[str], float]] = {
+OWN_PARAMETERS: dict[str, Callable[[str], float]] = {
     "max_queue_size": int,
     "max_prompt_tokens": int,
     "max_output_tokens": int,
@@ -141,7 +142,18 @@ def read_model_arguments(model: Model) -> ModelArguments:
         raise invalid_argument(str(error)) from error
     if (only_there := GPU_ONLY & arguments.keys()) and (engine.device == "cpu" or not supported_gpus()):
         logger.warning("'%s': no effect on a CPU: %s", version_directory, ", ".join(sorted(only_there)))
-    return ModelArguments(engine, frozenset(arguments), **_read_own_parameters(parameters))
+    return ModelArguments(engine, frozenset(arguments), **read_own_parameters(parameters))
+
+
+def read_given_arguments(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Engine arguments of the command line, as text or as in a model.json, checked one by one and together; relative
+    paths are found in `directory`. Raises TritonError INVALID_ARG naming argument and value."""
+    arguments = _convert(values, "command line", directory)
+    try:
+        EngineConfig(**arguments)
+    except (ValueError, TypeError) as error:
+        raise invalid_argument(str(error)) from error
+    return arguments
 
 
 def with_lora_names(config: ModelConfig, names: Sequence[str]) -> ModelConfig:
@@ -213,7 +225,7 @@ def _read_parameters(parameters: Mapping[str, str], version_directory: Path) -> 
     for name, value in parameters.items():
         if name in _TRITON_PARAMETERS:
             _check_triton_parameter(name, value)
-        elif name not in (ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES) and name not in _OWN_PARAMETERS:
+        elif name not in (ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES) and name not in OWN_PARAMETERS:
             values[name] = value
     return _convert(values, "config.pbtxt parameters", version_directory)
 
@@ -224,10 +236,11 @@ def _check_triton_parameter(name: str, value: str) -> None:
     logger.warning("parameter '%s' has no effect: %s", name, _TRITON_PARAMETERS[name])
 
 
-def _read_own_parameters(parameters: Mapping[str, str]) -> dict[str, Any]:
+def read_own_parameters(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Those of `parameters` that are not the engine's. Raises TritonError INVALID_ARG."""
     values: dict[str, Any] = {}
-    for name in _OWN_PARAMETERS.keys() & parameters.keys():
-        read, text = _OWN_PARAMETERS[name], parameters[name]
+    for name in OWN_PARAMETERS.keys() & parameters.keys():
+        read, text = OWN_PARAMETERS[name], parameters[name]
         try:
             value = read(text)
         except (ValueError, OverflowError):
@@ -291,6 +304,8 @@ def _convert(values: Mapping[str, Any], source: str, directory: Path) -> dict[st
         arguments[field] = _typed(name, field, value, source)
         if field in _PATH_FIELDS:
             arguments[field] = _resolve(name, arguments[field], directory, source)
+        if field == "chat_template":
+            arguments[field] = _resolve_template(name, arguments[field], directory, source)
     return arguments
 
 
@@ -340,3 +355,15 @@ def _resolve(name: str, value: str, directory: Path, source: str) -> str:
     if is_missing_path:
         raise invalid_argument(f"{source}: engine argument '{name}' is '{value}', which does not exist")
     return value
+
+
+def _resolve_template(name: str, value: str, directory: Path, source: str) -> str:
+    """A file's absolute path, or a template as it is: as in vLLM, a text with a brace or a line end is one."""
+    if not value or any(character in value for character in "{}\n"):
+        return value
+    path = directory / value
+    if not path.is_file():
+        raise invalid_argument(
+            f"{source}: engine argument '{name}' is {shown(value)}, expected a file that exists, or a Jinja template"
+        )
+    return str(path.resolve())

@@ -50,6 +50,7 @@ class LoadingText:
                 config.tokenizer,
                 trust_remote_code=config.trust_remote_code,
                 interpreter=config.engine_python,
+                chat_template=config.chat_template,
             )
         except (ValueError, OSError, ImportError) as error:
             source = config.tokenizer or config.model

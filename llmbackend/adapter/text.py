@@ -79,8 +79,8 @@ class ByteText:
     )
     _NAMES = {BOS: b"<bos>", EOS: b"<eos>", PAD: b"<pad>"}  # noqa: RUF012  read-only
 
-    def __init__(self) -> None:
-        self._template = ChatTemplate(self._TEMPLATE, {})
+    def __init__(self, chat_template: str = "") -> None:
+        self._template = ChatTemplate(chat_template or self._TEMPLATE, {})
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         """One id per byte; there is no special token to add."""
@@ -204,20 +204,29 @@ def byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-def load_text(model: str, tokenizer: str = "", *, trust_remote_code: bool = False, interpreter: str = "") -> Text:
+def load_text(
+    model: str,
+    tokenizer: str = "",
+    *,
+    trust_remote_code: bool = False,
+    interpreter: str = "",
+    chat_template: str = "",
+) -> Text:
     """The text of `model`, or of `tokenizer` when it is another one; both a directory, a hub id or "mock".
 
     interpreter: the Python that has the libraries which only a hub id and an old kind of tokenizer need; "" = this one.
+    chat_template: a file, or a template itself, in the place of the checkpoint's.
 
     Raises ValueError or OSError saying what is missing.
     """
     source = tokenizer or model
+    own_template = _given_template(chat_template)
     if source == "mock":
-        return ByteText()
+        return ByteText(own_template)
     directory = local_directory(source, interpreter)
     config = read_json(directory / "tokenizer_config.json")
     special_tokens = _special_tokens(config, read_json(directory / "special_tokens_map.json"))
-    source_text = _chat_template_source(directory, config)
+    source_text = own_template or _chat_template_source(directory, config)
     template = ChatTemplate(source_text, special_tokens) if source_text is not None else None
     return HuggingFaceText(_load_tokenizer(directory, trust_remote_code, interpreter), template, directory)
 
@@ -264,6 +273,13 @@ def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
             if isinstance(content, str):
                 tokens.setdefault(name, content)
     return tokens
+
+
+def _given_template(chat_template: str) -> str:
+    path = Path(chat_template)
+    if any(character in chat_template for character in "{}\n") or not path.is_file():
+        return chat_template
+    return path.read_text(encoding="utf-8")
 
 
 def _chat_template_source(directory: Path, config: Mapping[str, Any]) -> str | None:

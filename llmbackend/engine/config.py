@@ -58,7 +58,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no
     weights). generation_config: where the sampling parameters of requests that do not say come from: "auto" = the
     model's generation_config.json, "vllm" = nowhere, else a folder with that file; override_generation_config wins over
-    it. The engine itself uses neither. max_model_len None = the model's own limit. num_kv_blocks None = sized from
+    it. chat_template: a file with a Jinja template, or the template itself, in the place of the model's. The engine
+    itself uses none of the three. max_model_len None = the model's own limit. num_kv_blocks None = sized from
     kv_cache_memory_bytes; both None = 1 GiB on CPU, and on a GPU what is free beside the weights, the largest step and
     the graphs, as long as gpu_memory_utilization of its memory, a share, is not passed. kv_cache_dtype "fp8": keys and
     values in 8 bits, on a GPU. cudagraph_capture_sizes: the batch sizes that decode steps on a GPU are captured for;
@@ -86,6 +87,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tokenizer: str = ""
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
+    chat_template: str = ""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     tensor_parallel_size: int = 1

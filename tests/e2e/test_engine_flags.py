@@ -1,0 +1,155 @@
+"""Engine arguments as flags of `serve --model`: all of the table, by vLLM's names, and errors that name them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from llmbackend import cli, serve
+from llmbackend.adapter.engine_args import MULTI_LORA_FILE, OWN_PARAMETERS
+from llmbackend.adapter.text import load_text
+from llmbackend.adapter.vllm_engine_args import NO_EFFECT, ONLY_VALUE
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine_flags import EngineFlags, as_flags
+from llmbackend.settings import ServerSettings
+
+FIELDS = {field.name for field in msgspec.structs.fields(EngineConfig)}
+
+
+@pytest.fixture
+def settings_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the command would serve with these flags."""
+    taken: list[ServerSettings] = []
+
+    def take(settings: ServerSettings) -> int:
+        taken.append(settings)
+        return 0
+
+    def run(*flags: str) -> ServerSettings:
+        monkeypatch.setattr(serve, "run_server", take)
+        monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *flags])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code in (0, None)
+        return taken.pop()
+
+    return run
+
+
+def written(settings: ServerSettings, file: str = "1/model.json") -> Any:
+    [repository] = settings.options.model_repositories
+    return json.loads((repository / settings.flag_model / file).read_text())
+
+
+def test_every_argument_of_the_table_is_a_flag() -> None:
+    known = (FIELDS | NO_EFFECT | ONLY_VALUE.keys() | OWN_PARAMETERS.keys()) - {"model", "served_model_name"}
+    assert EngineFlags.parameters().keys() == known
+
+
+def test_flags_become_the_models_arguments(settings_of: Any, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    settings = settings_of(
+        *("--model", "mock", "--served-model-name", "m", "--max-num-seqs", "3", "--max-model-len", "1k"),
+        *("--kv-cache-memory-bytes=2M", "--no-enable-prefix-caching", "--trust-remote-code", "--dtype", "half"),
+        *("--speculative-config", '{"num_speculative_tokens": 2}', "--chat-template", "{{ messages[0].content }}"),
+        *("--enable-lora", "--lora-modules", f"a={adapter}"),
+        *("--lora-modules", json.dumps({"name": "b", "path": str(adapter)}), "--max-queue-size", "7"),
+    )
+    arguments = written(settings)
+    assert arguments.pop("speculative_config")["num_speculative_tokens"] == 2
+    assert arguments == {
+        "model": "mock",
+        "max_num_seqs": 3,
+        "max_model_len": 1000,
+        "kv_cache_memory_bytes": 2 << 20,
+        "enable_prefix_caching": False,
+        "trust_remote_code": True,
+        "dtype": "float16",
+        "chat_template": "{{ messages[0].content }}",
+        "enable_lora": True,
+    }
+    assert written(settings, f"1/{MULTI_LORA_FILE}") == {"a": str(adapter), "b": str(adapter)}
+    config = (settings.options.model_repositories[0] / "m" / "config.pbtxt").read_text()
+    assert 'key: "max_queue_size" value: { string_value: "7" }' in config
+
+
+def test_a_model_of_flags_is_served(settings_of: Any) -> None:
+    settings = settings_of("--model", "mock", "--transport", "inline", "--max-model-len", "64", "--lora-separator", "_")
+    assert written(settings) == {"model": "mock", "transport": "inline", "max_model_len": 64}
+    server = InferenceServer(settings.options)
+    server.start()
+    [sample] = server.metric_samples("llmbackend:max_model_len_tokens")
+    assert (sample.labels["model"], sample.value) == ("mock", 64)
+    assert server.stop(timeout_s=20)
+
+
+def test_vllms_arguments_without_effect_are_taken_and_named(
+    settings_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = settings_of("--model", "mock", "--swap-space", "4", "--disable-log-requests", "--task", "generate")
+    assert written(settings) == {"model": "mock"}
+    warnings = capsys.readouterr().err
+    assert "Warning: --swap-space has no effect here" in warnings
+    assert "Warning: --disable-log-requests has no effect here" in warnings
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--dtype", "int3"], "--dtype is 'int3', expected 'auto' or "),
+        (["--max-num-seqs", "0"], "--max-num-seqs is 0, expected at least 1"),
+        (["--max-num-seqs", "many"], "--max-num-seqs is 'many': "),
+        (["--task", "embed"], '--task is \'embed\', only "auto" or "generate" is supported'),
+        (["--speculative-config", "{a"], "--speculative-config is '{a': "),
+        (["--tokenizer", "/no/such"], "--tokenizer is '/no/such', which does not exist"),
+        (["--chat-template", "no.jinja"], "--chat-template is 'no.jinja', expected a file that exists, or a Jinja"),
+        (["--lora-modules", "x"], "--lora-modules is 'x', expected NAME=PATH"),
+        (["--lora-modules", "a=b"], "--lora-modules is set, expected"),
+        (["--request-timeout-s", "-1"], "--request-timeout-s is '-1', expected a number of seconds above 0"),
+        (["--model=", "--max-num-seqs=2"], "--max-num-seqs is an engine argument of --model"),
+    ],
+)
+def test_errors_name_the_flag(
+    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", "--model", "mock", *flags])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert capsys.readouterr().err.rstrip().splitlines()[-1].startswith(reason)
+
+
+def test_what_the_engine_says_later_names_the_flag_too() -> None:
+    reason = "the engine of 'm_0' did not start: engine argument 'max_model_len' is 9, expected at most 2"
+    said = serve.in_its_words({"m": reason, "other": reason}, "m")
+    assert said["m"] == "the engine of 'm_0' did not start: --max-model-len is 9, expected at most 2"
+    assert said["other"] == reason
+    assert as_flags("parameter 'max_queue_size' is 'x'") == "--max-queue-size is 'x'"
+
+
+def test_a_chat_template_takes_the_place_of_the_models(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    file = tmp_path / "t.jinja"
+    file.write_text("[{{ messages[0].content }}]")
+    for given in (str(file), file.read_text()):
+        assert load_text("mock", chat_template=given).render_chat(messages, None, {}) == "[hi]"
+        assert load_text("model_repository/demo/1", chat_template=given).render_chat(messages, None, {}) == "[hi]"
+    assert load_text("mock").render_chat(messages, None, {}) == "user: hi\nassistant: "
+
+
+def test_the_help_has_groups(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", "--help"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    page = capsys.readouterr().out
+    for title in ("Models", "--model: memory and batches", "--model: LoRA adapters", "HTTP", "Limits", "Log"):
+        assert f"─ {title} ─" in page
+    assert "--swap-space" not in page
