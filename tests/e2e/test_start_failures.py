@@ -23,7 +23,7 @@ def last_line(*flags: str) -> str:
     """What the command writes last before it ends with exit code 1."""
     ports = [f"--{protocol}-port=0" for protocol in ("http", "grpc", "metrics")]
     command = [sys.executable, "-m", "llmbackend.cli", "serve", *ports, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     return done.stderr.rstrip().splitlines()[-1]
