@@ -34,3 +34,8 @@ def grpc_status(error: TritonError) -> grpc.StatusCode:
     if isinstance(error, PermissionDeniedError):
         return grpc.StatusCode.PERMISSION_DENIED
     return GRPC_STATUS[error.code]
+
+
+def grpc_trailers(error: TritonError) -> tuple[tuple[str, str], ...]:
+    """Metadata behind the status: when to try again."""
+    return (("retry-after", error.retry_after),) if isinstance(error, LimitReachedError) else ()

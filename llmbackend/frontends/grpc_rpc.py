@@ -15,7 +15,7 @@ import grpc
 from llmbackend.core.errors import TritonError
 
 from .bug_log import log_bug
-from .grpc_errors import INTERNAL_ERROR, grpc_status
+from .grpc_errors import INTERNAL_ERROR, grpc_status, grpc_trailers
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
@@ -28,7 +28,7 @@ def rpc(handler: Handler) -> Handler:
         try:
             return await handler(self, request, context)
         except TritonError as error:
-            await context.abort(grpc_status(error), error.message)
+            await context.abort(grpc_status(error), error.message, grpc_trailers(error))
         except Exception as error:
             log_bug(f"{handler.__name__} failed", error)
             await context.abort(grpc.StatusCode.INTERNAL, INTERNAL_ERROR)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -269,6 +270,11 @@ def test_a_keys_requests_at_once_are_bounded_and_others_go_on(server: ServerProc
     with openai_of(server, "sk-bob") as bob:
         assert bob.completions.create(model="mock", prompt="x", max_tokens=1).choices
     running.close()
+    deadline_s = time.monotonic() + 20
+    while (status := post(server, "/v1/completions", "sk-few", {"model": "mock", "prompt": "x"})[0]) == 429:
+        assert time.monotonic() < deadline_s, "what ended does not count any more"
+        time.sleep(0.02)
+    assert status == 200
 
 
 def test_prompts_are_counted_and_not_bodies(server: ServerProcess) -> None:
@@ -286,6 +292,13 @@ def test_prompts_are_counted_and_not_bodies(server: ServerProcess) -> None:
         http.infer("whose", [texts("T", *"abcdefgh", kind=triton_http, batches=True)], headers=bearer("sk-ten"))
     assert refused.value.status() == "429"
     http.close()
+    with grpc.insecure_channel(server.grpc) as channel, pytest.raises(grpc.RpcError) as rpc_error:
+        request = pb.ModelInferRequest(model_name="whose")
+        request.inputs.add(name="T", datatype="BYTES", shape=[11, 1]).contents.bytes_contents.extend([b"x"] * 11)
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        stub.ModelInfer(request, metadata=list(bearer("sk-ten").items()))
+    assert rpc_error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert int(dict(rpc_error.value.trailing_metadata())["retry-after"]) > 1
     with openai_of(server, "sk-ten") as client, pytest.raises(openai.RateLimitError) as error:
         client.completions.create(model="mock", prompt=["x"] * 64)
     assert (error.value.code, error.value.type) == ("rate_limit_exceeded", "requests")
