@@ -14,6 +14,8 @@ import tritonclient.grpc as triton_grpc
 from server_process import ROOT, ServerProcess, post, start_server, stop_server
 from tritonclient.utils import np_to_triton_dtype
 
+from llmbackend.adapter.tensorrtllm_tensors import PERF_OUTPUTS
+
 PROMPT = "What is Triton?"
 MAX_TOKENS = 24
 
@@ -77,20 +79,6 @@ def test_what_the_llm_refuses_is_the_answer_of_the_pipeline(server: ServerProces
     body = {"text_input": PROMPT, "max_tokens": 5, "beam_width": 3}
     _, text = post(server, "/v2/models/ensemble/generate", body)
     assert "'beam_width' is 3, only 1 is supported" in text
-
-
-PERF_OUTPUTS = (
-    "kv_cache_alloc_new_blocks",
-    "kv_cache_reused_blocks",
-    "kv_cache_alloc_total_blocks",
-    "arrival_time_ns",
-    "first_scheduled_time_ns",
-    "first_token_time_ns",
-    "last_token_time_ns",
-    "acceptance_rate",
-    "total_accepted_draft_tokens",
-    "total_draft_tokens",
-)
 
 
 def client_stream(server: ServerProcess, model: str, outputs: tuple[str, ...], **inputs: Any) -> list[Any]:
