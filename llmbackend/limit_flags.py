@@ -56,6 +56,9 @@ class LimitFlags:
     http_max_url_bytes: Annotated[int, _count("Longest URL.", 256)] = _HTTP.max_url_bytes
     http_header_timeout: Annotated[float, _seconds("For a request's header to arrive")] = _HTTP.header_timeout_s
     http_body_timeout: Annotated[float, _seconds("Without a byte of a request's body")] = _HTTP.body_timeout_s
+    http_min_body_bytes_per_s: Annotated[
+        int, _count("Average rate at which a body must arrive, bytes per second; 0 = any.", 0)
+    ] = _HTTP.min_body_bytes_per_s
     http_keep_alive_timeout: Annotated[float, _seconds("Without a request")] = _HTTP.keep_alive_s
     write_timeout: Annotated[float, _seconds("Without a byte taken by a client that has some to take")] = (
         _HTTP.write_timeout_s
@@ -108,6 +111,7 @@ class LimitFlags:
                 max_headers=self.http_max_headers,
                 header_timeout_s=self.http_header_timeout,
                 body_timeout_s=self.http_body_timeout,
+                min_body_bytes_per_s=self.http_min_body_bytes_per_s,
                 write_timeout_s=self.write_timeout,
                 keep_alive_s=self.http_keep_alive_timeout,
             ),

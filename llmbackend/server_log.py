@@ -1,13 +1,14 @@
 """The log of a server process: where it goes, what is let through, and the settings that change while it runs.
 
 For: the command line, which installs it before anything logs, and the frontends' logging endpoints. Does not know: what
-is logged. Invariants: one record is one line; a change takes effect with the next record; a log that was never
-installed changes nothing of the process's logging.
+is logged. Invariants: one record is one line; errors of one cause are logged once a minute; a change takes effect with
+the next record; a log that was never installed changes nothing of the process's logging.
 Source: Triton's logging extension and its --log-* flags.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .log_format import LogFormat, TritonFormatter
+from .log_repeats import RepeatFilter, Repeats, cause_of
 
 _PACKAGE = "llmbackend"
 
@@ -29,6 +31,30 @@ class LogSettings:
     error: bool = True
     format: LogFormat = "default"
     file: str = ""
+
+
+class _Bounded(logging.Handler):
+    """A log that can not be written says so in one line now and then, and not in a traceback for each record."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._failures = Repeats()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if error is None or (left_out := self._failures.take(cause_of(error))) is None:
+            return
+        since = f" ({left_out} more lines since this was last said)" if left_out else ""
+        with contextlib.suppress(OSError, ValueError):
+            print(f"a line of the log can not be written: {error}{since}", file=sys.stderr, flush=True)
+
+
+class _File(_Bounded, logging.FileHandler):
+    pass
+
+
+class _Stream(_Bounded, logging.StreamHandler[Any]):
+    pass
 
 
 LogField = Literal["verbose", "info", "warning", "error", "format"]
@@ -50,8 +76,9 @@ class ServerLog:
         """Sends the package's log to its file or stderr; other libraries only from WARNING on. Raises OSError when the
         file can not be written."""
         file = self._settings.file
-        self._handler = logging.FileHandler(file, "a", "utf-8") if file else logging.StreamHandler(sys.stderr)
+        self._handler = _File(file, "a", "utf-8") if file else _Stream(sys.stderr)
         self._handler.addFilter(lambda record: self._lets_through(record.levelno))
+        self._handler.addFilter(RepeatFilter(Repeats()))
         self._apply()
         logging.root.handlers[:] = [self._handler]
         logging.root.setLevel(logging.WARNING)

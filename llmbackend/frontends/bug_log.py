@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import traceback
 
+from llmbackend.log_repeats import CAUSE, cause_of
+
 log = logging.getLogger(__name__)
 
 
 def log_bug(what: str, error: BaseException) -> None:
-    """One error line with the frames of `error` and of what caused it."""
+    """One error line with the frames of `error` and of what caused it; once a minute for each cause."""
     places = "".join(
         f"{type(cause).__name__}:\n{''.join(traceback.format_tb(cause.__traceback__))}" for cause in _chain(error)
     )
-    log.error("%s: %s", what, places.rstrip())
+    log.error("%s: %s", what, places.rstrip(), extra={CAUSE: cause_of(error)})
     log.debug("%s: %s", what, error)
 
 

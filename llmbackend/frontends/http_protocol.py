@@ -53,6 +53,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._discarded_bytes = 0
         self._piece_bytes = 0
         self._progress_s = 0.0
+        self._body_began_s = 0.0
+        self._body_bytes = 0
         self._unsent_bytes = 0
         self._running: RequestResponseCycle | None = None
 
@@ -115,11 +117,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._receiving = "body"
         self._clock.stop()
-        self._progress_s = self.loop.time()
+        self._begin_measuring()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes -= len(body)
+        self._body_bytes += len(body)
         self._progress_s = self.loop.time()
         if self.cycle.response_complete:
             self._discarded_bytes += len(body)
@@ -127,6 +130,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._receiving = None
+        self._clock.stop()
         super().on_message_complete()
 
     @property
@@ -151,17 +155,30 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._end(408, "the request's header did not arrive in time")
 
+    def _begin_measuring(self) -> None:
+        self._progress_s = self._body_began_s = self.loop.time()
+        self._body_bytes = 0
+
     def _body_looked_at(self) -> None:
-        is_pipelined = self._is_busy and self._running is not self.cycle
-        if self.flow.read_paused or is_pipelined:  # it is the application that does not read
-            self._progress_s = self.loop.time()
-        left_s = self._progress_s + self._limits.body_timeout_s - self.loop.time()
         if self._receiving != "body":
             return
-        if left_s > 0:
-            self._clock.start(left_s, self._body_looked_at)
-        else:
+        is_pipelined = self._is_busy and self._running is not self.cycle
+        if self.flow.read_paused or is_pipelined:  # it is the application that does not read
+            self._begin_measuring()
+        now_s, limits = self.loop.time(), self._limits
+        left_s = self._progress_s + limits.body_timeout_s - now_s
+        due_bytes = limits.min_body_bytes_per_s * (now_s - self._body_began_s - limits.body_timeout_s)
+        if left_s <= 0:
             self._end(408, "the request's body did not arrive in time")
+        elif self._body_bytes < due_bytes:
+            self._end(408, f"the request's body arrived with less than {limits.min_body_bytes_per_s} bytes per second")
+        else:
+            self._clock.start(left_s, self._body_looked_at)
+
+    def _end_of_lingering(self) -> None:
+        if self._receiving == "body" and self.cycle.response_complete:
+            self.transport.close()
+            self._watch_closing()
 
     def _end(self, status: int, message: str) -> None:
         """Answers unless an answer has begun, and closes; a handler that reads the body sees a disconnect."""
@@ -212,6 +229,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._receiving == "body" and self.cycle.response_complete:  # its client may still send, but not for long
+            self._clock.start(self._limits.linger_s, self._end_of_lingering)
         self._watch_closing()
 
     def timeout_keep_alive_handler(self) -> None:

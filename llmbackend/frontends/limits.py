@@ -59,8 +59,9 @@ class HttpLimits:
     max_connections_per_peer: from one address (IPv6: one /64), 0 for no limit; not for trusted_proxies, which many
     clients come through. handshake_timeout_s: of TLS.
     header_timeout_s: from the connection, or the first byte of the next request, to the end of the header.
-    body_timeout_s: without a byte of the body. write_timeout_s: without a byte taken by the client.
-    keep_alive_s: without a request.
+    body_timeout_s: without a byte of the body. min_body_bytes_per_s: on average, once body_timeout_s are over; 0 for
+    none. linger_s: what the rest of a body gets to arrive when its request has been answered already.
+    write_timeout_s: without a byte taken by the client. keep_alive_s: without a request.
     """
 
     max_connections: int = 4096
@@ -72,6 +73,8 @@ class HttpLimits:
     handshake_timeout_s: float = 20.0
     header_timeout_s: float = 20.0
     body_timeout_s: float = 30.0
+    min_body_bytes_per_s: int = 4096
+    linger_s: float = 5.0
     write_timeout_s: float = 60.0
     keep_alive_s: float = 75.0
 

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from typer.main import get_command
 
 from llmbackend.cli import app, main
 from llmbackend.inert_flags import REASONS
+from llmbackend.limit_flags import LimitFlags
 from llmbackend.settings import ServerSettings
 
 MakeServer = Callable[..., ServerProcess]
@@ -141,8 +142,23 @@ def test_every_flag_of_triton_is_known_with_its_default(flag: Flag) -> None:
 
 
 def test_the_page_lists_exactly_the_flags_of_triton() -> None:
-    rows = re.findall(r"^\| `--([a-z0-9-]+)` \|", PAGE.read_text(), re.MULTILINE)
+    of_triton = PAGE.read_text().partition("\n## ")[0]
+    rows = re.findall(r"^\| `--([a-z0-9-]+)` \|", of_triton, re.MULTILINE)
     assert sorted(rows) == sorted(flag.name for flag in FLAGS)
+
+
+def test_the_page_lists_limits_with_their_defaults() -> None:
+    of_limits = PAGE.read_text().partition("\n## Flags of this server that bound what clients hold\n")[2]
+    listed = {}
+    for names, defaults in re.findall(r"^\| (`--.*?) \| (.*?) \|", of_limits.partition("\n## ")[0], re.MULTILINE):
+        listed |= zip(re.findall(r"`--(.*?)`", names), defaults.split(", "), strict=True)
+    flags = {field.name.replace("_", "-"): field.default for field in fields(LimitFlags)}
+    known_to_triton = {flag.name for flag in FLAGS}
+    assert listed == {
+        name: "none" if default is None else f"{default:g}" if isinstance(default, float) else str(default)
+        for name, default in flags.items()
+        if name not in known_to_triton
+    }
 
 
 def test_the_page_names_every_flag_without_effect_as_such() -> None:

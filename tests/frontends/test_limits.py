@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             max_headers=20,
             header_timeout_s=0.4,
             body_timeout_s=0.4,
+            linger_s=0.8,
         ),
         grpc=GrpcLimits(max_input_size_bytes=1 << 20, max_metadata_bytes=4096),
     )
@@ -184,6 +186,48 @@ def test_a_body_that_stalls_after_an_early_answer_is_cut(tight: Running) -> None
     assert got.startswith(b"HTTP/1.1 404") and got.count(b"HTTP/1.1") == 1
 
 
+def dripped(running: Running, head: bytes) -> bytes:
+    """What comes back to a client that sends a byte of its body now and then, until the connection is closed."""
+    with connect(running) as connection:
+        connection.sendall(head + b"Content-Length: 10000\r\n\r\n")
+        connection.settimeout(0.1)
+        received = b""
+        for _ in range(100):
+            try:
+                if not (piece := connection.recv(1 << 16)):
+                    return received
+                received += piece
+            except TimeoutError:
+                connection.sendall(b" ")
+            except ConnectionResetError:
+                return received
+    raise AssertionError("the connection is still open")
+
+
+def test_a_body_that_drips_is_cut(tight: Running) -> None:
+    got = dripped(tight, POST)
+    assert got.startswith(b"HTTP/1.1 408 ") and b"less than 4096 bytes per second" in got
+
+
+def test_a_body_that_drips_after_an_early_answer_is_cut(tight: Running) -> None:
+    got = dripped(tight, POST.replace(b"llm", b"nosuch"))
+    assert got.startswith(b"HTTP/1.1 404") and got.count(b"HTTP/1.1") == 1
+
+
+def test_a_connection_whose_early_answered_body_came_whole_goes_on_and_does_not_stay_for_ever(tight: Running) -> None:
+    with connect(tight) as connection:
+        connection.sendall(POST.replace(b"llm", b"nosuch") + b"Content-Length: 10\r\n\r\n12345")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
+        connection.sendall(b"67890")
+        time.sleep(0.1)
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        connection.sendall(POST.replace(b"llm", b"nosuch") + b"Content-Length: 10\r\n\r\n12345")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
+        connection.sendall(b"67890")
+        assert read_all(connection) == b""
+
+
 def test_half_a_pipelined_request_does_not_end_the_running_one(tight: Running) -> None:
     body = json.dumps({"text_input": "n=12 sleep=100"}).encode()
     head = b"POST /v2/models/llm/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
@@ -214,7 +258,8 @@ def test_trailers_do_not_reach_a_request_that_runs(tight: Running) -> None:
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 def test_json_of_any_depth_is_an_answer(tight: Running, path: str, opening: str) -> None:
     for body in (opening * 100_000, opening * 100_000 + "1" + ("]" if opening == "[" else "}") * 100_000):
-        refused = httpx.post(f"http://{tight.http}{path}", content=body, headers={"content-type": "application/json"})
+        headers = {"content-type": "application/json"}
+        refused = httpx.post(f"http://{tight.http}{path}", content=body, headers=headers, timeout=30)
         assert refused.status_code == 400
 
 
