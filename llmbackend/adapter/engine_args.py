@@ -46,7 +46,6 @@ _VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "load_format": {"auto": "safetensors"},
 }
 _TRITON_PARAMETERS: dict[str, str] = {
-    "REPORT_CUSTOM_METRICS": "the engine's metrics are always reported",
     "ENABLE_VLLM_HEALTH_CHECK": "readiness always follows the engine's health",
     "EXECUTION_ENV_PATH": "this backend runs in the server's own environment",
     "FORCE_CPU_ONLY_INPUT_TENSORS": "inputs are always in host memory",
@@ -54,6 +53,8 @@ _TRITON_PARAMETERS: dict[str, str] = {
     "model_instance_number": "use instance_group.count",
     "npu_device_ids": "use instance_group.gpus",
 }
+REPORT_METRICS = "REPORT_CUSTOM_METRICS"
+DISABLE_LOG_STATS = "disable_log_stats"
 ENGINE_CONFIG_PATH = "engine_config_path"
 ENGINE_PYTHON = "LLMBACKEND_ENGINE_PYTHON"
 """Environment variable: the engine argument engine_python of models that do not say."""
@@ -61,6 +62,8 @@ LORA_MODULES = "lora_modules"
 MULTI_LORA_FILE = "multi_lora.json"
 LORA_NAMES = "lora_names"
 """The config.pbtxt parameter in which a loaded model tells its adapters."""
+_OTHER_PARAMETERS = frozenset({ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, REPORT_METRICS})
+"""Read elsewhere."""
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("ModelDeployConfig",), "maxSeqLen", "max_model_len"),
     (("ModelDeployConfig", "ModelConfig"), "modelWeightPath", "model"),
@@ -80,7 +83,7 @@ class ModelArguments:
     refuses with UNAVAILABLE. max_prompt_tokens: longer prompts are refused. max_output_tokens: max_tokens is cut to it.
     max_messages_bytes: a longer JSON text in the input `messages` is refused.
     request_timeout_s: a request that is older ends with UNAVAILABLE. stall_timeout_s: work waiting and no step finished
-    for this long = not ready.
+    for this long = not ready. reports_metrics: whether the `vllm:` metrics have series of this model.
     """
 
     engine: EngineConfig
@@ -91,6 +94,7 @@ class ModelArguments:
     max_messages_bytes: int = MAX_MESSAGES_BYTES
     request_timeout_s: float = 0.0
     stall_timeout_s: float = STALL_TIMEOUT_S
+    reports_metrics: bool = True
 
     def with_device_defaults(self, config: EngineConfig) -> EngineConfig:
         """The arguments of an instance whose device is known."""
@@ -142,7 +146,12 @@ def read_model_arguments(model: Model) -> ModelArguments:
         raise invalid_argument(str(error)) from error
     if (only_there := GPU_ONLY & arguments.keys()) and (engine.device == "cpu" or not supported_gpus()):
         logger.warning("'%s': no effect on a CPU: %s", version_directory, ", ".join(sorted(only_there)))
-    return ModelArguments(engine, frozenset(arguments), **read_own_parameters(parameters))
+    return ModelArguments(
+        engine,
+        frozenset(arguments),
+        reports_metrics=_reports_metrics(parameters, version_directory),
+        **read_own_parameters(parameters),
+    )
 
 
 def read_given_arguments(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
@@ -225,9 +234,17 @@ def _read_parameters(parameters: Mapping[str, str], version_directory: Path) -> 
     for name, value in parameters.items():
         if name in _TRITON_PARAMETERS:
             _check_triton_parameter(name, value)
-        elif name not in (ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES) and name not in OWN_PARAMETERS:
+        elif name not in _OTHER_PARAMETERS and name not in OWN_PARAMETERS:
             values[name] = value
     return _convert(values, "config.pbtxt parameters", version_directory)
+
+
+def _reports_metrics(parameters: Mapping[str, str], version_directory: Path) -> bool:
+    """As in vllm_backend, but that a repository that says nothing has metrics."""
+    path = version_directory / "model.json"
+    arguments = _read_object(path) if path.is_file() else {}
+    is_disabled = str(arguments.get(DISABLE_LOG_STATS, parameters.get(DISABLE_LOG_STATS))).lower() == "true"
+    return not is_disabled and parameters.get(REPORT_METRICS, "true").lower() == "true"
 
 
 def _check_triton_parameter(name: str, value: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
 from llmbackend.engine.infer_request import EngineStats
@@ -95,10 +95,29 @@ class SeriesUsers:
             return self._counts[labels] == 0
 
 
-class LlmMetrics:
-    """The metrics of one model version. `_lock` owns the engines' last snapshots."""
+class _Unreported:
+    """A family in which a model that reports nothing has no series."""
 
-    def __init__(self, backend: Backend, model: str, version: int) -> None:
+    def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None: ...
+    def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
+    def set(self, value: float, /, **labels: str) -> None: ...
+    def observe(self, value: float, /, **labels: str) -> None: ...
+    def value(self, **labels: str) -> float:
+        return 0.0
+
+    def remove(self, **labels: str) -> None: ...
+
+
+class LlmMetrics:
+    """The metrics of one model version; without `reports_vllm` those named as vLLM's are left out. `_lock` owns the
+    engines' last snapshots."""
+
+    def __init__(self, backend: Backend, model: str, version: int, reports_vllm: bool = True) -> None:
+        def family(kind: MetricKind, name: str, *arguments: Any) -> MetricFamily:
+            if not reports_vllm and name.startswith("vllm:"):
+                return _Unreported()
+            return backend.metric_family(kind, name, *arguments)
+
         self._labels = {"model": model, "version": str(version)}
         self._users: SeriesUsers = backend.state
         self._users.enter(tuple(self._labels.values()))
@@ -106,12 +125,12 @@ class LlmMetrics:
         self._engines: dict[int, EngineStats] = {}
         self._families: dict[str, MetricFamily] = {}
         for name, description in _GAUGES.items():
-            self._families[name] = backend.metric_family(MetricKind.GAUGE, name, description, _LABELS)
+            self._families[name] = family(MetricKind.GAUGE, name, description, _LABELS)
         for name, description in _COUNTERS.items():
-            self._families[name] = backend.metric_family(MetricKind.COUNTER, name, description, _LABELS)
+            self._families[name] = family(MetricKind.COUNTER, name, description, _LABELS)
         for name, (description, buckets) in _HISTOGRAMS.items():
-            self._families[name] = backend.metric_family(MetricKind.HISTOGRAM, name, description, _LABELS, buckets)
-        self._success = backend.metric_family(
+            self._families[name] = family(MetricKind.HISTOGRAM, name, description, _LABELS, buckets)
+        self._success = family(
             MetricKind.COUNTER, _SUCCESS, "Requests that ended, by reason.", (*_LABELS, "finished_reason")
         )
         self._restarts = backend.metric_family(

@@ -83,7 +83,7 @@ class ModelState:
             read_sampling_defaults(self._arguments.engine) if schema.has_vllms_defaults else NO_DEFAULTS
         )
         self._policies = QueuePolicies.of(model.config.dynamic_batching)
-        self._metrics = LlmMetrics(model.backend, model.name, model.version)
+        self._metrics = LlmMetrics(model.backend, model.name, model.version, self._arguments.reports_metrics)
         self._tasks = TaskMap(self._policies, self._arguments.max_queue_size)
         self._timer = Timer()
         self._conversions = ConversionPool(model.name, self._tasks, self._timer, self._on_conversion)

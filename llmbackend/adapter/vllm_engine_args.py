@@ -65,7 +65,7 @@ NO_EFFECT = frozenset(
         "aggregate_engine_logging",
         "collect_detailed_traces",
         "disable_log_requests",
-        "disable_log_stats",
+        "disable_log_stats",  # of an engine; what the host reports follows it (engine_args.py)
         "enable_log_requests",
         "kv_events_config",
         "otlp_traces_endpoint",

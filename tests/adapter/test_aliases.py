@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from google.protobuf import text_format
 from llm_host import ENGINE, LlmHost
+from prometheus_client import generate_latest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.adapter.engine_args import ModelArguments, check_checkpoint, read_model_arguments
@@ -62,6 +63,37 @@ def test_a_repository_of_another_backend_is_served_unchanged(tmp_path: Path, bac
         if backend == "vllm":
             call = LlmHost(server).infer(text_input="hi ", sampling={"temperature": "0", "max_tokens": "5"})
             assert call.text.startswith("hi ")
+    finally:
+        assert server.stop(20)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "engine_arguments", "is_reported"),
+    [
+        (None, {}, True),
+        ("true", {}, True),
+        ("false", {}, False),
+        (None, {"disable_log_stats": True}, False),
+        ("true", {"disable_log_stats": "true"}, False),
+        ("true", {"disable_log_stats": "false"}, True),
+    ],
+)
+def test_a_repository_says_whether_vllms_metrics_are_reported(
+    tmp_path: Path, parameter: str | None, engine_arguments: dict[str, Any], is_reported: bool
+) -> None:
+    version = tmp_path / "mock_llm" / "1"
+    version.mkdir(parents=True)
+    (version / "model.json").write_text(json.dumps({**ENGINE, **engine_arguments}))
+    config = f'parameters {{ key: "REPORT_CUSTOM_METRICS" value {{ string_value: "{parameter}" }} }}'
+    (version.parent / "config.pbtxt").write_text(f'backend: "vllm"\n{config if parameter else ""}\n')
+    server = InferenceServer(ServerOptions(model_repositories=(tmp_path,), model_control_mode="none"))
+    server.start()
+    try:
+        assert LlmHost(server).infer(text_input="hi ").text
+        text = generate_latest(server.metrics_registry).decode()
+        assert ('vllm:prompt_tokens_total{model="mock_llm"' in text) == is_reported
+        assert ('vllm:time_to_first_token_seconds_count{model="mock_llm"' in text) == is_reported
+        assert 'nv_inference_request_success{model="mock_llm"' in text
     finally:
         assert server.stop(20)
 

@@ -163,10 +163,10 @@ def test_arguments_for_gpus_are_used_there_and_accepted_with_a_warning_elsewhere
 def test_parameters_of_triton_and_mindie_are_known(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     model_json(model, model="mock")
     arguments = read(
-        model, REPORT_CUSTOM_METRICS="true", npu_device_ids="0;1", model_instance_number="1", max_queue_size="7"
+        model, ENABLE_VLLM_HEALTH_CHECK="true", npu_device_ids="0;1", model_instance_number="1", max_queue_size="7"
     )
     assert arguments.max_queue_size == 7
-    assert "'REPORT_CUSTOM_METRICS' has no effect" in caplog.text
+    assert "'ENABLE_VLLM_HEALTH_CHECK' has no effect" in caplog.text
     assert "unknown engine argument 'tool_parser'" in refusal(model, tool_parser="x")
     assert "'model_instance_number' is '2', expected 1" in refusal(model, model_instance_number="2")
     assert "'max_queue_size' is '-1'" in refusal(model, max_queue_size="-1")
