@@ -33,7 +33,7 @@ def page(host: Host) -> str:
 
 def test_metrics_are_exported_at_zero_as_soon_as_they_are_made(host: Host) -> None:
     execute = """
-counters, gauges = F("made_total", "Made.", F.COUNTER), F("made", "Made.", F.GAUGE)
+counters, gauges = F(b"made_total", b"Made.", F.COUNTER), F("made", "Made.", F.GAUGE)
 histograms = F("made_s", "Made.", F.HISTOGRAM)
 empty = F("without_metrics", "None.", F.COUNTER)
 made = [counters.Metric({"b": "2", "a": "1"}), gauges.Metric(), histograms.Metric(labels={"a": "1"}, buckets=[0.5, 1])]

@@ -9,6 +9,7 @@ memory of its parent.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -87,7 +88,7 @@ class _Connection:
                 self._pass_on(message)
                 del message
         except OSError:
-            pass  # the writer has found it gone
+            pass  # it is gone
         with self._lock:
             left = list(self._asked.values())
         for number in left:
@@ -123,8 +124,9 @@ class _Connection:
             try:
                 encode(answer[0], parts).send(self._socket)
             except OSError:
-                break  # it is gone, and the reader sees that
-        self._socket.shutdown(socket.SHUT_RDWR)
+                break
+        with contextlib.suppress(OSError):  # it is gone
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the reader, where that does not know yet
 
 
 class _ForkedLink(HostLink):

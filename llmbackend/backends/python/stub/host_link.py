@@ -40,7 +40,7 @@ class HostLink:
         """What the model says against being ready, "" = nothing; runs on a thread of its own."""
         self._socket = events
         self._sending = threading.RLock()  # reentrant: a collected object may post in the middle of a post
-        self._is_anothers = False
+        self._is_foreign = False
         self._posted = 0
         self._numbers = itertools.count()
         self._waiting: dict[int, AnswerCallback] = {}
@@ -54,7 +54,7 @@ class HostLink:
     def post(self, message: tuple[Any, ...], parts: Sequence[Any] = ()) -> None:
         """Blocks while the host has no room for more. Raises OSError when the host is gone, or the link is another
         process's."""
-        if self._is_anothers:
+        if self._is_foreign:
             raise ForkedProcessError("a response is sent by the model instance's process, not by one that it forked")
         packet = encode(message, parts)
         try:
@@ -66,7 +66,7 @@ class HostLink:
 
     def disown(self) -> None:
         """In a forked process, whose parent has the link: its locks may be held, and are not touched here."""
-        self._is_anothers = True
+        self._is_foreign = True
         self._socket.close()
 
     def start(self, message: tuple[Any, ...], parts: Sequence[Any], on_answer: AnswerCallback) -> int:
