@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.chat_request import MAX_OBJECTS, ChatBounds, read_chat
+from llmbackend.adapter.chat_request import MAX_VALUES, ChatBounds, read_chat
 from llmbackend.core.backend_api import ErrorCode, TritonError
 
 BOUNDS = ChatBounds(context_tokens=10, max_chars=50)
@@ -48,7 +48,7 @@ def test_a_list_and_an_object_are_the_same_conversation() -> None:
             b'{"messages": [{}], "chat_template_kwargs": {"x":' + b"[" * 32 + b"]" * 32 + b"}}",
             "'chat_template_kwargs' of input 'messages' is nested deeper than 32 levels",
         ),
-        (b"[" * 100_000, "has 100000 JSON objects and lists, expected at most 65536"),
+        (b"[" * 100_000, "has 100000 JSON values, expected at most 65536"),
         (b"[" * 5000, "is not JSON"),
         (b'["\xff"]', "is not UTF-8: invalid start byte at byte 2"),
         (b" " * (4 << 20) + b" ", "has 4194305 bytes, expected at most 4194304"),
@@ -59,12 +59,13 @@ def test_what_cannot_fit_is_refused_by_name(value: Any, expected: str) -> None:
 
 
 def test_brackets_in_a_text_are_text() -> None:
-    text = json.dumps([{"role": "user", "content": '[{"' * 30_000}]).encode()
-    assert len(read_chat(text, ChatBounds(10, 100_000)).messages) == 1
+    content = '[{",\\' * 30_000 + '"' + "\\" * 3
+    text = json.dumps([{"role": "user", "content": content}]).encode()
+    assert read_chat(text, ChatBounds(10, 200_000)).messages[0]["content"] == content
 
 
 def test_the_text_is_bounded_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json, "loads", lambda text: pytest.fail("parsed"))
-    for value in (b"[" * (MAX_OBJECTS + 1), b" " * (BOUNDS.max_bytes + 1)):
+    for value in (b"[" * (MAX_VALUES + 1), b" " * (BOUNDS.max_bytes + 1)):
         with pytest.raises(TritonError):
             read_chat(value, BOUNDS)
