@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,9 @@ from .kernels.library import NativeEngine
 from .kernels.library import load as load_library
 from .kernels.weights import TYPE_OF
 from .lora import LoraBatch, add_adapters
+from .rotary import fix_frequencies, max_model_len
 
 logger = logging.getLogger(__name__)
-
-_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-# With these, the angle of every position depends on the longest sequence of the batch, once it passes the original
-# limit.
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 _DEQUANTIZED = ("fp8", "mxfp4")
 """Methods by which a checkpoint may be quantised: transformers gives its weights back as plain ones."""
@@ -82,8 +78,9 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
     hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     check_config(hf_config)
     _check_quantization(config, hf_config, dense)
-    max_model_len = _max_model_len(config, hf_config.get_text_config(decoder=True))
+    max_len = max_model_len(config.max_model_len, hf_config.get_text_config(decoder=True))
     model = _instantiate(config, hf_config, device, tensors)
+    fix_frequencies(model, max_len)
     loras = None
     if config.lora_modules:
         loras = add_adapters(model, config.lora_modules, config.max_lora_rank, config.max_num_seqs, device)
@@ -98,7 +95,7 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
     linear_kind = _join_linears(config, model) if dense else _swap_linears(config, model, dtype, engine)
     checked = check_model(model)
     if dense or (engine is not None and not config.enforce_eager):
-        decoder, why_modules = _describe(model, checked, max_model_len)
+        decoder, why_modules = _describe(model, checked, max_len)
     else:
         decoder, why_modules = None, "enforce_eager is set" if engine else "there are no native kernels for it"
     return LoadedModel(
@@ -107,7 +104,7 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
         dtype=dtype,
         device=device,
         vocab_size=int(hf_config.get_text_config(decoder=True).vocab_size),
-        max_model_len=max_model_len,
+        max_model_len=max_len,
         eos_token_ids=_eos_token_ids(model, hf_config),
         model_type=str(hf_config.model_type),
         linear_kind=linear_kind,
@@ -274,41 +271,6 @@ def _random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str
             attn_implementation=interface.PAGED_ATTENTION,
             trust_remote_code=config.trust_remote_code,
         )
-
-
-def _max_model_len(config: EngineConfig, text_config: Any) -> int:
-    limit = _model_limit(text_config)
-    wanted = config.max_model_len
-    if limit is None:
-        if wanted is None:
-            raise ValueError("engine argument 'max_model_len' is not set, and the model's config states no limit")
-        return wanted
-    if wanted is not None and wanted > limit:
-        raise ValueError(f"engine argument 'max_model_len' is {wanted}, expected at most {limit}, the model's limit")
-    return wanted or limit
-
-
-def _model_limit(text_config: Any) -> int | None:
-    limits = [value for name in _LENGTH_NAMES if isinstance(value := getattr(text_config, name, None), int)]
-    limit = limits[0] if limits else None
-    for rope in _rope_parameters(getattr(text_config, "rope_parameters", None)):
-        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-            original = rope.get("original_max_position_embeddings") or getattr(
-                text_config, "original_max_position_embeddings", None
-            )
-            limit = min(limit or original, original) if original else limit
-    return limit
-
-
-def _rope_parameters(parameters: Any) -> Iterator[Mapping[str, Any]]:
-    """A config has one set of rotary parameters, or one per layer type."""
-    if not isinstance(parameters, Mapping):
-        return
-    if "rope_type" in parameters:
-        yield parameters
-    for value in parameters.values():
-        if isinstance(value, Mapping):
-            yield value
 
 
 def _eos_token_ids(model: Any, hf_config: Any) -> tuple[int, ...]:

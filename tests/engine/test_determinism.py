@@ -47,6 +47,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "one token of a prompt at a time": {"max_num_batched_tokens": 1},
     "large chunks": {"max_num_batched_tokens": 4096},
     "few rows": {"max_num_seqs": 3},
+    "steps of a target time": {"step_target_ms": 1.0},
     "preemption": {"num_kv_blocks": 9, "max_num_batched_tokens": 40},
     "speculation": {"speculative_config": SPECULATION},
     "larger blocks": {"block_size": 64},
@@ -98,7 +99,7 @@ def requests() -> list[InferRequest]:
 
 def run(model: Path, wanted: list[InferRequest], **options: Any) -> tuple[dict[str, Story], EngineStats]:
     """Each request's tokens with their logprobs, and the engine's counters at the end."""
-    settings = {"num_threads": 1, "block_size": 32, **options}
+    settings = {"num_threads": 1, "block_size": 32, "step_target_ms": 0, **options}
     config = EngineConfig(model=str(model), load_format="dummy", transport="inline", **settings)
     core = EngineCore(config, ModelRunner(config))
     outcomes, stats = run_counted(core, wanted)

@@ -93,12 +93,6 @@ def test_limits_of_length(tmp_path: Path) -> None:
         load_model(dummy(tmp_path, max_model_len=129))
 
 
-def test_rotary_angles_that_depend_on_the_longest_sequence_limit_the_length(tmp_path: Path) -> None:
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    llama_dir(tmp_path, rope_parameters={**rope, "original_max_position_embeddings": 32})
-    assert load_model(dummy(tmp_path)).max_model_len == 32
-
-
 def test_devices(tmp_path: Path) -> None:
     llama_dir(tmp_path)
     for device in ("toaster", "meta"):
