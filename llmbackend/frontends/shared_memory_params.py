@@ -16,6 +16,8 @@ from .json_reader import as_bool, as_string, as_unsigned, parsing
 
 REGION, OFFSET, BYTE_SIZE = "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"
 CLASSIFICATION = "classification"
+MOST_CLASSES = 2**32 - 1
+"""Triton counts classes in 32 bits; a larger number would wrap there."""
 
 
 def place_from_json(parameters: Mapping[str, Any]) -> Place:
@@ -44,7 +46,14 @@ def check_output_parameters(parameters: Mapping[str, Any]) -> None:
 def classes_from_json(parameters: Mapping[str, Any]) -> int:
     """0 = not as classes."""
     with parsing(CLASSIFICATION, "set"):
-        return as_unsigned(parameters[CLASSIFICATION])
+        count = as_unsigned(parameters[CLASSIFICATION])
+    return _checked_classes(count)
+
+
+def _checked_classes(count: int) -> int:
+    if count > MOST_CLASSES:
+        raise invalid_argument(f"invalid value for 'classification' parameter, expected <= {MOST_CLASSES}")
+    return count
 
 
 def place_from_proto(tensor: Any) -> Place | None:
@@ -91,4 +100,4 @@ def classes_from_proto(output: Any) -> int:
         raise invalid_argument("invalid value for 'classification' parameter, expected >= 0")
     if REGION in output.parameters:
         raise invalid_argument("output can't set both 'shared_memory_region' and 'classification'")
-    return count
+    return _checked_classes(count)

@@ -101,6 +101,12 @@ def test_a_grpc_client_must_ask_for_at_least_one_class(running: Labelled) -> Non
         classify(running, triton_grpc, "identity", VALUES, -1)
 
 
+def test_a_number_of_classes_that_32_bits_do_not_hold_is_refused(running: Labelled, module: Any) -> None:
+    with pytest.raises(InferenceServerException, match="'classification' parameter, expected <= 4294967295") as caught:
+        classify(running, module, "identity", VALUES, 2**32)
+    assert caught.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
+
+
 def test_a_label_file_outside_of_the_model_is_refused(running: Labelled, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
