@@ -69,7 +69,7 @@ OUTPUTS: dict[str, TensorType] = {
 }
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
 """A request parameter that the OpenAI frontend sets, for vLLM's rule there; clients of KServe can not."""
-_SCANNED_BYTES = 4 << 20
+_SCANNED_BYTES, _SCANNED_KEYS = 4 << 20, 1024
 PROMPT_INPUTS = ("text_input", "messages", "input_ids")
 NOT_SUPPORTED_INPUTS = ("image", "embedding_request")
 
@@ -165,7 +165,7 @@ def _read_sampling(request: Request) -> Mapping[str, Any]:
 def _too_long(text: bytes, size: int) -> str:
     """Names the parameter that takes the most, where finding it takes little."""
     limit = f"{MAX_SAMPLING_JSON_BYTES} for all sampling parameters together"
-    if size <= _SCANNED_BYTES:
+    if size <= _SCANNED_BYTES and text.count(b":") <= _SCANNED_KEYS:
         with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
             values = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             name, value = max(values.items(), key=lambda item: len(memoryview(item[1])), default=("", msgspec.Raw(b"")))

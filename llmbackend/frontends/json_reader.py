@@ -28,7 +28,6 @@ _SCAN_BLOCK: Final = 1 << 20
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 """A JSON string, closed or not: matching the open ones as well keeps the scan linear on hostile bodies."""
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-_NOT_OPENING = bytes(byte for byte in range(256) if byte not in b"[{")
 _RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
@@ -65,7 +64,10 @@ def check_objects(body: bytes, most: int) -> None:
     time of a character."""
     if body.count(b"[") + body.count(b"{") <= most:  # those in strings are none
         return
-    num_objects = len(_STRING.sub(b"", body).translate(None, _NOT_OPENING))
+    # numpy counts in milliseconds, most of them without the interpreter's lock.
+    data = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    is_outside = np.cumsum(data == ord('"'), dtype=np.uint8) & 1 == 0  # it wraps around at an even number
+    num_objects = int(np.count_nonzero(((data == ord("{")) | (data == ord("["))) & is_outside))
     if num_objects > most:
         raise invalid_argument(f"the request body has {num_objects} JSON objects and lists, expected at most {most}")
 
