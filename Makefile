@@ -16,7 +16,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# pip shows its bars on a terminal and says nothing elsewhere.
+PIP_QUIET := $(shell [ -t 2 ] || echo --quiet)
+PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
 .PHONY: serve test lint unit smoke conformance conformance-live real-triton chaos soak overload idle fuzz stall bench clean

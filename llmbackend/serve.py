@@ -32,6 +32,7 @@ from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.serving import FrontendServer
 
 from .engine_flags import as_flags
+from .load_bar import load_bars
 from .process_end import exit_now, in_thread, kill_children, reload_on_hangup, stop_on_signal
 from .server_log import ServerLog
 from .settings import ServerSettings
@@ -85,7 +86,9 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         complain(f"cannot listen: {error}. Stop what has the port, or choose another one.")
         return 1
     loading = in_thread(server.start)
-    if not await _ends_before(loading, stop):
+    with load_bars():
+        is_over = await _ends_before(loading, stop)
+    if not is_over:
         return await _stop_while_loading(server, loading, settings.exit_timeout_s)
     try:
         await loading

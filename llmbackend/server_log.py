@@ -54,7 +54,15 @@ class _File(_Bounded, logging.FileHandler):
 
 
 class _Stream(_Bounded, logging.StreamHandler[Any]):
-    pass
+    """Writes where sys.stderr goes at that moment: above the bars of a load, while there are some."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _stream: Any) -> None:
+        """What StreamHandler sets when it is made is of no use."""
 
 
 LogField = Literal["verbose", "info", "warning", "error", "format"]
@@ -76,7 +84,7 @@ class ServerLog:
         """Sends the package's log to its file or stderr; other libraries only from WARNING on. Raises OSError when the
         file can not be written."""
         file = self._settings.file
-        self._handler = _File(file, "a", "utf-8") if file else _Stream(sys.stderr)
+        self._handler = _File(file, "a", "utf-8") if file else _Stream()
         self._handler.addFilter(lambda record: self._lets_through(record.levelno))
         self._handler.addFilter(RepeatFilter(Repeats()))
         self._apply()

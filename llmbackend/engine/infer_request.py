@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from .load_progress import LoadProgress
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 PrefixSalt = tuple[str, str, str]
 """Tenant, LoRA adapter, the client's salt. Not joined: no separator is one that a client could not write."""
@@ -172,9 +174,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):
-    """Engine → host, the first message: the loaded model, or why it cannot be loaded (and then the engine ends).
-    is_shortage: the machine lacked memory, descriptors or processes."""
+    """Engine → host, the first messages: how far the load has come, any number of times, and then the loaded model, or
+    why it cannot be loaded (and then the engine ends). is_shortage: the machine lacked memory, descriptors or
+    processes."""
 
     info: ModelInfo | None = None
+    progress: LoadProgress | None = None
     error: str = ""
     is_shortage: bool = False

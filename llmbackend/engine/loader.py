@@ -35,6 +35,7 @@ from .gpu.quantized_weights import check_device, quantize_linears
 from .kernels.library import NativeEngine
 from .kernels.library import load as load_library
 from .kernels.weights import TYPE_OF
+from .load_progress import bar_hook, report
 from .lora import LoraBatch, add_adapters
 from .rotary import fix_frequencies, max_model_len
 
@@ -93,6 +94,7 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
     model = model.to(device).eval()
     engine = None if dense else _native_engine(config, device, dtype)
     linear_kind = _join_linears(config, model) if dense else _swap_linears(config, model, dtype, engine)
+    report("trying the model")
     checked = check_model(model)
     if dense or (engine is not None and not config.enforce_eager):
         decoder, why_modules = _describe(model, checked, max_len)
@@ -207,6 +209,7 @@ def _instantiate(
     if config.load_format == "dummy":
         return _random_model(config, hf_config, dtype, device)
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_tqdm_hook(bar_hook)
     multimodal = hf_config.get_text_config(decoder=True) is not hf_config
     try:
         tensors = read_headers(_hub_files(config)) if tensors is None else tensors

@@ -28,8 +28,10 @@ from typing import IO, Literal, TypeVar
 import msgspec
 import zmq
 
+from . import load_progress
 from .config import EngineConfig
 from .infer_request import EngineInput, EngineStarted, ModelInfo, StepResult
+from .load_progress import LoadProgress
 from .process.engine_loop import load, run
 from .process.nursery import EngineProcess, Nursery
 from .process.shortage import is_shortage, require_descriptors
@@ -90,18 +92,29 @@ class Transport(ABC):
         """Starts the engine, which then loads its model; returns at once."""
 
     def receive_started(self, timeout_s: float | None) -> ModelInfo | None:
-        """Blocks until the model is loaded, and then gives its facts; None after a wake-up or `timeout_s`.
+        """Blocks until the model is loaded, and then gives its facts; None after a wake-up, news of the load's progress
+        or `timeout_s`.
 
         Raises EngineDeadError when it cannot be loaded, with the engine's reason.
         """
-        messages = self._receive(timeout_s, _decode_started)
-        if not messages:
+        started = None
+        for message in self._receive(timeout_s, _decode_started):
+            if message.progress is None:
+                started = message
+            else:
+                self._show(message.progress)
+        if started is None:
             return None
-        [started] = messages
+        self._show(None)
         if started.info is None:
             raise EngineDeadError(started.error, "shortage" if started.is_shortage else "load")
         self._loaded = True
         return started.info
+
+    def _show(self, progress: LoadProgress | None) -> None:
+        parts = [part for part in self._config.model.split("/") if part]
+        is_version = len(parts) > 1 and parts[-1].isdecimal()  # of a repository: the model's name is before it
+        load_progress.show(id(self), parts[-2 if is_version else -1], progress)
 
     def send(self, message: EngineInput) -> None:
         """Never blocks. Raises EngineDeadError when nobody is at the other end."""
@@ -121,6 +134,7 @@ class Transport(ABC):
         """Ends the engine, gently first unless `force`, and frees everything. Never raises for a dead engine."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send(_encode(EngineInput(shutdown=True)), zmq.NOBLOCK)
+        self._show(None)
         timeout_s = CLOSE_TIMEOUT_S if self._loaded else CLOSE_TIMEOUT_BEFORE_LOADED_S
         ended = self._reap(0.0 if force else timeout_s)
         self._lifeline.close()
@@ -227,6 +241,7 @@ class ProcessTransport(Transport):
         try:
             self._reader.start()
             self._process = self._nursery.fork(endpoint, self._engine_lifeline.fileno(), output_fd)
+            self._show(LoadProgress("starting the engine"))
         except OSError as error:
             kind: DeathKind = "shortage" if is_shortage(error) else "exit"
             raise EngineDeadError(f"the engine process could not be started: {error}", kind) from error

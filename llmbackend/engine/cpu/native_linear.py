@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from llmbackend.engine.kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
 from llmbackend.engine.kernels.library import NativeEngine, op_pointers
 from llmbackend.engine.kernels.weights import TYPE_OF, PackedWeight, WeightStore, release_pages
+from llmbackend.engine.load_progress import counted
 
 
 class NativeLinear(nn.Module):
@@ -68,7 +69,8 @@ def swap_linears(model: Any, engine: NativeEngine, quantization: str | None) -> 
     types = [Type.INT8 if quantization == "int8" else TYPE_OF[matrix.dtype] for matrix in matrices]
     store = WeightStore(engine, [(*matrix.shape, kind) for matrix, kind in zip(matrices, types, strict=True)])
     shared = _shared_addresses(model)
-    for (parent, name, linear), matrix, kind in zip(found, matrices, types, strict=True):
+    parts = list(zip(found, matrices, types, strict=True))
+    for (parent, name, linear), matrix, kind in counted("packing weights", parts):
         packed = store.pack(matrix, kind)
         setattr(parent, name, NativeLinear(engine, packed, linear.bias, matrix.dtype))
         if linear.weight.data_ptr() not in shared:

@@ -1,9 +1,9 @@
 """An engine core at the end of a socket: one message in, one message out, per step.
 
 For: the engine's process and the inline thread, which run the same loop. Does not know: which of the two it is in.
-Invariant: it sends exactly one EngineStarted first, then one StepResult per step; it blocks on the socket while there
-is nothing to compute, and only looks into it, without waiting, between the steps of a busy engine; each time that work
-ends it checks that nothing was left behind.
+Invariant: it sends EngineStarted messages first, the last of which says how loading ended, then one StepResult per
+step; it blocks on the socket while there is nothing to compute, and only looks into it, without waiting, between the
+steps of a busy engine; each time that work ends it checks that nothing was left behind.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from llmbackend.engine.engine_core import EngineCore, make_runner
 from llmbackend.engine.fault_injection import Faults, FaultyLink, Link
 from llmbackend.engine.gpu.parallel.followers import Followers
 from llmbackend.engine.infer_request import EngineInput, EngineStarted
+from llmbackend.engine.load_progress import LoadProgress, reporting_to
 
 from .shortage import is_shortage
 
@@ -30,8 +31,13 @@ _decode_input = msgspec.msgpack.Decoder(EngineInput).decode
 def load(config: EngineConfig, socket: Link, followers: Followers | None = None) -> EngineCore | None:
     """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None. followers: the
     other ranks of an engine over several devices."""
+
+    def tell(progress: LoadProgress) -> None:
+        socket.send(_encode(EngineStarted(progress=progress)))
+
     try:
-        core = EngineCore(config, make_runner(config, followers))
+        with reporting_to(tell):
+            core = EngineCore(config, make_runner(config, followers))
     except Exception as error:
         text = str(error)
         if not isinstance(error, ValueError | OSError | RuntimeError | ImportError):

@@ -1,0 +1,105 @@
+"""How far the load of a model has come: from deep in the loader to the host, which may show it.
+
+For: the loader and its parts, which report; the engine's loop, which passes on; whoever shows it, which listens to this
+module's logger. Does not know: sockets, screens. Invariants: a report costs nothing where nobody takes it; no part of
+a load depends on one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextvars import ContextVar
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+INTERVAL_S: Final = 0.1
+"""Reports within one stage are no more frequent."""
+
+
+class LoadProgress(msgspec.Struct, frozen=True):
+    """stage: what is being done, for people. done, total: how much of it; total 0 = nobody knows."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+
+
+Sink = Callable[[LoadProgress], None]
+_sink: ContextVar[Sink | None] = ContextVar("load_progress_sink", default=None)
+
+
+@contextlib.contextmanager
+def reporting_to(sink: Sink) -> Iterator[None]:
+    """Reports of this thread go to `sink`: the first of each stage, the last, and between them some."""
+    last_stage, last_s = "", 0.0
+
+    def sparse(progress: LoadProgress) -> None:
+        nonlocal last_stage, last_s
+        now_s = time.monotonic()
+        is_edge = progress.stage != last_stage or progress.done == progress.total
+        if is_edge or now_s - last_s >= INTERVAL_S:
+            last_stage, last_s = progress.stage, now_s
+            sink(progress)
+
+    token = _sink.set(sparse)
+    try:
+        yield
+    finally:
+        _sink.reset(token)
+
+
+def report(stage: str, done: int = 0, total: int = 0) -> None:
+    sink = _sink.get()
+    if sink is not None:
+        sink(LoadProgress(stage, done, total))
+
+
+def counted(stage: str, items: Collection[T]) -> Iterator[T]:
+    """`items`, each reported when it is done with."""
+    total = len(items)
+    report(stage, 0, total)
+    for done, item in enumerate(items, 1):
+        yield item
+        report(stage, done, total)
+
+
+def show(engine: int, model: str, progress: LoadProgress | None) -> None:
+    """On the host: what an engine reports; None = it needs no more showing. A handler of this module's logger finds
+    the values on the record."""
+    logger.debug("%s: %s", model, progress, extra={"engine": engine, "model": model, "progress": progress})
+
+
+class CountedBar:
+    """In the place of a progress bar of transformers (tqdm): it reports, and draws nothing."""
+
+    def __init__(self, bar: Any, stage: str, items: Collection[Any]) -> None:
+        self._bar = bar
+        self._stage = stage
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return counted(self._stage, self._items)
+
+    def __enter__(self) -> CountedBar:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
+
+
+def bar_hook(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """For transformers' `set_tqdm_hook`: its loop over the weights is reported."""
+    bar = factory(*args, **options)
+    if options.get("desc") == "Loading weights" and args and isinstance(args[0], Collection):
+        return CountedBar(bar, "reading weights", args[0])
+    return bar
