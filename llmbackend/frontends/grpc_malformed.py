@@ -16,11 +16,17 @@ from google.protobuf.message import DecodeError
 
 from llmbackend.core.errors import TritonError
 
+from .control_body import MOST_CONTROL_BYTES, too_large
+
 UNABLE: Final = "Unable to parse request"
 
 
 class Malformed:
     """Stands where a request would have stood."""
+
+
+class _Oversized:
+    """Likewise."""
 
 
 class MalformedError(TritonError):
@@ -41,7 +47,7 @@ class TolerantServices:
     its own, and looks at all of them for every call of any (with 24 methods a seventh of a small RPC's time)."""
 
     def __init__(self, server: grpc.aio.Server, parsers: Mapping[str, Callable[[bytes], Any]]) -> None:
-        """`parsers`: of methods whose messages are not parsed as the generated code does; they raise DecodeError."""
+        """`parsers`: of methods whose messages may be large; they raise DecodeError."""
         self._server = server
         self._parsers = parsers
 
@@ -54,10 +60,14 @@ class TolerantServices:
 
 
 def _tolerant(handler: Any, parse: Callable[[bytes], Any] | None) -> Any:
-    changes: dict[str, Any] = {"request_deserializer": _marking(parse or handler.request_deserializer)}
+    changes: dict[str, Any] = {"request_deserializer": _marking(parse or _parsing_small(handler.request_deserializer))}
     if handler.unary_unary is not None:
         changes["unary_unary"] = _refusing(handler.unary_unary)
     return handler._replace(**changes)
+
+
+def _parsing_small(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    return lambda data: parse(data) if len(data) <= MOST_CONTROL_BYTES else _Oversized()
 
 
 def _marking(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -74,6 +84,8 @@ def _refusing(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, A
     async def refuse_malformed(request: Any, context: Any) -> Any:
         if isinstance(request, Malformed):
             await context.abort(grpc.StatusCode.INTERNAL, UNABLE)
+        if isinstance(request, _Oversized):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, too_large().message)
         return await handler(request, context)
 
     return refuse_malformed

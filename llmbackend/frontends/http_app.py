@@ -87,10 +87,10 @@ def create_kserve_router(
     InferEndpoint(gate, max_input_size_bytes, options.http_forward).add_to(router)  # first: routes are tried in order
     GenerateEndpoints(gate, max_input_size_bytes).add_to(router)
     HealthEndpoints(server).add_to(router)
-    SettingsEndpoints(server, log or ServerLog(), max_input_size_bytes).add_to(router)
+    SettingsEndpoints(server, log or ServerLog()).add_to(router)
     SharedMemoryEndpoints(server).add_to(router)
     DescriptionEndpoints(server).add_to(router)
-    RepositoryEndpoints(server, max_input_size_bytes).add_to(router)
-    StopEndpoint(server, max_input_size_bytes).add_to(router)
+    RepositoryEndpoints(server, gate, max_input_size_bytes).add_to(router)
+    StopEndpoint(server).add_to(router)
     ProbeEndpoints(gate, options.http_metrics).add_to(router)
     return router

@@ -39,6 +39,11 @@ from .settings_grpc import log_setting, trace_setting
 from .shared_memory_grpc import SharedMemoryRpcs
 
 INT32_MAX: Final = (1 << 31) - 1
+_LARGE_MESSAGES: Final = {
+    "ModelInfer": parse_or_keep,
+    "ModelStreamInfer": parse_or_keep,
+    "RepositoryModelLoad": pb.RepositoryModelLoadRequest.FromString,
+}
 _COMPRESSION: Final = {
     "none": None,
     "low": grpc.Compression.Gzip,
@@ -75,7 +80,7 @@ async def create_grpc_server(
     ]
     grpc_server = grpc.aio.server(interceptors=list(interceptors), options=[*arguments, *options])
     servicer = InferenceServicer(server, gate or InferenceGate(server), limits.write_timeout_s, protocol, log)
-    services = TolerantServices(grpc_server, {"ModelInfer": parse_or_keep, "ModelStreamInfer": parse_or_keep})
+    services = TolerantServices(grpc_server, _LARGE_MESSAGES)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), services)
     try:

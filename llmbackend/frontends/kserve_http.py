@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Mapping
+from pickle import PickleBuffer
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -21,7 +22,9 @@ from llmbackend.core.errors import internal, invalid_argument, unavailable, unsu
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import ModelIndex, TensorMetadata
 
+from .control_body import read_control
 from .http_errors import JSON, TEXT, error_body, error_response, plain
+from .inference import InferenceGate
 from .json_reader import as_bool, as_object, as_string, dump, parse
 from .readiness_probes import ReadinessProbes
 from .request_body import read_body
@@ -123,8 +126,10 @@ def _tensor_json(tensor: TensorMetadata) -> dict[str, Any]:
 class RepositoryEndpoints:
     """The model repository: index, load, unload. A path may name a repository; only the index ignores that."""
 
-    def __init__(self, server: InferenceServer, max_body_bytes: int) -> None:
+    def __init__(self, server: InferenceServer, gate: InferenceGate, max_body_bytes: int) -> None:
+        """`max_body_bytes` is for files of a load; other bodies are small."""
         self._server = server
+        self._gate = gate
         self._probes = ReadinessProbes(server)
         self._max_body_bytes = max_body_bytes
 
@@ -141,27 +146,42 @@ class RepositoryEndpoints:
         return json_response([_index_json(row) for row in rows])
 
     async def load(self, request: Request) -> Response:
-        name, body = await self._control(request)
-        parameters = dict(_load_parameter(key, value) for key, value in body.items())
+        name = self._name(request)
+        body = await read_body(request, self._max_body_bytes)
+        found = await self._gate.parsed(len(body), load_parameters, body)
+        parameters = {key: value if isinstance(value, str) else bytes(value) for key, value in found.items()}
         await asyncio.wrap_future(self._server.start_load(name, parameters))
         return plain(content_type=JSON)
 
     async def unload(self, request: Request) -> Response:
-        name, body = await self._control(request)
-        dependents = "unload_dependents" in body and as_bool(body["unload_dependents"])
+        name = self._name(request)
+        parameters = _parameters(await self._body(request))
+        dependents = "unload_dependents" in parameters and as_bool(parameters["unload_dependents"])
         await asyncio.to_thread(self._server.unload_model, name, dependents)
         return plain(content_type=JSON)
 
-    async def _control(self, request: Request) -> tuple[str, Mapping[str, Any]]:
-        """The model's name, and the `parameters` of the body."""
+    def _name(self, request: Request) -> str:
         if "repository" in request.path_params:
             raise unsupported("'repository_name' specification is not supported")
-        body = await self._body(request)
-        return request.path_params["name"], as_object(body.get("parameters", {}))
+        name: str = request.path_params["name"]
+        return name
 
     async def _body(self, request: Request) -> Mapping[str, Any]:
-        body = await read_body(request, self._max_body_bytes)
-        return as_object(parse(body)) if body else {}
+        return _object(await read_control(request))
+
+
+def _object(body: bytes) -> Mapping[str, Any]:
+    return as_object(parse(body)) if body else {}
+
+
+def _parameters(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    return as_object(document.get("parameters", {}))
+
+
+def load_parameters(body: bytes) -> dict[str, Any]:
+    """The `parameters` of a load request's body; files as PickleBuffers, see `InferenceGate.parsed`."""
+    found = dict(_load_parameter(key, value) for key, value in _parameters(_object(body)).items())
+    return {key: PickleBuffer(value) if isinstance(value, bytes) else value for key, value in found.items()}
 
 
 def _load_parameter(key: str, value: Any) -> tuple[str, str | bytes]:

@@ -17,16 +17,15 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.server_log import ServerLog
 
 from . import log_settings, trace_settings
+from .control_body import read_control
 from .json_reader import as_object, parse
 from .kserve_http import json_response
-from .request_body import read_body
 
 
 class SettingsEndpoints:
-    def __init__(self, server: InferenceServer, log: ServerLog, max_body_bytes: int) -> None:
+    def __init__(self, server: InferenceServer, log: ServerLog) -> None:
         self._server = server
         self._log = log
-        self._max_body_bytes = max_body_bytes
 
     def add_to(self, router: APIRouter) -> None:
         """Before the models: /v2/models/{name} must not swallow these."""
@@ -49,4 +48,4 @@ class SettingsEndpoints:
         return json_response(log_settings.shown(self._log.settings))
 
     async def _document(self, request: Request) -> Any:
-        return as_object(parse(await read_body(request, self._max_body_bytes)))
+        return as_object(parse(await read_control(request)))

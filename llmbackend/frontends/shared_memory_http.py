@@ -18,12 +18,9 @@ from llmbackend.core.errors import invalid_argument
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.memory.shared_memory import CUDA_HANDLE_BYTES, MemoryKind
 
+from .control_body import read_control
 from .http_errors import JSON, plain
 from .json_reader import as_object, as_string, as_unsigned, dump, member, parse
-from .request_body import read_body
-
-_LARGEST_BODY_BYTES = 64 << 10
-"""A body has a key or a handle, and two numbers."""
 
 
 class SharedMemoryEndpoints:
@@ -82,7 +79,7 @@ def _region(request: Request) -> str:
 
 
 async def _body(request: Request) -> Mapping[str, Any]:
-    return as_object(parse(await read_body(request, _LARGEST_BODY_BYTES)))
+    return as_object(parse(await read_control(request)))
 
 
 def _required(body: Mapping[str, Any], field: str) -> Any:

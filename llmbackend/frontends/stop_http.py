@@ -14,15 +14,14 @@ from starlette.responses import Response
 from llmbackend.core.errors import invalid_argument
 from llmbackend.core.inference_server import InferenceServer
 
+from .control_body import read_control
 from .json_reader import as_object, as_string, member, parse, parsing
 from .kserve_http import MODEL_PATHS, json_response, model_of
-from .request_body import read_body
 
 
 class StopEndpoint:
-    def __init__(self, server: InferenceServer, max_body_bytes: int) -> None:
+    def __init__(self, server: InferenceServer) -> None:
         self._server = server
-        self._max_body_bytes = max_body_bytes
 
     def add_to(self, router: APIRouter) -> None:
         for path in MODEL_PATHS:
@@ -31,7 +30,7 @@ class StopEndpoint:
 
     async def stop(self, request: Request) -> Response:
         name, version = model_of(request)
-        body = as_object(parse(await read_body(request, self._max_body_bytes)))
+        body = as_object(parse(await read_control(request)))
         with parsing("id"):
             request_id = as_string(member(body, "id"))
         if not request_id:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 import struct
@@ -238,3 +239,36 @@ def test_large_binary_tensors_go_in_and_out_unchanged(running: Running, encoding
         found[output["name"]] = answer.content[offset : offset + size]
         offset += size
     assert found["I"] == numbers and found["S"] == strings and offset == len(answer.content)
+
+
+def test_bodies_that_control_the_server_are_small(running: Running) -> None:
+    many = json.dumps({f"k{n}": "v" for n in range(200_000)})
+    text = "the request has more than 1048576 bytes, at most so many are accepted here"
+    with httpx.Client(base_url=f"http://{running.http}", timeout=60) as client:
+        for path in (
+            "trace/setting",
+            "logging",
+            "repository/index",
+            "repository/models/spare/unload",
+            "models/llm/stop",
+            "systemsharedmemory/region/r/register",
+        ):
+            refused = client.post(f"/v2/{path}", content=many)
+            assert (refused.status_code, refused.json()) == (400, {"error": text}), path
+    settings = pb.LogSettingsRequest(settings={"k": pb.LogSettingsRequest.SettingValue(string_param="v" * (2 << 20))})
+    with triton_grpc.InferenceServerClient(running.grpc) as client, pytest.raises(grpc.RpcError) as caught:
+        client._client_stub.LogSettings(settings, timeout=60)
+    assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+@pytest.mark.parametrize("size", [1000, 2 << 20])
+def test_files_of_a_load_may_be_large(running: Running, size: int) -> None:
+    config = json.dumps({"backend": "no-such-backend"})
+    content = base64.b64encode(bytes(size)).decode()
+    with httpx.Client(base_url=f"http://{running.http}", timeout=60) as client:
+        body = {"parameters": {"config": config, "file:1/model.bin": content}}
+        refused = client.post("/v2/repository/models/spare/load", json=body)
+        assert refused.status_code >= 400 and "no-such-backend" in refused.json()["error"]
+        body["parameters"]["file:1/model.bin"] = content + "!"
+        refused = client.post("/v2/repository/models/spare/load", json=body)
+        assert refused.status_code == 400 and "is not base64" in refused.json()["error"]

@@ -63,4 +63,4 @@ def repeated(text: str, size: int, between: str = ",") -> str:
 
 def numbered(form: str, size: int, between: str = ",") -> str:
     """`form % n` for n from 0 on, in about `size` characters."""
-    return between.join(form % number for number in range(max(size // (len(form) + len(between) + 4), 2)))
+    return between.join(form % number for number in range(max(size // (len(form) + len(between) + 6), 2)))

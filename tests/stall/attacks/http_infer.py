@@ -95,7 +95,7 @@ def _dimensions(size: int) -> list[Sent]:
 
 
 def _deep(size: int) -> list[Sent]:
-    return [HttpSent(_path("echo_INT32"), b'{"inputs":' + b"[" * (size // 2) + b"]" * (size // 2) + b"}")]
+    return [HttpSent(_path("echo_INT32"), b'{"inputs":' + b"[" * (size // 2 - 100) + b"]" * (size // 2 - 100) + b"}")]
 
 
 def _classified(size: int) -> list[Sent]:
