@@ -37,6 +37,8 @@ NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
     "BYTES": np.dtype(np.object_),
 }
 _LENGTH = struct.Struct("<I")
+AT_ONCE = 8192
+"""Strings that one call in C goes through: between calls another thread may have the interpreter's lock."""
 DATATYPE_OF_DTYPE: dict[np.dtype[Any], str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
 """Numpy dtype → wire datatype. Unicode and byte-string arrays are not in it: convert them to object arrays of bytes
 first.
@@ -159,10 +161,15 @@ def to_wire(tensor: Tensor) -> bytes:
     if tensor.data.size == 1:  # a token's text
         item = _to_bytes(tensor.data.item())
         return struct.pack("<I", len(item)) + item
+    flat = tensor.data.reshape(-1)
+    return b"".join(_packed(flat[start : start + AT_ONCE]) for start in range(0, flat.size, AT_ONCE))
+
+
+def _packed(elements: npt.NDArray[np.object_]) -> bytes:
     parts: list[bytes] = []
-    for element in tensor.data.ravel():
+    for element in elements:
         item = _to_bytes(element)
-        parts.append(struct.pack("<I", len(item)))
+        parts.append(_LENGTH.pack(len(item)))
         parts.append(item)
     return b"".join(parts)
 
@@ -203,7 +210,8 @@ def count_strings(raw: bytes | memoryview, offset: int, limit: int) -> tuple[int
 def bytes_tensor(name: str, shape: tuple[int, ...], elements: list[bytes]) -> Tensor:
     """A BYTES tensor of `elements`, as many as `shape` has. Raises TritonError INVALID_ARG as `reshaped` does."""
     data = np.empty(len(elements), dtype=np.object_)
-    data[:] = elements
+    for start in range(0, len(elements), AT_ONCE):
+        data[start : start + AT_ONCE] = elements[start : start + AT_ONCE]
     return Tensor(name, "BYTES", shape, reshaped(name, data, shape))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from llmbackend.core.tensors import Tensor
+from llmbackend.core.tensors import AT_ONCE, Tensor
 
 RESPONSE_BYTES: Final = 512
 """What a response takes in memory beside its tensors' elements (measured: 480 to 700 with one or two tensors)."""
@@ -24,5 +24,5 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
         elif data.size == 1:  # a token's text; this runs once per token
             size += len(data.item())
         else:
-            size += sum(map(len, data.flat))
+            size += sum(sum(map(len, data.flat[start : start + AT_ONCE])) for start in range(0, data.size, AT_ONCE))
     return size
