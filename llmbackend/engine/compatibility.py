@@ -14,13 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from .attention.interface import PAGED_ATTENTION, AttentionOptions, active_context
 from .attention.kv_cache import LayerShape
 from .attention.recorder import RecordingAttention
 
 _SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_ENCODER_TASKS = (
+    "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+    "ForMultipleChoice", "ForNextSentencePrediction",
+)  # fmt: skip
 _PROBE_LENS = [5, 3]
 
 
@@ -39,23 +43,34 @@ def check_config(config: Any) -> None:
     name = architecture_name(config)
     if getattr(config, "is_encoder_decoder", False):
         raise unsupported(name, "it is an encoder-decoder, and the engine runs decoder-only models")
+    if name.endswith(_ENCODER_TASKS):
+        raise unsupported(name, "it is an encoder, and the engine generates text with decoder-only models")
     model_class = causal_lm_class(config)
+    text_config = config.get_text_config(decoder=True)
+    layer_types = {str(kind) for kind in getattr(text_config, "layer_types", None) or ()}
     if model_class is not None:
-        if getattr(model_class, "_is_stateful", False):
+        has_only_attention = bool(layer_types) and layer_types <= _SUPPORTED_LAYER_TYPES
+        if getattr(model_class, "_is_stateful", False) and not has_only_attention:
             raise unsupported(name, "it keeps a recurrent state per sequence, which paged KV memory cannot hold")
         if not model_class._can_set_attn_implementation():
             raise unsupported(name, "its attention does not go through transformers' attention interface")
     elif not getattr(config, "auto_map", None):
         raise unsupported(name, "transformers has no causal language model of this kind")
-    text_config = config.get_text_config(decoder=True)
-    unknown = sorted({str(kind) for kind in getattr(text_config, "layer_types", None) or ()} - _SUPPORTED_LAYER_TYPES)
-    if unknown:
+    if unknown := sorted(layer_types - _SUPPORTED_LAYER_TYPES):
         raise unsupported(name, f"its layers of type {', '.join(unknown)} are not plain or sliding-window attention")
 
 
 def causal_lm_class(config: Any) -> Any | None:
     """The class of transformers that computes this config's text; None: it has none of its own for it."""
-    return AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return auto_class(config)._model_mapping.get(type(config), None)
+
+
+def auto_class(config: Any) -> Any:
+    """Whose from_pretrained loads this config's text. A model for images and text without a class for text alone is
+    loaded as a whole, and given text."""
+    if type(config) in AutoModelForCausalLM._model_mapping or not hasattr(config, "text_config"):
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from .attention import interface
 from .attention.kv_cache import LayerShape
 from .checkpoint_check import check_loading_info, check_tensors, without_report
 from .checkpoint_files import CheckpointError, TensorHeader, bad_checkpoint, check_directory, read_headers
-from .compatibility import CheckedModel, architecture_name, causal_lm_class, check_config, check_model
+from .compatibility import CheckedModel, architecture_name, auto_class, causal_lm_class, check_config, check_model
 from .config import EngineConfig
 from .cpu.native_linear import swap_linears
 from .cpu.packed_linear import pack_linears
@@ -99,7 +99,7 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
     if dense or (engine is not None and not config.enforce_eager):
         decoder, why_modules = _describe(model, checked, max_len)
     else:
-        decoder, why_modules = None, "enforce_eager is set" if engine else "there are no native kernels for it"
+        decoder, why_modules = None, "enforce_eager is set" if engine else _why_not_native(config, dtype)
     return LoadedModel(
         model=model,
         layer_shapes=checked.shapes,
@@ -130,6 +130,15 @@ def _native_engine(config: EngineConfig, device: torch.device, dtype: torch.dtyp
             )
         return None
     return NativeEngine(library, config.num_threads or len(os.sched_getaffinity(0)))
+
+
+def _why_not_native(config: EngineConfig, dtype: torch.dtype) -> str:
+    if config.kernels == "torch":
+        return "kernels is 'torch'"
+    if dtype not in TYPE_OF:
+        kinds = " and ".join(str(kind).removeprefix("torch.") for kind in TYPE_OF)
+        return f"the native CPU kernels compute {kinds}, and not {str(dtype).removeprefix('torch.')}"
+    return "the native CPU kernels are not built"
 
 
 def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> None:
@@ -213,9 +222,10 @@ def _instantiate(
     multimodal = hf_config.get_text_config(decoder=True) is not hf_config
     try:
         tensors = read_headers(_hub_files(config)) if tensors is None else tensors
+        _note_plain_weights(hf_config, tensors)
         check_tensors(*_class_and_config(config, hf_config), tensors, multimodal)
         with without_report():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class(hf_config).from_pretrained(
                 config.model,
                 config=hf_config,
                 dtype=dtype,
@@ -228,6 +238,13 @@ def _instantiate(
     except (CheckpointError, SafetensorError) as error:
         raise bad_checkpoint(config.model, error) from error
     return model
+
+
+def _note_plain_weights(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:
+    """A label that says more than the file holds is no reason to refuse it."""
+    is_packed = any(tensor.dtype.startswith("F8_E") or tensor.dtype == "U8" for tensor in tensors.values())
+    if getattr(hf_config, "quantization_config", None) is not None and not is_packed:
+        logger.warning("config.json states a quantization_config, but the weights are plain: they are used as they are")
 
 
 def _class_and_config(config: EngineConfig, hf_config: Any) -> tuple[Any, Any]:
@@ -268,7 +285,7 @@ def _random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str
         dtype = getattr(hf_config, "dtype", None) or torch.float32
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(config.seed)
-        return AutoModelForCausalLM.from_config(
+        return auto_class(hf_config).from_config(
             hf_config,
             dtype=dtype,
             attn_implementation=interface.PAGED_ATTENTION,

@@ -126,8 +126,7 @@ def _make_forward(config: EngineConfig, loaded: LoadedModel, num_blocks: int) ->
     try:
         return ProgramForward(config, loaded, num_blocks), "one native program"
     except UnrecognisedError as reason:
-        if loaded.engine is not None:
-            logger.info("%s runs as transformers modules: %s", loaded.model_type, reason)
+        logger.info("%s runs as transformers modules: %s", loaded.model_type, reason)
         return ModuleForward(loaded, num_blocks, config.block_size), "modules"
 
 

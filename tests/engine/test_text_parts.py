@@ -1,0 +1,79 @@
+"""Models that are served by their text or attention part alone, and refusals and notes that say their reason."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from test_parity import BASE, engine_tokens, expected_tokens, prompts
+
+from llmbackend.engine.compatibility import auto_class
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.loader import load_model
+from llmbackend.engine.model_runner import ModelRunner
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ATTENTION = {"layer_types": ["full_attention"] * 3}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 14}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+SERVED: dict[str, Any] = {
+    "Qwen2.5-VL": tf.Qwen2_5_VLConfig(
+        text_config=BASE | {"rope_parameters": MROPE},
+        vision_config=VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 64},
+    ),
+    "Mistral 3": tf.Mistral3Config(
+        text_config=tf.MistralConfig(**BASE),
+        vision_config=tf.PixtralVisionConfig(**VISION, num_hidden_layers=1, num_attention_heads=2, image_size=28),
+    ),
+    "a hybrid with attention layers only": tf.Lfm2Config(**BASE, **ATTENTION),
+}
+
+
+def random_model(config: Any) -> Any:
+    torch.manual_seed(5)
+    model = auto_class(config).from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                torch.nn.init.normal_(parameter, std=1.0 if "emb" in name else 0.18)
+    return model
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_text_is_served(kind: str, tmp_path: Path) -> None:
+    model = random_model(SERVED[kind])
+    model.save_pretrained(tmp_path)
+    tokens, _ = engine_tokens(tmp_path)
+    assert [tokens[0], tokens[4]] == [expected_tokens(model, prompts()[i]) for i in (0, 4)]
+
+
+def test_an_encoder_is_refused_as_one(tmp_path: Path) -> None:
+    tf.BertConfig(vocab_size=64, hidden_size=32, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'BertForMaskedLM' is not supported: it is an encoder"):
+        load_model(EngineConfig(model=str(tmp_path), load_format="dummy", transport="inline"))
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
+def test_plain_weights_under_a_label_are_noted(method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tf.LlamaForCausalLM(tf.LlamaConfig(**BASE)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING, "llmbackend.engine.loader"):
+        assert load_model(EngineConfig(model=str(tmp_path), transport="inline")).dtype == torch.float32
+    assert "states a quantization_config, but the weights are plain" in caplog.text
+
+
+def test_float16_says_why_it_runs_as_modules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tf.LlamaConfig(**BASE).save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, "llmbackend.engine.model_runner"):
+        ModelRunner(EngineConfig(model=str(tmp_path), load_format="dummy", dtype="float16", transport="inline"))
+    assert "runs as transformers modules: the native CPU kernels compute float32 and bfloat16, and not float16" in (
+        caplog.text
+    )
