@@ -19,13 +19,22 @@ from .task_times import TaskTimes
 class Answer:
     """`_lock`: the tasks of a batch may be on several engines, whose loops send at the same time."""
 
-    def __init__(self, request: Request, instance: ModelInstance, exec_start_ns: int, num_tasks: int = 1) -> None:
+    def __init__(
+        self,
+        request: Request,
+        instance: ModelInstance,
+        exec_start_ns: int,
+        client_error: Callable[[TritonError], TritonError],
+        num_tasks: int = 1,
+    ) -> None:
+        """client_error: puts an error in the words that the client expects."""
         self.client_id = request.id
         self.tenant = request.tenant
         self.timeout_us = request.timeout_us
         self._request = request
         self._instance = instance
         self._factory = request.response_factory()
+        self._client_error = client_error
         self._num_tasks = num_tasks
         self._num_live = num_tasks
         self._has_failed = False
@@ -52,6 +61,7 @@ class Answer:
         """The end of a task that has no last response."""
         with self._lock:
             self._has_failed = True
+            error = self._client_error(error)
             flags = self._flags(is_last=True)
             self._factory.new_response().send(flags, error)
             self._report(time.monotonic_ns(), error)

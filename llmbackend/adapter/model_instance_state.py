@@ -86,6 +86,6 @@ class ModelInstanceState:
         request.release()
 
     def _refuse(self, request: Request, error: TritonError) -> None:
-        request.new_response().send(ResponseFlag.FINAL, error)
+        request.new_response().send(ResponseFlag.FINAL, self._model_state.schema.client_error(error))
         self._instance.report_statistics(request, False, 0, 0, 0, 0)
         request.release()

@@ -27,7 +27,7 @@ from .infer_task import InferTask
 from .output_assembler import OutputAssembler
 from .sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameters
 from .task_times import TaskTimes
-from .tensor_schema import LlmInputs, Prompt, Schema
+from .tensor_schema import LlmInputs, LoraError, Prompt, Schema
 from .text import Text, TooManyTokensError
 from .token_bias import TokenBias
 
@@ -86,7 +86,7 @@ class RequestConverter:
         generations = [self._generation(inputs) for inputs in self._schema.read(request)]
         priority = self._policies.level(self._policies.priority(request.priority))
         compute_start_ns = time.monotonic_ns()
-        answer = Answer(request, instance, exec_start_ns, len(generations))
+        answer = Answer(request, instance, exec_start_ns, self._schema.client_error, len(generations))
         return [self._task(answer, one, priority, TaskTimes(exec_start_ns, compute_start_ns)) for one in generations]
 
     def _generation(self, inputs: LlmInputs) -> _Generation:
@@ -189,9 +189,9 @@ class RequestConverter:
         """vllm_backend's texts."""
         names = self._limits.lora_names
         if name and names is None:
-            raise invalid_argument("LoRA feature is not enabled.")
+            raise LoraError("LoRA feature is not enabled.")
         if name and names is not None and name not in names:
-            raise invalid_argument(f"LoRA {name} is not supported, we currently support {list(names)}")
+            raise LoraError(f"LoRA {name} is not supported, we currently support {list(names)}")
 
     def _check_max_tokens(self, max_tokens: object, num_prompt_tokens: int) -> None:
         room = self._limits.max_tokens - num_prompt_tokens

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 from tritonclient.grpc import model_config_pb2
 
-from llmbackend.core.backend_api import ModelConfig, Request, Tensor, invalid_argument
+from llmbackend.core.backend_api import ErrorCode, ModelConfig, Request, Tensor, TritonError, invalid_argument
 
 from .output_assembler import Chunk, OutputAssembler
 from .task_times import TaskTimes
@@ -122,6 +122,16 @@ class Schema(Protocol):
         """Whether it asks for the end of the requests with its id, and for no generation."""
 
     def reply(self, inputs: LlmInputs, prompt: Prompt, text: Text) -> Reply: ...
+
+    def client_error(self, error: TritonError) -> TritonError:
+        """`error` in the words that clients of this schema expect."""
+
+
+class LoraError(TritonError):
+    """A request names an adapter that the model does not serve."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ErrorCode.INVALID_ARG)
 
 
 @dataclass(frozen=True, slots=True)

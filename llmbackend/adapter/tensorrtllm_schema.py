@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.grpc import model_config_pb2
 
-from llmbackend.core.backend_api import ModelConfig, Request, Tensor, invalid_argument, unsupported
+from llmbackend.core.backend_api import ModelConfig, Request, Tensor, TritonError, invalid_argument, unsupported
 
 from .request_bounds import MAX_LOGIT_BIAS, MAX_STOPS, MAX_STOPS_TOTAL_LENGTH, check_count, check_stops
 from .sampling import SEED_MASK
@@ -75,6 +75,9 @@ class TensorRtLlmSchema:
         if not completed.HasField("model_transaction_policy"):
             completed.model_transaction_policy.decoupled = True
         return completed
+
+    def client_error(self, error: TritonError) -> TritonError:
+        return error
 
     def is_stop(self, request: Request) -> bool:
         tensor = request.inputs.get("stop")

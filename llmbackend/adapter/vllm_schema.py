@@ -17,11 +17,20 @@ from typing import Any
 import msgspec
 from tritonclient.grpc import model_config_pb2
 
-from llmbackend.core.backend_api import ModelConfig, Request, invalid_argument, shown, unsupported
+from llmbackend.core.backend_api import (
+    ErrorCode,
+    ModelConfig,
+    Request,
+    TritonError,
+    invalid_argument,
+    shown,
+    unsupported,
+)
 
 from .request_bounds import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_count
 from .tensor_schema import (
     LlmInputs,
+    LoraError,
     OutputOptions,
     Prompt,
     Reply,
@@ -70,6 +79,7 @@ OUTPUTS: dict[str, TensorType] = {
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
 """A request parameter that the OpenAI frontend sets, for vLLM's rule there; clients of KServe can not."""
 _SCANNED_BYTES, _SCANNED_KEYS = 4 << 20, 1024
+VLLM_BACKEND = "vllm"
 PROMPT_INPUTS = ("text_input", "messages", "input_ids")
 NOT_SUPPORTED_INPUTS = ("image", "embedding_request")
 
@@ -80,6 +90,7 @@ class VllmSchema:
 
     def __init__(self, config: ModelConfig) -> None:
         self._decoupled = config.model_transaction_policy.decoupled
+        self._is_vllm_backend = config.backend == VLLM_BACKEND
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         """A copy of `config` with the tensors above, all inputs optional, max_batch_size 0 and, where the model does
@@ -98,6 +109,12 @@ class VllmSchema:
         if not completed.HasField("model_transaction_policy"):
             completed.model_transaction_policy.decoupled = True
         return completed
+
+    def client_error(self, error: TritonError) -> TritonError:
+        """vllm_backend puts this prefix before whatever ends a generation, but for cancels and unknown adapters."""
+        if not self._is_vllm_backend or isinstance(error, LoraError) or error.code is ErrorCode.CANCELLED:
+            return error
+        return TritonError(f"Error generating stream: {error.message}", error.code)
 
     def is_stop(self, request: Request) -> bool:
         return False

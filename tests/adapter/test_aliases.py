@@ -63,6 +63,10 @@ def test_a_repository_of_another_backend_is_served_unchanged(tmp_path: Path, bac
         if backend == "vllm":
             call = LlmHost(server).infer(text_input="hi ", sampling={"temperature": "0", "max_tokens": "5"})
             assert call.text.startswith("hi ")
+            wrong = LlmHost(server).infer(text_input="hi ", sampling={"temperature": "-1"})
+            assert wrong.error is not None and wrong.error.message.startswith("Error generating stream: sampling param")
+            no_lora = LlmHost(server).infer(text_input="hi ", sampling={"lora_name": "doll"})
+            assert no_lora.error is not None and no_lora.error.message == "LoRA feature is not enabled."
     finally:
         assert server.stop(20)
 
