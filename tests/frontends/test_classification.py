@@ -96,6 +96,17 @@ def test_a_type_without_classes_is_refused(running: Labelled, module: Any) -> No
     assert caught.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
 
 
+def test_more_results_than_65536_are_refused(running: Labelled, module: Any) -> None:
+    running.load("wide", batch="")
+    config = (running.models / "wide" / "config.pbtxt").read_text()
+    (running.models / "wide" / "config.pbtxt").write_text(config.replace("dims: 4", "dims: -1"))
+    running.host.load_model("wide")
+    values = np.arange((1 << 16) + 1, dtype=np.float32)
+    assert classify(running, module, "wide", values, 2) == [b"65536.000000:65536", b"65535.000000:65535"]
+    with pytest.raises(InferenceServerException, match="'OUTPUT0' has 65537 classes for this request, at most 65536"):
+        classify(running, module, "wide", values, 1 << 17)
+
+
 def test_a_grpc_client_must_ask_for_at_least_one_class(running: Labelled) -> None:
     with pytest.raises(InferenceServerException, match="invalid value for 'classification' parameter, expected >= 0"):
         classify(running, triton_grpc, "identity", VALUES, -1)

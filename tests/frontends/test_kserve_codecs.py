@@ -207,7 +207,7 @@ def test_response_encoding(header: str, encoding: str | None) -> None:
 
 def test_repeated_keys_at_any_depth() -> None:
     digits = "9" * 5000
-    assert repeated_keys(b'{"a":{"b":1,"b":%b},"a":2,"c":[{"c":1}]}' % digits.encode()) == {"a", "b"}
+    assert repeated_keys(b'{"a":{"b":1,"b":%b},"a":2,"c":[{"c":1}]}' % digits.encode()) == ["b", "a"]
 
 
 @pytest.mark.parametrize(

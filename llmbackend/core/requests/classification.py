@@ -25,6 +25,8 @@ from .delivery import Step
 
 Labels = Mapping[str, Sequence[str]]
 """Of each output that has some: the label of each index."""
+MOST_CLASSES = 1 << 16
+"""Results of one output, over its whole batch: each is a Python string. The bound is ours; Triton has none."""
 _UNSUPPORTED = frozenset({"BOOL", "FP16", "BF16", "BYTES"})
 
 
@@ -71,11 +73,16 @@ def _classified(
 
 
 def _top(tensor: Tensor, count: int, labels: Sequence[str], batches: bool) -> Tensor:
-    """Raises TritonError INVALID_ARG for a datatype whose elements have no order that a client could read."""
+    """Raises TritonError INVALID_ARG for a datatype whose elements have no order that a client could read, or for more
+    than MOST_CLASSES results."""
     if tensor.datatype in _UNSUPPORTED:
         raise invalid_argument(f"class result not available for output due to unsupported type '{tensor.datatype}'")
     batch = tensor.shape[:1] if batches else ()
     rows = tensor.data.reshape(*(batch or (1,)), -1) if tensor.data.size else np.empty((*(batch or (1,)), 0))
+    if (wanted := len(rows) * min(count, rows.shape[-1])) > MOST_CLASSES:
+        raise invalid_argument(
+            f"output '{tensor.name}' has {wanted} classes for this request, at most {MOST_CLASSES} are accepted"
+        )
     texts = [text for row in rows for text in _classes(row, count, labels)]
     data = np.empty(len(texts), dtype=np.object_)
     data[:] = texts
