@@ -108,8 +108,10 @@ class RequestConverter:
     def _biased(self, params: GenerationParams, bias: TokenBias) -> GenerationParams:
         if not bias:
             return params
-        biases = bias.resolve(self._text, self._limits.vocab_size)
-        sampling = msgspec.structs.replace(params.sampling, logit_bias={**params.sampling.logit_bias, **biases})
+        biases, bad_words = bias.resolve(self._text, self._limits.vocab_size)
+        sampling = msgspec.structs.replace(
+            params.sampling, logit_bias={**params.sampling.logit_bias, **biases}, bad_words=bad_words
+        )
         return dataclasses.replace(params, sampling=sampling)
 
     def _task(self, answer: Answer, generation: _Generation, priority: int, times: TaskTimes) -> InferTask:

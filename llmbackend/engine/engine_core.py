@@ -266,7 +266,9 @@ class EngineCore:
         if self._speculator is None or len(plan.rows) >= self._max_draft_step_tokens:
             return plan
         room = self._max_draft_step_tokens - plan.num_tokens
-        limits = [self._rows[row].max_total_tokens for row in plan.rows.tolist()]
+        sequences = [self._rows[row] for row in plan.rows.tolist()]
+        # What bad words ban at a position depends on the token before it.
+        limits = [0 if one.request.sampling.bad_words else one.max_total_tokens for one in sequences]
         drafts = self._speculator.draft(plan, limits, room) if room > 0 else None
         if drafts is None:
             return plan

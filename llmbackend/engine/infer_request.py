@@ -7,7 +7,7 @@ Names are vLLM's.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -18,13 +18,18 @@ PrefixSalt = tuple[str, str, str]
 """Tenant, LoRA adapter, the client's salt. Not joined: no separator is one that a client could not write."""
 
 
+BANNED_BIAS: Final = -1e9
+"""The bias of a token that may not be sampled: no logit makes up for it, and products with a penalty stay finite."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens. Defaults leave the model's distribution as it is.
 
     temperature 0 is greedy. top_k 0 = off. `seed` is always set by the caller: the draw of the token at position p
     depends on (seed, p) alone. `logprobs` None = none, n = the sampled token's and the n most likely ones'. Logprobs
     are those of the raw distribution (before penalties and temperature), as vLLM's default. max_tokens is cut to what
-    max_model_len leaves after the prompt.
+    max_model_len leaves after the prompt. bad_words: sequences of two or more tokens that may not be completed, also
+    where they begin in the prompt; a single token is banned by its bias.
     """
 
     max_tokens: int = 16
@@ -41,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .infer_request import InferRequest, TokenLogprobs
+from .infer_request import BANNED_BIAS, InferRequest, TokenLogprobs
 from .kernels.library import NativeEngine
 from .kernels.sampling import NativeSampling, RowParameters
+from .sampling.bad_words import BadWords
 from .sampling.drawing import Limits, draw, draw_limited, likeliest, most_likely
 from .sampling.logit_edits import RowEdits, apply_edits, row_edits
 from .sampling.random_numbers import uniform
@@ -37,6 +38,7 @@ class Sampler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._parameters = RowParameters(max_num_seqs)
         self._edits: dict[int, RowEdits] = {}
+        self._bad_words: dict[int, tuple[BadWords, dict[int, float]]] = {}  # and the row's own bias
         self._logprob_rows: set[int] = set()
         self._native = None if native is None else NativeSampling(native, self._parameters, vocab_size)
 
@@ -49,6 +51,8 @@ class Sampler:
         self.remove_row(row)
         if edits is not None:
             self._set_edits(row, edits)
+        if sampling.bad_words:
+            self._bad_words[row] = BadWords(sampling.bad_words), sampling.logit_bias
         if sampling.logprobs is not None:
             self._logprob_rows.add(row)
         parameters = self._parameters
@@ -62,6 +66,7 @@ class Sampler:
     def remove_row(self, row: int) -> None:
         if row in self._edits:
             self._set_edits(row, None)
+        self._bad_words.pop(row, None)
         self._logprob_rows.discard(row)
         self._parameters.num_logprobs[row] = -1
 
@@ -75,7 +80,10 @@ class Sampler:
 
     def sample(self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable) -> SampledTokens:
         """The token at each (row, position) from logits [len(rows), vocab_size or more], in any float type, left
-        unchanged. A row with drafts is there several times in a row, with rising positions."""
+        unchanged. A row with drafts is there several times in a row, with rising positions; rows with bad words have
+        none."""
+        if self._bad_words:
+            self._ban(rows, positions, table)
         if self._native is not None and logits.device.type == "cpu":
             return self._sample_natively(self._native, rows, positions, logits, table)
         logits = logits[:, : self._vocab_size]
@@ -92,6 +100,14 @@ class Sampler:
         token_ids[~sound] = NO_TOKEN
         errors = _errors(rows, positions, token_ids, table)
         return SampledTokens(token_ids, self._logprobs(rows, token_ids, logits, errors), errors)
+
+    def _ban(self, rows: Int32Array, positions: Int32Array, table: RowTable) -> None:
+        """Gives rows with bad words the bias of this step."""
+        for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
+            if row in self._bad_words:
+                words, bias = self._bad_words[row]
+                bans = dict.fromkeys(words.banned(table.token_ids[row, :position]), BANNED_BIAS)
+                self._set_edits(row, self._edits[row].with_bias({**bias, **bans}))
 
     def _sample_natively(
         self, native: NativeSampling, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable

@@ -19,7 +19,7 @@ from llmbackend.adapter.tensor_schema import LlmInputs
 from llmbackend.adapter.tensor_schemas import schema_for
 from llmbackend.adapter.tensorrtllm_schema import TensorRtLlmSchema
 from llmbackend.adapter.text import ByteText
-from llmbackend.adapter.token_bias import BANNED, TokenBias
+from llmbackend.adapter.token_bias import BANNED_BIAS, TokenBias
 from llmbackend.adapter.vllm_schema import VllmSchema
 from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, TritonError
 
@@ -225,10 +225,10 @@ def test_bias_and_bad_words_are_read_in_both_forms() -> None:
 def test_what_a_bias_comes_to_is_checked_against_the_vocabulary() -> None:
     text = ByteText()
     bias = TokenBias(by_id={65: 1.0, 66: 2.0}, by_word=[("AA", 3.0), ("B", 1.0)], bad_words=["C"], bad_ids=[(68,)])
-    assert bias.resolve(text, 300) == {65: 7.0, 66: 3.0, 67: BANNED, 68: BANNED}
+    assert bias.resolve(text, 300) == ({65: 7.0, 66: 3.0, 67: BANNED_BIAS, 68: BANNED_BIAS}, ())
+    assert TokenBias(bad_words=["no"], bad_ids=[(1, 2, 3)]).resolve(text, 300) == ({}, ((110, 111), (1, 2, 3)))
     for wrong, told in (
-        (TokenBias(bad_words=["no"]), "the bad word 'no' has 2 tokens, only words of one token can be banned"),
-        (TokenBias(bad_ids=[(1, 2, 3)]), "has 3 tokens"),
+        (TokenBias(bad_ids=[(1, 2, 300)]), "names token 300, expected token ids from 0 to 299"),
         (TokenBias(by_id={300: 1.0}), "names token 300, expected token ids from 0 to 299"),
         (TokenBias(by_word=[("A", float("nan"))]), "the bias of token 65 is nan, expected a finite number"),
         (TokenBias(bad_words=["x" * 1025]), "'bad_words'[0] has 1025 characters, expected at most 1024"),
@@ -498,6 +498,16 @@ def test_an_engine_that_speculates_does_not_say_what_it_does_not_know(tmp_path: 
     assert names == {"output_ids", "sequence_length", *tables.PERF_OUTPUTS} - hidden
 
 
+def test_drafts_complete_no_bad_word(tmp_path: Path, core: LlmHost) -> None:
+    ask: dict[str, Any] = {"input_ids": [[65, 66, 65, 66]], **FREE}
+    free = outputs_of(infer(core, **ask), "output_ids")[0].ravel().tolist()
+    ask["bad_words_list"] = [[free[4:6], [2, -1]]]
+    expected = outputs_of(infer(core, **ask), "output_ids")[0]
+    assert expected.ravel().tolist()[:5] == free[:5] and expected.ravel().tolist() != free
+    with llm_host(tmp_path, BATCH + CORE, speculative_config={"method": "ngram", "num_speculative_tokens": 4}) as host:
+        assert (outputs_of(infer(host, **ask), "output_ids")[0] == expected).all()
+
+
 def test_a_banned_token_is_never_drawn_and_a_biased_one_is(user: LlmHost, core: LlmHost) -> None:
     ask: dict[str, Any] = {
         "text_input": [["ab"]],
@@ -508,6 +518,9 @@ def test_a_banned_token_is_never_drawn_and_a_biased_one_is(user: LlmHost, core: 
     free = infer(user, **ask).text
     word = next(character for character in free if character.isascii())
     assert word not in infer(user, **ask, bad_words=[[word, ""]]).text
+    pair = free[:2]
+    apart = infer(user, **ask, bad_words=[[pair, "b" + free[0]]]).text  # the second one begins in the prompt
+    assert pair not in apart and apart[0] != free[0]
     pushed = infer(user, **ask, embedding_bias_words=[["Q"]], embedding_bias_weights=[[500.0]]).text
     assert pushed == "Q" * 40
     banned = infer(user, **ask, embedding_bias_words=[["Q"]], embedding_bias_weights=[[500.0]], bad_words=[["Q"]]).text

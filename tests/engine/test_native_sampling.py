@@ -111,6 +111,29 @@ def test_tokens_are_those_of_the_plain_sampler(engine: NativeEngine) -> None:
         assert rows.sample(logits).token_ids.tolist() == expected
 
 
+def test_bad_words_are_not_completed(engine: NativeEngine) -> None:
+    vocab = 700
+    logits = make_logits("usual", 3, vocab)
+    plain = Rows([{"temperature": 0.0, "logprobs": 1}] * 3, vocab, engine)
+    best = logits.argmax(-1).tolist()
+    last = plain.table.token_ids[:, NUM_TOKENS - 3 : NUM_TOKENS].tolist()
+    words = [
+        ((*last[0], best[0]), (last[0][-1], 1)),  # this one is about to be completed
+        ((last[1][0], best[1]), (best[1], best[1])),  # these are not
+        ((last[2][-1], best[2]), (*last[2], 5)),
+    ]
+    parameters = [{"temperature": 0.0, "logprobs": 1, "logit_bias": {5: 1.0}, "bad_words": two} for two in words]
+    rows = Rows(parameters, vocab, engine)
+    for _ in range(2):  # a step can be repeated
+        sampled = rows.sample(logits)
+        assert sampled.token_ids.tolist() == [rows.plain(i, logits[i], each)[0] for i, each in enumerate(parameters)]
+        assert [int(i) for i in sampled.token_ids == best] == [0, 1, 0]
+        assert sampled.logprobs[0][0].top[0][0] == best[0]  # of the model's own distribution
+    rows.table.token_ids[0, NUM_TOKENS] = rows.table.token_ids[2, NUM_TOKENS] = 0
+    rows.table.num_tokens[:] += 1
+    assert rows.sample(logits).token_ids.tolist() == best
+
+
 @pytest.mark.parametrize("limit", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.2}])
 def test_draws_follow_the_distribution(engine: NativeEngine, limit: dict[str, Any]) -> None:
     vocab, count = 12, 6000

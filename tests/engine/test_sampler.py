@@ -146,6 +146,16 @@ def test_edited_greedy_rows_equal_the_plain_sampler(dtype: torch.dtype) -> None:
     assert tokens == expected
 
 
+def test_bad_words_are_not_completed_by_torch_either() -> None:
+    logits = make_logits(2, seed=4)
+    best = logits.argmax(-1).tolist()
+    bad = {"temperature": 0.0, "bad_words": ((2, 9, best[0]), (9, 9, best[0]))}
+    requests = [request([1, 2], **bad), request([1, 9], **bad)]
+    tokens = Rows(requests, [[9], [8]]).sample(logits).token_ids.tolist()
+    assert tokens == [plain(requests[0], [9], logits[0])[0], best[1]]
+    assert tokens[0] != best[0]
+
+
 def mixed_requests() -> list[InferRequest]:
     return [
         request([1, 2], temperature=0.0),

@@ -126,6 +126,8 @@ class DeviceSampler:
     def add_row(self, row: int, request: InferRequest) -> None:
         """Raises ValueError naming the field, its value and what was expected."""
         wants = request.sampling
+        if wants.bad_words:  # the tokens before are not known on the host when a step is launched
+            raise ValueError("'bad_words' holds a word of several tokens, expected words of one token on a GPU")
         edits = row_edits(request, self._vocab_size, self._eos_token_ids)
         if wants.logprobs is not None and not 0 <= wants.logprobs <= self._vocab_size:
             raise ValueError(f"'logprobs' is {wants.logprobs}, expected 0 to {self._vocab_size}")

@@ -12,7 +12,8 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
-from llmbackend.engine.infer_request import SamplingParams, TokenLogprobs
+from llmbackend.engine.infer_request import BANNED_BIAS, SamplingParams, TokenLogprobs
+from llmbackend.engine.sampling.bad_words import BadWords
 from llmbackend.engine.sampling.random_numbers import uniform
 from llmbackend.engine.step import Int32Array
 
@@ -36,6 +37,8 @@ def sample(
     processed = logits.copy()
     for token_id, bias in sampling.logit_bias.items():
         processed[token_id] += bias
+    if sampling.bad_words:
+        processed[BadWords(sampling.bad_words).banned(token_ids)] += BANNED_BIAS
     if len(token_ids) - num_prompt_tokens < sampling.min_tokens:
         processed[list({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)})] = -np.inf
     _penalise(processed, token_ids, num_prompt_tokens, sampling)

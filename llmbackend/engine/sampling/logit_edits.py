@@ -7,8 +7,8 @@ are vLLM's: bias, minimum length, then repetition, frequency and presence penalt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,11 @@ class RowEdits:
     presence_penalty: float
     prompt_ids: Int64Array
 
+    def with_bias(self, bias: Mapping[int, float]) -> RowEdits:
+        """These edits with another bias."""
+        ids, values = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
+        return replace(self, bias_ids=ids, bias_values=values)
+
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
@@ -49,6 +54,9 @@ def row_edits(request: InferRequest, vocab_size: int, eos_token_ids: Sequence[in
             raise ValueError(f"'logit_bias' names token {token_id}, expected one from 0 to {vocab_size - 1}")
         if not np.isfinite(bias):
             raise ValueError(f"'logit_bias' of token {token_id} is {bias}, expected a finite number")
+    for token_id in (token_id for word in sampling.bad_words for token_id in word):
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"'bad_words' names token {token_id}, expected one from 0 to {vocab_size - 1}")
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
     repetition = sampling.repetition_penalty != 1.0
     edits = RowEdits(
@@ -61,8 +69,8 @@ def row_edits(request: InferRequest, vocab_size: int, eos_token_ids: Sequence[in
         presence_penalty=sampling.presence_penalty,
         prompt_ids=np.unique(np.array(request.prompt_token_ids if repetition else (), np.int64)),
     )
-    needed = sampling.logit_bias or (sampling.min_tokens and len(edits.stop_ids)) or edits.has_penalties
-    return edits if needed else None
+    changes_per_step = (sampling.min_tokens and len(edits.stop_ids)) or edits.has_penalties or sampling.bad_words
+    return edits if sampling.logit_bias or changes_per_step else None
 
 
 def apply_edits(logits: torch.Tensor, edits: Sequence[RowEdits], outputs: Sequence[npt.NDArray[np.int32]]) -> None:
