@@ -59,9 +59,10 @@ class Faults:
     def poison(self) -> int | None:
         """The token id that kills."""
         try:
-            return int((self._directory / POISON).read_text())
+            text = (self._directory / POISON).read_text()
         except FileNotFoundError:
             return None
+        return int(text) if text else None  # empty: it is just being written
 
 
 class FaultyRunner:
