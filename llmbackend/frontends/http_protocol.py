@@ -57,6 +57,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._unsent_bytes = 0
         self._running: RequestResponseCycle | None = None
+        self._closes_when_received = False
 
     # --- connection -------------------------------------------------------------------------------------------------
 
@@ -132,6 +133,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._receiving = None
         self._clock.stop()
         super().on_message_complete()
+        if self._closes_when_received:
+            self.transport.close()
 
     @property
     def _may_answer(self) -> bool:
@@ -175,6 +178,14 @@ class GuardedProtocol(HttpToolsProtocol):
         else:
             self._clock.start(left_s, self._body_looked_at)
 
+    def _close_when_received(self) -> None:
+        """Closing while a client sends its body resets the connection, and the client may never read the answer: what
+        is left of the body is discarded first, for `linger_s` at most."""
+        if self._receiving == "body":
+            self._closes_when_received = True
+        else:
+            self.transport.close()
+
     def _end_of_lingering(self) -> None:
         if self._receiving == "body" and self.cycle.response_complete:
             self.transport.close()
@@ -200,7 +211,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        cycle.transport = HeadJoined(self.transport, self.loop)
+        cycle.transport = HeadJoined(self.transport, self.loop, self._close_when_received)
         super()._start_asgi_task(cycle, self._refusal(cycle.scope) or app)
 
     def _refusal(self, scope: Any) -> Any | None:

@@ -8,6 +8,7 @@ first waits for no longer than the turn of the event loop that it was written in
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 _LARGE_BYTES: Final = 64 << 10
@@ -17,9 +18,13 @@ _LARGE_BYTES: Final = 64 << 10
 class HeadJoined(asyncio.Transport):
     """The transport of a connection as the response to one request sees it."""
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, close: Callable[[], None]
+    ) -> None:
+        """close: ends the connection once the response is written."""
         self._transport = transport
         self._loop = loop
+        self._close = close
         self._is_first = True
         self._head: bytes | None = None
         self._flushing: asyncio.Handle | None = None
@@ -40,7 +45,7 @@ class HeadJoined(asyncio.Transport):
 
     def close(self) -> None:
         self._flush()
-        self._transport.close()
+        self._close()
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()

@@ -228,6 +228,16 @@ def test_a_connection_whose_early_answered_body_came_whole_goes_on_and_does_not_
         assert read_all(connection) == b""
 
 
+def test_a_refused_client_that_asked_to_close_reads_its_answer_before_the_connection_ends(tight: Running) -> None:
+    with connect(tight) as connection:
+        head = b"Connection: close\r\nContent-Length: 2000000\r\n\r\n"
+        connection.sendall(POST.replace(b"llm", b"nosuch") + head)
+        assert connection.recv(1 << 16, socket.MSG_PEEK).startswith(b"HTTP/1.1 404")
+        connection.sendall(b"x" * 2_000_000)  # as http.client does: all of the body before it reads
+        got = read_all(connection)
+    assert got.startswith(b"HTTP/1.1 404") and got.count(b"HTTP/1.1") == 1
+
+
 def test_half_a_pipelined_request_does_not_end_the_running_one(tight: Running) -> None:
     body = json.dumps({"text_input": "n=12 sleep=100"}).encode()
     head = b"POST /v2/models/llm/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
