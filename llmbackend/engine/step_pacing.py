@@ -22,10 +22,10 @@ TILE = 16
 """Tokens that kernels compute together; longer chunks are multiples of it."""
 FIRST_CHUNK = 32
 """Tokens of the first chunk beside generating requests, when nothing has been measured."""
-AUTOMATIC_FACTOR = 2.5
+AUTOMATIC_FACTOR = 2.4
 """Without a target, a step with prompts may take so many times what it takes without."""
-AUTOMATIC_MIN_S = 0.02
-"""Without a target, a step may take so long at least: nobody sees shorter gaps."""
+AUTOMATIC_MIN_S = 0.018
+"""Without a target, a step may take at least this long: a reader does not notice shorter gaps."""
 STEPS_BETWEEN_MEASUREMENTS = 32
 """After so many steps with prompts one goes without, to see what that takes."""
 

@@ -86,7 +86,7 @@ def test_streams_go_on_beside_a_long_prompt() -> None:
     usual_s, gaps_s, num_steps = gaps_beside_a_long_prompt(timed_core(machine), machine)
     assert usual_s == pytest.approx(DECODE_S)
     assert max(gaps_s) <= 3 * usual_s
-    assert statistics.median(gaps_s) == pytest.approx(2.5 * usual_s, rel=0.2), "the time is used"
+    assert statistics.median(gaps_s) == pytest.approx(2.4 * usual_s, rel=0.2), "the time is used"
     assert num_steps < 600
 
 
