@@ -130,11 +130,11 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """transformers prints a table of what this module says in one line."""
+    """transformers prints a table of what this module says in one line. Its level is left alone: by that, transformers
+    decides what else it checks and warns of."""
     reporter = logging.getLogger("transformers.modeling_utils")
-    level = reporter.level
-    reporter.setLevel(logging.CRITICAL)
+    was_disabled, reporter.disabled = reporter.disabled, True
     try:
         yield
     finally:
-        reporter.setLevel(level)
+        reporter.disabled = was_disabled
