@@ -631,7 +631,7 @@ def test_a_stream_too_far_ahead_of_its_ensemble_ends_alone_after_what_was_kept(
     part(repository, "gate", "gate")
     chain(repository, "e", "repeat", "gate", scheduling="max_inflight_requests: 1")
     with serving(repository, "e") as server:
-        ahead = send(server, "e", x(*range(500)))
+        ahead = send(server, "e", x(*range(50_000)))  # more than it sends before it hears that it should stop
         eventually(lambda: "repeat stopped" in STAGE.events)
         other = send(server, "e", x(7))
         STAGE.open("gate")
