@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from llmbackend.core.backend_api import invalid_argument, shown, unsupported
+from llmbackend.core.json_text import count_outside_strings
 
 from .chat_template import Message
 from .request_bounds import check_count
@@ -82,7 +81,7 @@ def _parsed(text: bytes, bounds: ChatBounds) -> dict[str, Any]:
     """The object with the list of messages; the input may also be the list alone."""
     check_count(_INPUT, len(text), bounds.max_bytes, "bytes")
     if text.count(b"{") + text.count(b"[") + text.count(b",") > MAX_VALUES:
-        check_count(_INPUT, _num_values(text), MAX_VALUES, "JSON values")
+        check_count(_INPUT, count_outside_strings(text, b"{[,"), MAX_VALUES, "JSON values")
     try:
         value: Any = json.loads(text.decode())
     except UnicodeDecodeError as error:
@@ -98,15 +97,6 @@ def _parsed(text: bytes, bounds: ChatBounds) -> dict[str, Any]:
     if chat.get("continue_final_message"):
         raise unsupported(f"'continue_final_message' of {_INPUT} is not supported")
     return chat
-
-
-def _num_values(text: bytes) -> int:
-    """Objects, lists and what commas separate, counted outside of strings. numpy counts in milliseconds, most of them
-    without the interpreter's lock."""
-    data = np.frombuffer(text.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
-    is_outside = np.cumsum(data == ord('"'), dtype=np.uint8) & 1 == 0  # it wraps around at an even number
-    is_value = (data == ord("{")) | (data == ord("[")) | (data == ord(","))
-    return int(np.count_nonzero(is_value & is_outside))
 
 
 def _check_messages(messages: list[Any], bounds: ChatBounds) -> None:

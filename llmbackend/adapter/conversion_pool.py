@@ -115,7 +115,7 @@ class ConversionPool:
         with self._changed:
             if conversion.has_begun or conversion not in self._live:
                 return
-            conversion.has_begun = True  # nobody else will
+            conversion.has_begun = True  # so that no other caller refuses or runs it
         self._tasks.release(conversion.level)
         try:
             conversion.refuse(error)

@@ -21,6 +21,7 @@ import orjson
 import rapidjson
 
 from llmbackend.core.errors import TritonError, internal, invalid_argument
+from llmbackend.core.json_text import count_outside_strings
 
 MAX_DEPTH: Final = 100
 _SCAN_BLOCK: Final = 1 << 20
@@ -64,10 +65,7 @@ def check_objects(body: bytes, most: int) -> None:
     time of a character."""
     if body.count(b"[") + body.count(b"{") <= most:  # those in strings are none
         return
-    # numpy counts in milliseconds, most of them without the interpreter's lock.
-    data = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
-    is_outside = np.cumsum(data == ord('"'), dtype=np.uint8) & 1 == 0  # it wraps around at an even number
-    num_objects = int(np.count_nonzero(((data == ord("{")) | (data == ord("["))) & is_outside))
+    num_objects = count_outside_strings(body, b"{[")
     if num_objects > most:
         raise invalid_argument(f"the request body has {num_objects} JSON objects and lists, expected at most {most}")
 

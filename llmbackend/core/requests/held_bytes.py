@@ -1,4 +1,4 @@
-"""How much memory a response takes while it waits for somebody.
+"""How much memory a response takes while it waits to be taken.
 
 For: whatever keeps responses and must bound them (a client's backlog, a step of an ensemble). Does not know: who waits.
 """
