@@ -1,10 +1,11 @@
-"""The suite's command line: prepare, measure in rounds, write the page. See docs/benchmarks.md."""
+"""The suite's command line: prepares, measures in rounds and writes the page. See docs/benchmarks.md."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import subprocess
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from .checkpoints import SHAPES
@@ -23,7 +24,7 @@ def main() -> None:
     arguments = _arguments()
     if arguments.list:
         for entry in ENTRIES.values():
-            print(f"{entry.name:24s} {entry.engine:16s} {entry.weights}{'' if entry.by_default else '  when named'}")
+            print(f"{entry.name:24s} {entry.engine:16s} {entry.weights}{'' if entry.by_default else '  only if named'}")
         return
     environments = Environments(arguments.scratch)
     results = Results(arguments.results or environments.scratch / "results.jsonl")
@@ -39,9 +40,9 @@ def _arguments() -> argparse.Namespace:
     by_default = tuple(name for name, entry in ENTRIES.items() if entry.by_default)
     parser.add_argument("--entries", type=_names(ENTRIES), default=by_default)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="for one workload, loading apart")
+    parser.add_argument("--timeout-s", type=float, default=300.0, help="for one workload, without loading")
     parser.add_argument("--no-servers", action="store_true")
-    parser.add_argument("--only-servers", action="store_true", help="the engines alone were measured before")
+    parser.add_argument("--only-servers", action="store_true", help="skip the engines alone (measured before)")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench")
     parser.add_argument(
         "--results", type=Path, help="JSON lines, appended to; default: results.jsonl in the scratch folder"
@@ -52,11 +53,11 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _names(known: object) -> object:
+def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
-        if unknown := [name for name in names if name not in known]:  # type: ignore[operator]
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {', '.join(known)}")  # type: ignore[call-overload]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {', '.join(known)}")
         return names
 
     return parse

@@ -1,4 +1,4 @@
-"""Who takes part: each engine in each form that could be its best on some machine.
+"""The entries of the comparison: each engine in each form that could be its fastest on some machine.
 
 For: the runner and the report. Does not know: how they are measured. Invariants: an entry's name always means the same
 engine, weights and options. Classes are compared within themselves: "bf16" is a bfloat16 checkpoint without
@@ -17,9 +17,9 @@ Weights = Literal["bf16", "int8"]
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """`model` is a name in models.py with {} for the shape; `max_rounds` keeps a slow engine from taking all the time.
+    """`model` is a name in models.py with {} for the shape; `max_rounds` limits the rounds of a slow engine.
 
-    Entries that are not `by_default` are run when they are named."""
+    Entries that are not `by_default` run only if they are named."""
 
     name: str
     engine: str

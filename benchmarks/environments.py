@@ -1,4 +1,4 @@
-"""Installs the peers: one virtual environment each, from the package index, and llama.cpp from its source package.
+"""Installs the peers: one virtual environment for each, from the package index, and llama.cpp from its source package.
 
 For: the runner. Does not know: what is measured. Invariants: what is installed is pinned; an environment is made once
 (its stamp says for which pins) and never shared. torch comes first and is pinned, so that no peer pulls another build
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
-# They are built against another torch build than the CPU one, are not needed for text, and break imports.
+# Built for another torch build than the CPU one, not needed for text, and they break imports.
 NOT_WITH_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 VLLM_VERSION = "0.32.0"
 LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
@@ -24,7 +24,7 @@ OURS = Path(sys.executable)
 
 
 class Environments:
-    """Paths in one scratch folder, and how what is there comes to be. `log` gets what installers print."""
+    """Paths in one scratch folder, and the installers that fill it. `log` gets the output of installers."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch.resolve()
@@ -40,7 +40,7 @@ class Environments:
         }
 
     def install(self, name: str) -> None:
-        """Raises CalledProcessError when a step fails; what it printed is in the log folder."""
+        """Raises CalledProcessError when a step fails; its output is in the log folder."""
         self.logs.mkdir(parents=True, exist_ok=True)
         self._installers[name]()
 
@@ -59,7 +59,7 @@ class Environments:
         return self.scratch / "llama.cpp" / "build" / "bin"
 
     def preload(self) -> str:
-        """What vLLM's documentation asks for: tcmalloc and Intel's OpenMP; as LD_PRELOAD."""
+        """The LD_PRELOAD that vLLM's documentation recommends: tcmalloc and Intel's OpenMP."""
         found = [*self.folder("vllm").glob("lib/libiomp5.so"), *self._tcmalloc()]
         return ":".join(map(str, found))
 
@@ -76,7 +76,8 @@ class Environments:
             self.debian("libtcmalloc-minimal4")
 
     def _name_vllm(self) -> None:
-        """Its command line asks for a package named vllm, which this is not; "cpu" in the version picks the device."""
+        """vLLM's command line looks for a package named vllm; the CPU build has another name, and "cpu" in
+        the version selects the device."""
         (packages,) = self.folder("vllm").glob("lib/python*/site-packages")
         named = packages / f"vllm-{VLLM_VERSION}+cpu.dist-info"
         named.mkdir(exist_ok=True)
@@ -86,7 +87,7 @@ class Environments:
         self._create("openvino", [TORCH], [TORCH, "openvino-genai==2026.4.1", "optimum-intel==2.2.0"])
 
     def _install_perf_analyzer(self) -> None:
-        """The last wheel that holds the load generator for an older C library, and the two libraries it links to."""
+        """The last wheel whose load generator runs with an older C library, and two libraries that it needs."""
         self._create("perf_analyzer", ["tritonclient==2.51.0"], ["nvidia-cuda-runtime-cu12"])
         if not list(self.scratch.glob("debian/**/libb64.so.0d")):
             self.debian("libb64-0d")
@@ -98,12 +99,12 @@ class Environments:
         return folder / "bin" / "perf_analyzer", ":".join(str(path.parent) for path in libraries)
 
     def _install_llama_cpp(self) -> None:
-        """A native build of the source that comes with its Python bindings; the slowest installation, many minutes."""
+        """Builds the source in its Python bindings for this machine; takes many minutes, longest of all."""
         self._create("llama.cpp", ["numpy", "scikit-build-core", "sentencepiece", "typing_extensions"])
         if (self.llama_cpp_binaries / "llama-server").exists():
             return
         downloads = self.scratch / "downloads"
-        pip = [self.python("llama.cpp"), "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
+        pip: list[str | Path] = [self.python("llama.cpp"), "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
         self._run("llama.cpp", [*pip, "--no-binary", ":all:", "--dest", downloads, LLAMA_CPP_PYTHON])
         with tarfile.open(next(downloads.glob("llama_cpp_python-*.tar.gz"))) as archive:
             archive.extractall(self.llama_cpp_source, filter="data")
@@ -115,7 +116,7 @@ class Environments:
         self._run("llama.cpp", ["cmake", "--build", build, "--parallel", jobs, "--target", "llama-server"])
 
     def debian(self, package: str) -> None:
-        """Unpacks a Debian package below the scratch folder; no root needed."""
+        """Unpacks a Debian package below the scratch folder; needs no root."""
         folder = self.scratch / "debian"
         folder.mkdir(parents=True, exist_ok=True)
         if shutil.which("apt-get") is None:
@@ -130,7 +131,7 @@ class Environments:
         if stamp.exists() and stamp.read_text() == wanted:
             return
         self._run(name, [sys.executable, "-m", "venv", "--clear", folder])
-        pip = [self.python(name), "-m", "pip"]
+        pip: list[str | Path] = [self.python(name), "-m", "pip"]
         for requirements in requirement_lists:
             self._run(name, [*pip, "install", "--disable-pip-version-check", *requirements])
         self._run(name, [*pip, "uninstall", "--yes", *NOT_WITH_CPU_TORCH])

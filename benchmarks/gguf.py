@@ -1,8 +1,8 @@
-"""A checkpoint as llama.cpp reads it: its own converter, told what it cannot guess about an unknown tokenizer.
+"""Converts a checkpoint for llama.cpp: with its own converter, and the kind of tokenizer that it cannot guess.
 
     python -m benchmarks.gguf LLAMA_CPP_SOURCE EXTRA_PACKAGES CHECKPOINT FILE.gguf f16|bf16|f32|q8_0
 
-Runs with our torch and transformers; EXTRA_PACKAGES is a site-packages folder with what else the converter imports.
+Runs with our torch and transformers; EXTRA_PACKAGES is a site-packages folder with the converter's other imports.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Everything that has to be shown on a GPU, in one run of less than ten minutes: `python benchmarks/gpu.py`.
+"""All checks and measurements that need a GPU, in one run of less than ten minutes: `python benchmarks/gpu.py`.
 
     python benchmarks/gpu.py --out results           on a machine with one NVIDIA GPU, torch, triton and transformers
-    python benchmarks/gpu.py --device DEVICE --shapes tiny    tries the script itself where there is no GPU
+    python benchmarks/gpu.py --device DEVICE --shapes tiny    tries the script itself without a GPU
 
-For: docs/benchmarks_gpu.md, and whoever changes the accelerator path. Does not know: what the parts measure; they are
-programs in benchmarks/accelerator/. Invariants: each part runs in a process of its own and after the others, with a
-limit, so that one which fails or hangs spoils no other; results are on disk line by line, and the page is written again
-after every part, so that a run that is ended early leaves what it had; exit code 1 when any part failed.
+For: docs/gpu.md and changes of the accelerator path. Does not know: what the parts measure; they are programs in
+benchmarks/accelerator/. Invariants: parts run one after the other, each in a process of its own with a time limit, so
+that one which fails or hangs does not affect the others; results are on disk line by line, and the report
+(benchmarks_gpu.md in --out) is written after every part, so that a run that is ended early keeps its results; the exit
+code is 1 if any part failed.
 
-Parts, in the order of what a short run should know first: the device's ceilings; kernel parity (tests, on the device
-instead of the interpreter); each shape's engine runs; ablations; transformers' continuous batching; the server.
-The machine needs no network: what its Python lacks (msgspec and pyzmq; for the server also fastapi, uvicorn and their
-like) can be unpacked into a folder beforehand and named by --site.
+Parts, the most important first: the device's ceilings; kernel parity (tests, on the device instead of in the
+interpreter); each shape's engine runs; ablations; transformers' continuous batching; the server.
+The machine needs no network: packages that its Python lacks (msgspec and pyzmq; for the server also fastapi, uvicorn
+and others) can be unpacked into a folder beforehand, which --site names.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ KERNEL_TESTS = [
     f"tests/engine/gpu/test_{name}.py"
     for name in ("fused_kernels", "paged_attention", "invariant_matmul", "device_sampler")
 ]
-"""Those that run on a GPU as well (tests/engine/gpu/kernel_device.py)."""
+"""Those that run on a GPU as well (tests/helpers/gpu/kernel_device.py)."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for results, logs and the page")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--parts", default="", help="only these, by the names of their programs")
-    parser.add_argument("--site", default="", help="a folder with Python packages that this Python lacks")
+    parser.add_argument("--parts", default="", help="only these parts, by the names of their programs")
+    parser.add_argument("--site", default="", help="a folder with Python packages that are not installed")
     parser.add_argument("--budget-s", type=float, default=570.0)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""The cost of the host itself, beside NVIDIA's C++ server on the same models: `python -m benchmarks.host`.
+"""The cost of the host itself, compared with NVIDIA's C++ server on the same models: `python -m benchmarks.host`.
 
-For: docs/benchmarks_host.md. Does not know: LLMs; an identity model and one that streams do nothing themselves.
+For: docs/benchmarks_host.md. Does not know: LLMs; its models are an identity model and one that only streams.
 perf_analyzer is the client for single requests, a raw gRPC stream for streamed responses.
 Invariants: both servers are measured in turns within one run, one under load at a time; CPU time is that of a server's
 whole process tree, without the client's.
@@ -27,7 +27,7 @@ import httpx
 import psutil
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tests.e2e.server_process import start_server, stop_server
+from tests.helpers.server_process import start_server, stop_server
 from tests.live.real_triton import RealTriton
 
 from .environments import Environments

@@ -1,8 +1,8 @@
 """CPU time of the server process per streamed token: 64 SSE streams of the mock model, in one or several source trees.
 
-For: seeing what a change of frontends, host or adapter costs, as a ratio of two trees in one run (`git worktree add
+For: the cost of a change of frontends, host or adapter, as a ratio of two trees in one run (`git worktree add
 /tmp/before REV`, then `python benchmarks/host_cpu_per_token.py /tmp/before .`). The engine is a process of its own and
-not counted. Rounds of the trees alternate; the least of a tree's rounds is the figure to compare on a noisy machine.
+not counted. Rounds of the trees alternate; on a noisy machine compare the smallest value of each tree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
 
 
 def start(tree: Path, repository: Path) -> tuple[subprocess.Popen[str], str, int]:
-    """A server of that tree on free ports: its process, and where HTTP listens."""
+    """Starts a server of that tree on free ports; returns its process and its HTTP address."""
     command = [sys.executable, "-m", "llmbackend.cli", "serve", "--model-repository", str(repository)]
     for protocol in ("http", "grpc", "metrics"):
         command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", "0"]
@@ -45,7 +45,7 @@ def start(tree: Path, repository: Path) -> tuple[subprocess.Popen[str], str, int
 
 
 async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> int:
-    """Runs one stream to its end; how many events it had."""
+    """Runs one stream to its end; returns the number of its events."""
     reader, writer = await asyncio.open_connection(host, port)
     content = json.dumps(body).encode()
     head = (
@@ -72,7 +72,7 @@ def measure(process: subprocess.Popen[str], host: str, port: int, path: str, num
     before = server.cpu_times()
     events = asyncio.run(run_streams(host, port, path, num_tokens))
     after = server.cpu_times()
-    return (after.user + after.system - before.user - before.system) / events * 1e6
+    return float(after.user + after.system - before.user - before.system) / events * 1e6
 
 
 def main() -> None:
@@ -100,8 +100,8 @@ def report(trees: list[Path], servers: list[Any], num_tokens: int, rounds: int) 
     for path in ENDPOINTS:
         figures: list[list[float]] = [[] for _ in trees]
         for _ in range(rounds + 1):
-            for of_tree, server in zip(figures, servers, strict=True):
-                of_tree.append(measure(*server, path, num_tokens))
+            for of_tree, (process, host, port) in zip(figures, servers, strict=True):
+                of_tree.append(measure(process, host, port, path, num_tokens))
         least = [min(of_tree[1:]) for of_tree in figures]  # the first round warms up
         for tree, of_tree, best in zip(trees, figures, least, strict=True):
             median = statistics.median(of_tree[1:])

@@ -1,10 +1,10 @@
-"""How four streams go on while a long prompt is computed beside them, with and without a target time for steps.
+"""The gaps in four streams while a long prompt is computed beside them, with and without a target time for steps.
 
     python -m benchmarks.long_prompt [--prompt-tokens 8192] [--shape llama-125m-shape] [--dtype bfloat16]
 
 For: step_target_ms's default, and docs/llm_backend.md. Does not know: servers; the engine runs in this process, so that
 a gap is the time between two steps. Invariant: both kinds of run compute the same requests, with random weights. On a
-machine that others use, --cpu-time measures what one thread computes in place of what passes.
+busy machine, --cpu-time measures the CPU time of one thread instead of the time that passes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 
 from benchmarks.checkpoints import SHAPES
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.engine_core import EngineCore, make_runner
+from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.runners import make_runner
 
 NUM_STREAMS = 4
 UNDISTURBED_STEPS = 100
@@ -35,7 +36,7 @@ def request(name: str, prompt_tokens: int, max_tokens: int) -> InferRequest:
 
 
 def steps(core: EngineCore, clock_s: Callable[[], float]) -> Iterator[tuple[float, set[str]]]:
-    """What each step took, and which requests got tokens."""
+    """The time of each step, and the requests that got tokens."""
     last_s = clock_s()
     while core.has_work:
         result = core.step()
@@ -76,7 +77,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-125m-shape")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--cpu-time", action="store_true", help="of one thread")
+    parser.add_argument("--cpu-time", action="store_true", help="measure the CPU time of one thread")
     parser.add_argument("--targets-ms", nargs="*", help="default: 0 (none) and null", default=["0", "null"])
     arguments = parser.parse_args()
     clock_s = time.process_time if arguments.cpu_time else time.monotonic

@@ -1,8 +1,8 @@
-"""Speed of every engine on every workload, the best peer being 1.
+"""Plots the speed of every engine on every workload, relative to the fastest peer.
 
     python plot.py SUMMARY.json PICTURE.svg
 
-For: docs/benchmarks.md; runs in an environment with matplotlib. Does not know: how the summary came to be.
+For: docs/benchmarks.md; runs in an environment with matplotlib. Does not know: how the summary was made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What int8 costs in quality: logits, tokens and perplexity of int8 against float32, beside those of bfloat16.
+"""The quality of int8: logits, tokens and perplexity of int8 against float32, compared with those of bfloat16.
 
-    python -m benchmarks.quantization_quality                     the bundled demo model, on text of its training's kind
-    python -m benchmarks.quantization_quality --text docs         the same on this project's documentation, new to it
+    python -m benchmarks.quantization_quality                     the demo model, on text like that of its training
+    python -m benchmarks.quantization_quality --text docs         the same on this project's documentation
     python -m benchmarks.quantization_quality --shape qwen2.5-0.5b-shape      random weights, random tokens
 
 For: deciding what is quantised (with or without the output head), and docs/benchmarks.md. Does not know: kernels; the
@@ -70,7 +70,7 @@ VARIANTS: dict[str, Callable[[Model], Model]] = {
 
 
 def _bfloat16_head(model: Model) -> Model:
-    """The head's weights and its input as bfloat16 holds them; the embeddings, tied or not, are gathered alike."""
+    """Rounds the head's weights and input to bfloat16; the embeddings, tied or not, are unchanged."""
     head = model.get_output_embeddings()
     head.weight.data = head.weight.data.bfloat16().float()
     head.register_forward_pre_hook(lambda _, inputs: (inputs[0].bfloat16().float(),))
@@ -132,7 +132,7 @@ def docs(tokenizer: Any) -> list[Window]:
 
 
 def dialogues(tokenizer: Any) -> list[Window]:
-    """Text of the kind the demo model was trained on, drawn from another seed; what it learnt to write counts."""
+    """Text like that of the demo model's training, from another seed; only what it learnt to write counts."""
     sys.path.insert(0, str(REPOSITORY / "tools"))  # where its training script imports the corpus from
     corpus = importlib.import_module("demo_corpus.corpus")
     rng = Random(20_000)
@@ -149,7 +149,7 @@ TEXTS = {"dialogues": dialogues, "docs": docs}
 
 
 def chats(tokenizer: Any) -> list[torch.Tensor]:
-    """The prompts by which the demo model's skills are scored."""
+    """The prompts that score the demo model's skills."""
     from tools.eval_demo_model import CASES
 
     messages = [list(case.messages) for case in CASES]
@@ -173,7 +173,7 @@ def greedy(model: Model, prompt: torch.Tensor) -> list[int]:
 
 
 def compare_greedy(reference: Model, models: dict[str, Model], prompts: list[torch.Tensor]) -> dict[str, str]:
-    """Whole answers that are the same, and tokens before the first that differs."""
+    """Counts equal whole answers, and equal tokens before the first difference."""
     expected = [greedy(reference, prompt) for prompt in prompts]
     rows = {}
     for name, model in models.items():
@@ -223,7 +223,7 @@ def report(model: Model, windows: list[Window], prompts: list[torch.Tensor], nam
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead of the demo model")
-    parser.add_argument("--text", choices=TEXTS, default="dialogues", help="what the demo model reads")
+    parser.add_argument("--text", choices=TEXTS, default="dialogues", help="text for the demo model")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

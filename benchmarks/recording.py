@@ -1,4 +1,4 @@
-"""What every driver does alike: take the arguments, warm up, run each workload, write what it measured.
+"""The common part of all drivers: reads the arguments, warms up, runs each workload, writes the results.
 
 For: the files in drivers/, inside their engines' environments. Does not know: engines, any package but the standard
 library. Invariants: greedy, end of sequence ignored, all requests at once, every requested token generated or the run
@@ -23,7 +23,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Recorder:
-    """Collects when each request's tokens came, and what the machine did meanwhile."""
+    """Records when each request's tokens came, and how busy the machine was."""
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
@@ -103,7 +103,7 @@ def seconds_since_process_start() -> float:
 
 
 def machine_busy_s() -> float:
-    """CPU seconds that all processes together have used."""
+    """CPU seconds that all processes of the machine have used."""
     user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
     return (user + nice + system + irq + softirq) / _TICKS_PER_S
 

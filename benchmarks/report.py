@@ -1,6 +1,6 @@
-"""From measurements to docs/benchmarks.md: medians over rounds, each engine's best form, ratios against the best peer.
+"""Writes docs/benchmarks.md from measurements: medians over rounds, fastest forms, ratios to the best peer.
 
-For: readers, and whoever changes the engine. Does not know: how anything was measured. Invariants: every figure is a
+For: `python -m benchmarks`. Does not know: how anything was measured. Invariants: every figure is a
 median of the rounds of one run; failures are listed, not left out; what the page says follows from the results file.
 """
 
@@ -35,7 +35,7 @@ _SERVER_WORKLOADS = ("server HTTP", "server gRPC")
 
 
 def speed(workload: str, figures: Line) -> float:
-    """What is compared, more is better: tokens of prompts for W4, of outputs otherwise; for W3 without the prompt."""
+    """The figure that is compared, higher is better: tokens/s of prompts (W4) or outputs; for W3 without prefill."""
     if workload == "W4":
         return float(figures["total_tokens_per_s"])
     if workload == "W3":
@@ -72,7 +72,7 @@ def best_entries(lines: Iterable[Line], model: str, workload: str) -> dict[tuple
 
 
 def ratio_to_best_peer(lines: Iterable[Line], model: str, workload: str, weights: str) -> tuple[float, str] | None:
-    """How many times as fast as the fastest peer we are, and its name."""
+    """Our speed divided by that of the fastest peer, and its name."""
     speeds = {
         engine: speed(workload, medians(lines, model, workload)[name])
         for (engine, of_weights), name in best_entries(lines, model, workload).items()
@@ -119,8 +119,8 @@ Our engine and its peers on one machine, the same checkpoints and requests, in t
 (the end of this page says how). Medians of {count}; greedy, end of sequence ignored, all requests at once.
 Machine: {_processor()}, {os.cpu_count()} cores.
 
-Each engine appears in the form that was fastest for that workload: the bfloat16 checkpoint computed in bfloat16 or
-float32, whichever the engine does faster here, or 8-bit weights.
+Each engine is shown in its fastest form for the workload: the bfloat16 checkpoint computed in bfloat16 or
+float32, whichever is faster here, or 8-bit weights.
 """
 
 
@@ -142,7 +142,7 @@ def _processor() -> str:
 
 
 def _ratios(lines: list[Line], models: list[str]) -> str:
-    rows = ["## Against the best peer", "", "More than 1: we are that many times as fast.", ""]
+    rows = ["## Against the best peer", "", "Speed relative to the fastest peer; above 1 we are faster.", ""]
     rows += ["| model | weights | " + " | ".join(DESCRIPTIONS) + " |", "|---|---|" + "---|" * len(DESCRIPTIONS)]
     for model in models:
         for weights, title in _WEIGHTS_TITLES.items():
@@ -151,7 +151,7 @@ def _ratios(lines: list[Line], models: list[str]) -> str:
                 cells = [f"**{ratio[0]:.2f}** ({ratio[1]})" if ratio else "–" for ratio in found]
                 rows.append(f"| {model} | {title} | {' | '.join(cells)} |")
     workloads = [f"{name}: {text}." for name, text in DESCRIPTIONS.items()]
-    return "\n".join([*rows, "", *workloads, "W3 compares time per token, W4 tokens of prompts.", ""])
+    return "\n".join([*rows, "", *workloads, "W3 compares time per token, W4 prompt tokens per second.", ""])
 
 
 def _offline_tables(lines: list[Line], model: str) -> str:
@@ -212,7 +212,7 @@ def _server_table(lines: list[Line], model: str) -> str:
 
 
 def _failures(lines: list[Line]) -> str:
-    """Of each entry, model and workload that was never measured, the last error."""
+    """The last error of each entry, model and workload that was never measured."""
 
     def key(line: Line) -> tuple[str, ...]:
         return line["entry"], line["model"], line["workload"]

@@ -32,7 +32,7 @@ from .workloads import workload
 
 CLIENTS = 32
 PROMPT_TOKENS, OUTPUT_TOKENS, REQUESTS = 32, 128, 64
-LEAST_COMPLETED = 0.9
+MIN_COMPLETED = 0.9
 """A server that fails more of its requests than this leaves has no figure; the tokens of failed ones do not count."""
 START_TIMEOUT_S = 600.0
 SERVED_NAME = "bench"
@@ -66,7 +66,7 @@ class ServerSuite:
                     self._measure(entry, model, round_number)
 
     def _entries(self, model: str) -> list[Entry]:
-        """Of each engine that has a server, the form that did best offline."""
+        """The form of each engine with a server that was fastest offline."""
         best = best_entries(self.results.lines, model, "W1")
         return [ENTRIES[name] for (engine, _), name in sorted(best.items()) if engine in _COMMANDS]
 
@@ -147,7 +147,7 @@ class ServerSuite:
             command += ["--random-input-len", str(PROMPT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS)]
             command += ["--num-prompts", str(REQUESTS), "--max-concurrency", str(CLIENTS), "--num-warmups", "8"]
             command += ["--ignore-eos", "--temperature", "0", "--disable-tqdm"]
-            # llama.cpp's server closes idle connections under its clients' hands: a new one for each request.
+            # llama.cpp's server closes idle connections while clients use them: a new connection for each request.
             command += ["--header", "Connection=close"]
             command += [
                 "--save-result",
@@ -161,7 +161,7 @@ class ServerSuite:
             _run(command, environ, self.environments.logs / "load-http.log", self.timeout_s)
             found = json.loads((Path(directory) / "result.json").read_text())
         errors = [error.strip().splitlines()[-1][:300] for error in found["errors"] if error]
-        if found["completed"] < LEAST_COMPLETED * REQUESTS:
+        if found["completed"] < MIN_COMPLETED * REQUESTS:
             raise RuntimeError(f"{found['completed']} of {REQUESTS} requests completed: {errors[:1]}")
         return {
             "completed": found["completed"],

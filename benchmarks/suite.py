@@ -2,7 +2,7 @@
 
 For: the command line. Does not know: how an engine works (drivers do), what the figures mean (the report does).
 Invariants: a result is on disk as soon as it is measured, and is not measured again by a run with the same results
-file; an engine that fails or takes too long is recorded as such, left out of later rounds, and the others go on.
+file; an engine that fails or takes too long is recorded as such and left out of later rounds; the others continue.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VLLM_KV_CACHE_GIB = "2"
 
 
 class Results:
-    """A file of JSON lines: measurements, and what went wrong. What went wrong in an earlier run is tried again."""
+    """A file of JSON lines: measurements and failures. Failures of an earlier run are tried again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Suite:
-    """What to run. `timeout_s` is for one workload, loading apart."""
+    """What to run. `timeout_s` is for one workload, without loading."""
 
     environments: Environments
     results: Results
@@ -75,7 +75,7 @@ class Suite:
                     self._measure(entry, model, path, round_number)
 
     def _prepare(self) -> Iterator[tuple[str, str, Path]]:
-        """Installs and converts all that is needed before anything is measured."""
+        """Installs and converts everything before the first measurement."""
         models = Models(self.environments)
         for model in self.models:
             for name in self.entries:
@@ -106,7 +106,7 @@ class Suite:
             self._fail(entry, model, workloads.pop(0), round_number, error or "no result")
 
     def _run_driver(self, entry: Entry, path: Path, workloads: list[str]) -> tuple[list[dict[str, Any]], str]:
-        """The results of the workloads that were measured, and why the next one was not."""
+        """The results of the workloads that were measured, and the reason if the next one failed."""
         python = self.environments.python(entry.environment)
         with tempfile.TemporaryDirectory() as directory:
             output, log = Path(directory) / "results", Path(directory) / "log"
@@ -133,7 +133,7 @@ class Suite:
 
 
 def environ_of(environments: Environments, name: str) -> dict[str, str]:
-    """What an engine's documentation asks for."""
+    """The environment variables that an engine's documentation recommends."""
     root = str(Path(__file__).resolve().parent.parent)
     common = {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     if name == "vllm":
@@ -151,7 +151,7 @@ def environ_of(environments: Environments, name: str) -> dict[str, str]:
 
 
 def run_process(command: list[str], environ: dict[str, str], log: Path, timeout_s: float) -> str:
-    """Runs it in a group of its own; "" or why it failed."""
+    """Runs it in its own process group; returns "" or the reason of its failure."""
     with log.open("wb") as file:
         process = subprocess.Popen(command, env=environ, stdout=file, stderr=file, start_new_session=True)
         try:

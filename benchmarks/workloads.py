@@ -54,6 +54,6 @@ def workload(name: str) -> list[Request]:
 
 
 def write_workload(requests: list[Request], path: Path) -> None:
-    """As a file for `llmbackend bench`."""
+    """Writes a file for `llmbackend bench`."""
     items = [{"prompt_token_ids": request.prompt, "output_tokens": request.output_tokens} for request in requests]
     path.write_text(json.dumps(items))

@@ -2,7 +2,7 @@
 
 Profiles (`--hypothesis-profile=NAME`): `suite`, the default, tries the same examples every time and shows the first
 that fails as it is, so that a failure is known within the time that a test has; `shrink` tries the same and makes what
-fails as short as it can; `search` tries 50 times as many in the stateful tests (tests/properties/machine_settings.py),
+fails as short as it can; `search` tries 50 times as many in the stateful tests (tests/helpers/machine_settings.py),
 new ones each time. The last two want `--timeout=0`.
 """
 
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import threading
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
-from leftovers import Conservation, Snapshot
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.engine_core import EngineCore
+from tests.helpers.leftovers import Conservation, Snapshot
 
 _SUITE = settings(derandomize=True, deadline=None, database=None, max_examples=100, report_multiple_bugs=False)
 settings.register_profile("suite", _SUITE, phases=(Phase.explicit, Phase.generate))
@@ -30,13 +32,21 @@ settings.load_profile("suite")
 
 # Kernels run in Triton's interpreter. Triton reads this when it is imported, which torch's compiler does on its own, so
 # that the conftest beside the tests of kernels would come too late.
-if not os.environ.get("LLMBACKEND_TEST_DEVICE"):  # tests/engine/gpu/kernel_device.py
+if not os.environ.get("LLMBACKEND_TEST_DEVICE"):  # tests/helpers/gpu/kernel_device.py
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 os.environ.setdefault("LLMBACKEND_GPUS", "")  # a test means the same on a machine with GPUs
 
 CONSERVATION = Conservation()
+SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m "not slow"` does not even import files that are slow as a whole: their imports alone take seconds."""
+    if config.option.markexpr != "not slow" or not collection_path.name.startswith("test_"):
+        return None
+    return True if SLOW_FILE.search(collection_path.read_text()) else None
 
 
 def pytest_collection_finish() -> None:

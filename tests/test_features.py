@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-
-from features import PAGE, missing_tests, page, read_features
+from tools.features import PAGE, missing_tests, page, read_features
 
 
 def test_every_feature_names_tests_that_exist() -> None:

@@ -14,6 +14,8 @@ where the tied output head reads it as the next token.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LlamaForCausalLM
 
@@ -33,10 +35,11 @@ OTHER_OUTPUTS = 0.1
 
 @torch.no_grad()
 def plant_copy_circuit(model: LlamaForCausalLM) -> None:
-    """Writes the circuit into `model`: head_dim 64, hidden size at least 160, two layers or more, tied embeddings."""
+    """Writes the circuit into `model`, which needs head_dim 64, a hidden size of at least 160, at least two layers and
+    tied embeddings."""
     embedding = model.model.embed_tokens.weight
     _encode_tokens(embedding)
-    for layer in model.model.layers:  # what else they write must not drown the embeddings at the start
+    for layer in model.model.layers:  # their other outputs must be small beside the embeddings at the start
         layer.self_attn.o_proj.weight.mul_(OTHER_OUTPUTS)
         layer.mlp.down_proj.weight.mul_(OTHER_OUTPUTS)
     first, second = model.model.layers[0], model.model.layers[1]
@@ -77,7 +80,7 @@ def _look_up(attention: torch.nn.Module) -> None:
     output[OWN] = torch.eye(CODE) * EMBEDDING_SCALE * COPY_GAIN
 
 
-def _head_zero(attention: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+def _head_zero(attention: Any) -> tuple[torch.Tensor, ...]:
     """Views of head 0's part of the projections, cleared: query, key, value [64, hidden], output [hidden, 64]."""
     views = (
         attention.q_proj.weight[:CODE],

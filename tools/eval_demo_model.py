@@ -1,8 +1,9 @@
 # ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
 """Score the bundled demo model skill by skill, greedily, on this project's own engine.
 
-The values are mostly new to the model (names, cities, numbers, words); some phrasings and facts are those of the training
-text. Does not know: how the model was trained, the server. Invariant: the cases are fixed, so two models are comparable. Run: `python tools/eval_demo_model.py [--samples]`.
+The values are mostly new to the model (names, cities, numbers, words); some phrasings and facts are those of the
+training text. Does not know: how the model was trained, the server. Invariant: the cases are fixed, so two models are
+comparable. Run: `python tools/eval_demo_model.py [--samples]`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmbackend.adapter.text import load_text
+from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.offline import Engine
+from llmbackend.engine.offline import OfflineEngine
 
 Message = dict[str, Any]
 UNKNOWN = "don't know"
@@ -80,7 +81,7 @@ def asks(text: str, expect: str, *tools: dict[str, Any], exact: bool = True) -> 
 
 
 def told(question: str, call: str, arguments: dict[str, Any], reply: str, expect: str, offered: dict[str, Any]) -> Case:
-    """The tool has answered; the model must put its reply into words."""
+    """The tool has replied; the model must put the reply into words."""
     request = {"type": "function", "function": {"name": call, "arguments": arguments}}
     messages: tuple[Message, ...] = (
         {"role": "user", "content": question},
@@ -213,8 +214,10 @@ class Chat:
     """The model on this project's own engine, answering greedily, many chats in one batch."""
 
     def __init__(self, directory: Path) -> None:
-        self._text = load_text(str(directory))
-        self._engine = Engine(EngineConfig(model=str(directory), dtype="float32", transport="inline", num_threads=1))
+        self._text = load_tokenizer(str(directory))
+        self._engine = OfflineEngine(
+            EngineConfig(model=str(directory), dtype="float32", transport="inline", num_threads=1)
+        )
 
     def answers(self, chats: Sequence[tuple[Sequence[Message], Sequence[dict[str, Any]]]]) -> list[tuple[str, bool]]:
         """For each (messages, tools): the answer's text, and whether the model ended its turn itself."""

@@ -1,6 +1,6 @@
 """`python tools/features.py`: docs/features.md from tests/features.toml: each feature, and the tests that prove it.
 
-For: whoever adds a feature. Does not know: what a test does. Invariant: a row names at least one test that exists;
+For: the features page. Does not know: what a test does. Invariant: a row names at least one test that exists;
 tests/test_features.py fails when one is gone, or when the page is not what this writes.
 """
 
@@ -17,9 +17,8 @@ TABLE = ROOT / "tests" / "features.toml"
 PAGE = ROOT / "docs" / "features.md"
 HEAD = """# Features
 
-Every row was written beside the tests that prove it: `tests/features.toml` is the source, `python tools/features.py`
-writes this page, and `make test` fails when a test named here does not exist. "Triton" says how NVIDIA's server stands
-to it; a dash means that it has no such thing.
+`python tools/features.py` writes this page from `tests/features.toml`, and `make test` fails when a test named here
+does not exist. The column "Triton" says whether NVIDIA's server has the feature; a dash means that it does not.
 """
 
 
@@ -63,7 +62,7 @@ def page(features: list[Feature]) -> str:
     for feature in features:
         if feature.group != group:
             group = feature.group
-            lines += [f"\n## {group}\n", "| feature | Triton | proved by |", "|---|---|---|"]
+            lines += [f"\n## {group}\n", "| feature | Triton | tests |", "|---|---|---|"]
         tests = "<br>".join(f"[{_short(test)}](../{test.partition('::')[0]})" for test in feature.tests)
         lines.append(f"| {feature.name} | {feature.triton} | {tests} |")
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """Starts a real server on free ports with the bundled demo model and speaks every protocol to it with real clients.
 
-For: `make smoke`, CI, and anyone who wants to see that an installation works. Prints one line per check and
+For: `make smoke`, CI, and checks of an installation. Prints one line per check and
 `smoke: N passed, M failed`; exit code 1 when anything failed. The server is a child process and is ended with SIGTERM.
 """
 

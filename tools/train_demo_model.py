@@ -140,7 +140,7 @@ def new_model(vocabulary: int, eos: list[int], args: argparse.Namespace) -> Llam
 def rate(step: int, args: argparse.Namespace) -> float:
     """Share of the full learning rate: warm-up, constant, then 1 - sqrt down to zero over the last `decay_steps`."""
     done = max(0.0, 1 - (args.steps - step) / args.decay_steps)
-    return min(1.0, (step + 1) / args.warmup_steps) * (1 - math.sqrt(done))
+    return float(min(1.0, (step + 1) / args.warmup_steps)) * (1 - math.sqrt(done))
 
 
 class Run:
@@ -215,7 +215,7 @@ class Run:
             if self.step % 100 == 0:
                 self.save()
             if args.minutes and time.monotonic() - started > args.minutes * 60:
-                print(f"time is up at step {self.step}; run again to go on", flush=True)
+                print(f"time is up at step {self.step}; run again to continue", flush=True)
                 break
         self.save()
 
@@ -240,7 +240,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--restart", action="store_true", help="ignore a checkpoint in the scratch folder")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=2200, help="updates in all")
+    parser.add_argument("--steps", type=int, default=2200, help="number of updates")
     parser.add_argument(
         "--minutes", type=float, default=0, help="stop after this time and keep a checkpoint; 0 = no limit"
     )
@@ -254,7 +254,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--intermediate", type=int, default=512)
-    parser.add_argument("--threads", type=int, default=2, help="passes that run side by side")
+    parser.add_argument("--threads", type=int, default=2, help="passes that run in parallel")
     return parser.parse_args()
 
 

@@ -1,1 +1,1 @@
-"""The parts of benchmarks/gpu.py: each a program of its own, so that one that fails or hangs spoils no other."""
+"""The parts of benchmarks/gpu.py: each a program of its own, so that a failure or hang does not affect the others."""

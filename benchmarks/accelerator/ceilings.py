@@ -1,4 +1,4 @@
-"""What this device can do at most: bytes copied and bfloat16 products per second.
+"""The limits of this device: bytes copied and bfloat16 products per second.
 
     python -m benchmarks.accelerator.ceilings --device cuda --json FILE
 

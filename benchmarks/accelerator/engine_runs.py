@@ -26,12 +26,12 @@ ENGINE = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 32,
 DECODE_PROMPT_TOKENS, DECODE_OUTPUT_TOKENS = 256, 96
 PREFILL = {"prefill 1 x 2048": (1, 2048), "prefill 16 x 1024": (16, 1024)}
 SCALE = {"tiny": 16}
-"""By how much the tiny shape's workloads are smaller."""
+"""Divisor of the workloads of the tiny shape."""
 
 
 def measure(part: Part) -> None:
     from llmbackend.engine.config import EngineConfig
-    from llmbackend.engine.offline import Engine
+    from llmbackend.engine.offline import OfflineEngine
 
     shape, scale = SHAPES[part.shape], SCALE.get(part.shape, 1)
     folder = shape.write(part.scratch / part.shape)
@@ -39,7 +39,7 @@ def measure(part: Part) -> None:
     config = EngineConfig(
         model=str(folder), load_format="dummy", device=part.device, enable_prefix_caching=False, **arguments
     )
-    with Engine(config) as engine:
+    with OfflineEngine(config) as engine:
         ready_s = seconds_since_process_start()
         part.add(measure="start", ready_s=ready_s, load_s=engine.info.load_s, description=engine.info.description)
         _run(engine, _requests(shape, [(48, 8)] * 8))

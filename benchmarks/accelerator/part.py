@@ -1,7 +1,7 @@
-"""What every part of the accelerator benchmark does alike: take arguments, time, append lines to the results.
+"""The common part of all programs of the accelerator benchmark: arguments, timing, lines of results.
 
 For: the programs beside this one. Does not know: what they measure. Invariant: a figure is on disk as soon as it is
-known, so a part that is ended early loses only what it had not measured.
+known, so a program that is ended early keeps what it has measured.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def seconds_per_call(call: Callable[[], object], device: Any) -> float:
 def _seconds_on_gpu(call: Callable[[], object]) -> float:
     import torch
 
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    event: Any = torch.cuda.Event
+    start, end = event(enable_timing=True), event(enable_timing=True)
     start.record()
     for _ in range(TIMED_CALLS):
         call()

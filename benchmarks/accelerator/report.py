@@ -1,7 +1,7 @@
-"""From the lines of a run to a page: decode against the bandwidth floor, prefill against the matmul peak, the rest.
+"""Writes the report of a run: decode relative to memory bandwidth, prefill relative to peak matmul, and the rest.
 
-For: readers. Does not know: how anything was measured. Invariants: a share is of what this very device reached in this
-very run; what failed is listed, not left out.
+For: readers. Does not know: how anything was measured. Invariants: shares refer to what the same
+device reached in the same run; failures are listed, not left out.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def _prefill(lines: list[Line], ceilings: Line) -> str:
 def _workloads(lines: list[Line]) -> str:
     rows = []
     for line in _of(lines, "workload"):
-        who = _ENGINES[line["part"]]
+        engine = _ENGINES[line["part"]]
         times = (f"{line['ttft_p50_ms']:,.0f}", f"{line['ttft_p99_ms']:,.0f}", f"{line['itl_p50_ms']:.1f}")
         rows.append(
-            (line["shape"], line["workload"], who, line["label"], f"{line['output_tokens_per_s']:,.0f}", *times)
+            (line["shape"], line["workload"], engine, line["label"], f"{line['output_tokens_per_s']:,.0f}", *times)
         )
     columns = ("shape", "requests", "engine", "configuration", "output tokens/s", "TTFT p50", "TTFT p99", "ITL p50 ms")
     return _section("Workloads", columns, sorted(rows, key=lambda row: row[:2]))

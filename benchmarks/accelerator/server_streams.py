@@ -1,10 +1,11 @@
-"""Our server on one shape: many clients that stream at once, and what the host process spends per token.
+"""Our server on one shape: many clients that stream at once, and the CPU time of the host process per token.
 
     python -m benchmarks.accelerator.server_streams --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
 
 For: the share of the engine's speed that reaches clients. Does not know: the engine's figures alone; engine_runs
-measures the same requests. Invariants: a client asks once, all at once, over server-sent events; a stream with fewer
-events than tokens fails the run; the CPU time is that of the server's first process, without the engine's.
+measures the same requests. Invariants: all clients send one request each, at the same time, over server-sent events;
+a stream with fewer events than tokens fails the run; the CPU time is that of the server's first process, without the
+engine's.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _repository(part: Part) -> Path:
 
 
 async def _load(host: str, port: int, clients: int, output_tokens: int) -> int:
-    """Tokens that all clients together got. Raises RuntimeError when a stream is short."""
+    """Tokens of all clients together. Raises RuntimeError when a stream is short."""
     body: dict[str, Any] = {"text_input": PROMPT, "stream": True, "max_tokens": output_tokens, "ignore_eos": True}
     events = await asyncio.gather(*(stream(host, port, PATH, body | {"seed": i}) for i in range(clients)))
     if min(events) < 1:

@@ -1,7 +1,7 @@
-"""Shapes of real models with random weights, and the least that a step of them must read and compute.
+"""Shapes of real models with random weights, and the minimum that a step must read and compute.
 
 For: every part of the accelerator benchmark. Does not know: engines. Invariant: a name always means the same shape; the
-floors count each weight once per step and each key and value once per row, and nothing else.
+minima count each weight once per step and each key and value once per row, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BYTES_PER_NUMBER = 2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A decoder-only model with gated MLPs, as its config says it."""
+    """A decoder-only model with gated MLPs; fields as in its config."""
 
     model_type: str
     vocab_size: int
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def linear_parameters(self) -> int:
-        """What every decoded token is multiplied with, the output head included."""
+        """Weights that every decoded token is multiplied with, the output head included."""
         return self.num_layers * self.layer_parameters + self.vocab_size * self.hidden_size
 
     @property
@@ -46,11 +46,11 @@ class Shape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_NUMBER
 
     def decode_bytes(self, batch: int, context_tokens: float) -> float:
-        """The least that a decode step reads: all linear weights, and each row's keys and values."""
+        """The minimum that a decode step reads: all linear weights, and each row's keys and values."""
         return self.linear_parameters * BYTES_PER_NUMBER + batch * context_tokens * self.kv_bytes_per_token
 
     def prefill_flops(self, num_prompts: int, prompt_tokens: int) -> float:
-        """Multiply-adds count two. The head is needed once per prompt; attention sees half of the square."""
+        """A multiply-add counts as two. The head runs once per prompt; causal attention computes half of the square."""
         tokens = num_prompts * prompt_tokens
         linear = 2.0 * tokens * self.num_layers * self.layer_parameters
         attention = 2.0 * tokens * prompt_tokens * self.num_layers * self.num_heads * self.head_dim

@@ -57,7 +57,7 @@ class LlamaCpp:
             self._lib.llama_free(context)
 
     def _context(self, recorder: Recorder) -> Any:
-        """One pool for all sequences when they share a prefix; a stripe for each otherwise, which computes faster."""
+        """One KV pool for all sequences if they share a prefix; otherwise a separate part for each, which is faster."""
         shared = _shared_prefix(recorder)
         lengths = [len(request.prompt) + request.output_tokens + 8 - shared for request in recorder.requests]
         sequences = min(MAX_SEQUENCES, len(lengths))
@@ -74,7 +74,7 @@ class LlamaCpp:
         return context
 
     def _share(self, context: Any, batch: Any, prefix: list[int], sequences: int) -> None:
-        """Computes a prefix once and gives it to all sequences."""
+        """Computes a prefix once and copies it to all sequences."""
         self._fill(batch, [(0, position, token) for position, token in enumerate(prefix)])
         self._decode(context, batch)
         memory = self._lib.llama_get_memory(context)

@@ -1,4 +1,4 @@
-"""Our engine, as anyone runs it: `llmbackend bench`, a process for each workload. Options after `--` are passed on."""
+"""Our engine through `llmbackend bench`, a process for each workload. Options after `--` are passed on."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class OpenVino:
         recorder.start()
         handles = {0: self._add(recorder, 0)}
         if len(recorder.requests) > 1 and recorder.requests[0].prompt[0] == recorder.requests[1].prompt[0]:
-            # A prefix is only found once it is computed: the first request goes ahead, within the measured time.
+            # A prefix is only found after it was computed: the first request runs first, within the measured time.
             while not handles[0].can_read():
                 self._pipeline.step()
         handles |= {index: self._add(recorder, index) for index in range(1, len(recorder.requests))}

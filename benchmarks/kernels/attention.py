@@ -1,6 +1,6 @@
 """Times paged attention of one decode or prefill step, natively and through the torch reference.
 
-For: whoever tunes the native attention. Every layer has its own KV memory and the rows' blocks are scattered over it,
+For: tuning the native attention. Every layer has its own KV memory and the rows' blocks are scattered over it,
 as in a model, so that keys and values come from memory and not from a cache. Run pinned to the cores that are measured:
 
     taskset -c 0 python -m benchmarks.kernels.attention --threads 1 --torch
@@ -22,13 +22,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from llmbackend.engine.attention.interface import AttentionOptions
-from llmbackend.engine.attention.kv_cache import LayerKVCache, LayerShape
-from llmbackend.engine.attention.ragged_batch import RaggedBatch
-from llmbackend.engine.attention.reference import PagedAttention
+from llmbackend.engine.attention.interface import AttentionOptions, LayerShape
+from llmbackend.engine.attention.reference import LayerKVCache, PagedAttention, RaggedBatch
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.abi import AttentionOp, Kind, RotaryOp, Step, Type
-from llmbackend.engine.kernels.library import NativeEngine, op_pointers
+from llmbackend.engine.kernels.library import NativeKernels, op_pointers
 
 BLOCK_SIZE = 32
 DEFAULT = "64x1@96,64x1@160,64x1@512,1x1@256,1x1@4096,1x512@512,1x512@1024,1x512@4096"
@@ -68,14 +66,14 @@ class Rows:
 
     @property
     def num_pairs(self) -> int:
-        """Of a query and a key it sees."""
+        """Pairs of a query and a key that it attends to."""
         return int((self.positions + 1).sum())
 
 
 class NativeCase:
     """The operations of all layers on one batch."""
 
-    def __init__(self, model: Model, rows: Rows, engine: NativeEngine, kv_type: Type, rotary: bool) -> None:
+    def __init__(self, model: Model, rows: Rows, engine: NativeKernels, kv_type: Type, rotary: bool) -> None:
         self.engine, memory = engine, engine.library.memory
         width = model.heads * model.dim
         size = rows.num_blocks * BLOCK_SIZE * model.kv_heads * model.dim * (4 if kv_type is Type.FLOAT32 else 2)
@@ -168,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--float32", action="store_true", help="KV memory in float32 instead of bfloat16")
     parser.add_argument("--rotary", action="store_true", help="rotation and KV write instead of attention")
-    parser.add_argument("--torch", action="store_true", help="the reference too")
+    parser.add_argument("--torch", action="store_true", help="also the torch reference")
     parser.add_argument("--variant", default=None)
     given = parser.parse_args(arguments)
     loaded = library.load(given.variant)
@@ -176,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit("no native kernels are built")
     torch.set_num_threads(given.threads)
     model, kv_type = MODELS[given.model], Type.FLOAT32 if given.float32 else Type.BFLOAT16
-    engine = NativeEngine(loaded, given.threads)
+    engine = NativeKernels(loaded, given.threads)
     print(f"{given.model}, {loaded.variant}, {kv_type.name.lower()}, {given.threads} threads")
     for text in given.rows.split(","):
         rows = Rows(text)

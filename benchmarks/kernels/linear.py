@@ -1,6 +1,6 @@
 """Times the linear layers of one decode or prefill step, natively and through torch's packed oneDNN path.
 
-For: whoever tunes the native linear layer. The weights of all layers are distinct, as in a model, so that they come
+For: tuning the native linear layer. The weights of all layers are distinct, as in a model, so that they come
 from memory and not from a cache. Run pinned to the cores that are measured:
 
     taskset -c 0 python -m benchmarks.kernels.linear --threads 1 --rows 1,8,64 --torch
@@ -19,7 +19,7 @@ import numpy as np
 
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
-from llmbackend.engine.kernels.library import NativeEngine, op_pointers, packed_bytes
+from llmbackend.engine.kernels.library import NativeKernels, op_pointers, packed_bytes
 
 MAX_HEAD_ROWS = 64
 """A prefill step samples few of its rows."""
@@ -56,7 +56,7 @@ MODELS = {
 class Program:
     """The linear layers of all of a model's layers, with random weights."""
 
-    def __init__(self, engine: NativeEngine, model: str, weight_type: Type, max_rows: int) -> None:
+    def __init__(self, engine: NativeKernels, model: str, weight_type: Type, max_rows: int) -> None:
         self.engine = engine
         self.weight_type = weight_type
         num_layers, shapes, head = MODELS[model]
@@ -74,7 +74,7 @@ class Program:
         return data
 
     def _weight(self, shape: Shape) -> int:
-        """Any bits that are ordinary numbers of the type will do."""
+        """Random bits that are finite numbers of the type."""
         packed = self.engine.library.memory(packed_bytes(shape.n, shape.k, self.weight_type))
         block = np.random.default_rng(1).standard_normal(1 << 16).astype(np.float32)
         if self.weight_type is Type.BFLOAT16:
@@ -123,7 +123,7 @@ def torch_program(model: str, threads: int) -> Callable[[int], None]:
     """The same products through PackedLinear, epilogues left out."""
     import torch
 
-    from llmbackend.engine.cpu.packed_linear import PackedLinear, has_native
+    from llmbackend.engine.cpu.linear import PackedLinear, has_native
 
     torch.set_num_threads(threads)
     num_layers, shapes, head = MODELS[model]
@@ -166,7 +166,7 @@ def main() -> None:
     if loaded is None:
         raise SystemExit("no native kernels")
     all_rows = [int(rows) for rows in arguments.rows.split(",")]
-    engine = NativeEngine(loaded, arguments.threads)
+    engine = NativeKernels(loaded, arguments.threads)
     program = Program(engine, arguments.model, Type[arguments.type], max(all_rows))
     other = torch_program(arguments.model, arguments.threads) if arguments.torch else None
     print(f"{arguments.model}, {loaded.variant}, {arguments.type}, {arguments.threads} threads")

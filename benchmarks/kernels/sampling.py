@@ -1,6 +1,6 @@
-"""What sampling costs: native against torch, in one run, interleaved.
+"""The cost of sampling: native against torch, interleaved in one run.
 
-    python benchmarks/kernels/sampling.py [--threads 1] [--repeats 9]
+    python -m benchmarks.kernels.sampling [--threads 1] [--repeats 9]
 
 Milliseconds per step (medians), and for the native path the part of it that is Python (the same call on logits of 64
 tokens). "flat" logits are normal with deviation 1, "peaked" ones have deviation 3 and some tokens far above.
@@ -19,7 +19,7 @@ import torch
 
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
-from llmbackend.engine.sampler import Sampler
+from llmbackend.engine.sampling.sampler import Sampler
 from llmbackend.engine.step import RowTable
 
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
@@ -80,7 +80,7 @@ def main() -> None:
     loaded = library.load()
     if loaded is None:
         raise SystemExit("there are no native kernels here")
-    engine = library.NativeEngine(loaded, arguments.threads)
+    engine = library.NativeKernels(loaded, arguments.threads)
     print(f"{loaded.variant}, {arguments.threads} threads, {arguments.dtype}: ms per step")
     print(f"{'vocab':>7} {'rows':>4} {'':24} {'torch':>8} {'native':>8} {'Python':>8}")
     for vocab in (32_000, 151_936):

@@ -1,8 +1,8 @@
-"""The `llm` backend: Triton's entry points, and nothing else.
+"""The entry points of the `llm` backend.
 
 For: the host, which finds these functions by name. Does not know: how a request is served (ModelState,
-ModelInstanceState).
-Invariant: every finaliser accepts a state that was never set, because it is called after a failed Initialize too.
+ModelInstanceState). Invariant: every finaliser accepts a state that was never set, because it is also called after a
+failed Initialize.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .engine_args import with_lora_names
 from .metrics import SeriesUsers
 from .model_instance_state import ModelInstanceState
 from .model_state import ModelState
-from .tensor_schemas import schema_for
+from .schemas import schema_for
 
 BUILT_FOR_API = (1, 19)
 
@@ -35,7 +35,7 @@ def TRITONBACKEND_Initialize(backend: Backend) -> None:
 
 
 def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None:
-    """One engine on the configured device, unless the model names instance groups; several start side by side."""
+    """By default one engine on the configured device; several engines start side by side."""
     attributes.preferred_groups.append((InstanceGroupKind.MODEL, 1))
     attributes.parallel_instance_loading = True
 
@@ -44,7 +44,7 @@ def TRITONBACKEND_ModelInitialize(model: Model) -> None:
     schema = schema_for(model.config)
     if model.auto_complete_config:
         model.set_config(schema.complete(model.config))
-        schema = schema_for(model.config)  # what was completed is known to it
+        schema = schema_for(model.config)  # of the completed configuration
     state = ModelState(model, schema)
     model.state = state
     if model.auto_complete_config and state.lora_names:

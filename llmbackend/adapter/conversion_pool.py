@@ -1,10 +1,7 @@
-"""Long requests on their way from Execute to the queue: a few threads per model, beside its instance threads.
+"""Threads that convert long requests, so that the instance's thread can admit others meanwhile.
 
-For: ModelInstanceState, whose thread admits all requests of an instance; a template and a tokenizer may take seconds
-for what fits into a long context. Does not know: how a request is converted, answered or queued.
-Invariants: what waits here has a place in the queue's bounds (TaskMap.reserve). A conversion that has not begun is
-ended at once by a cancel, its deadline or `drain`; one that runs goes on into the queue, where the same cancel or
-deadline meets it. Each is converted or refused, once.
+For: ModelState. Does not know: how a request is converted, answered or queued. Invariant: every request here has a
+reserved place in the queue (TaskMap.reserve), and is converted or refused, once.
 """
 
 from __future__ import annotations
@@ -20,19 +17,19 @@ from llmbackend.core.backend_api import Request, Tenant, TritonError, cancelled,
 from llmbackend.waiting.timer import Alarm, Timer
 
 from .infer_task import InferTask
+from .schemas.schema import num_bytes
 from .task_map import TaskMap
-from .tensor_schema import num_bytes
 
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 2
 SHORT_BYTES = 4096
-"""Of all inputs: about a thousand tokens, rendered and tokenised in a millisecond or two."""
+"""Of all inputs: about a thousand tokens, rendered and tokenised in one or two milliseconds."""
 _FEW_ELEMENTS = 64
 
 
 def is_short(request: Request) -> bool:
-    """Whether its conversion is too short to be worth another thread."""
+    """Whether a request can be converted on its instance's thread."""
     tensors = request.inputs.values()
     if sum(tensor.data.size for tensor in tensors if tensor.datatype == "BYTES") > _FEW_ELEMENTS:
         return False
@@ -42,39 +39,56 @@ def is_short(request: Request) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Conversion:
-    """One request before it is a task.
-
-    level: where it will wait. deadline_ns: time.monotonic_ns() at which it expires, 0 = never. convert: makes its
-    tasks; none when it refused the request itself. refuse: answers the request with an error. submit: queues a task.
-    stop: ends a task with what it has.
-    """
+    """One request that is not a task yet."""
 
     request: Request
     level: int
+    """Its priority level in the queue."""
     deadline_ns: int
+    """time.monotonic_ns() at which it expires; 0 = never."""
     convert: Callable[[], Sequence[InferTask]]
+    """Makes its tasks; none when it has answered the request itself."""
     refuse: Callable[[TritonError], None]
-    submit: Callable[[InferTask], None]
-    stop: Callable[[InferTask], None]
+    """Answers the request with an error."""
     has_begun: bool = False
+    """Whether it runs or was refused."""
     is_stopped: bool = False
+    """Whether its tasks are stopped as soon as they are queued."""
     alarm: Alarm | None = None
 
 
 class ConversionPool:
-    """`_changed` owns the set of conversions and their flags."""
+    """`_changed` owns the set of conversions and their flags.
 
-    def __init__(self, name: str, tasks: TaskMap, timer: Timer, on_change: Callable[[], None]) -> None:
-        """on_change: the number of requests here is another one."""
+    A cancel, its deadline or `drain` end a conversion that has not begun. One that runs is queued first; then the same
+    cancel or deadline ends its tasks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tasks: TaskMap,
+        timer: Timer,
+        *,
+        submit: Callable[[InferTask], None],
+        stop: Callable[[InferTask], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """submit: queues a task
+        stop: ends a task with what it has so far
+        on_change: called when the number of requests here has changed
+        """
         self._tasks = tasks
         self._timer = timer
+        self._submit_task = submit
+        self._stop_task = stop
         self._on_change = on_change
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"{name}-conversion")
         self._changed = threading.Condition()
         self._live: set[Conversion] = set()
 
     def start(self, conversion: Conversion) -> str:
-        """Takes the request; or says why the queue is too full for it."""
+        """Takes the request; or returns why the queue is too full for it."""
         refusal = self._tasks.reserve(conversion.level)
         if refusal:
             return refusal
@@ -91,14 +105,14 @@ class ConversionPool:
         return ""
 
     def stop(self, client_id: str, by: Tenant) -> None:
-        """The requests with this id that `by` may end are stopped as soon as they are tasks."""
+        """Stops the requests with this id that `by` may end, as soon as they are tasks."""
         with self._changed:
             for conversion in self._live:
                 if conversion.request.id == client_id and by.may_end(conversion.request.tenant):
                     conversion.is_stopped = True
 
     def drain(self, error: TritonError) -> None:
-        """Refuses what has not begun; returns when the rest is converted and handed on."""
+        """Refuses all conversions that have not begun; returns when the others are queued."""
         with self._changed:
             live = tuple(self._live)
         for conversion in live:
@@ -131,7 +145,7 @@ class ConversionPool:
             tasks = conversion.convert()
             self._tasks.release(conversion.level)  # each task takes a place of its own
             for task in tasks:
-                conversion.submit(task)
+                self._submit_task(task)
         except Exception:
             logger.exception("a converted request could not be queued")
             tasks = ()
@@ -139,7 +153,7 @@ class ConversionPool:
             self._forget(conversion)
         if conversion.is_stopped:
             for task in tasks:
-                conversion.stop(task)
+                self._stop_task(task)
 
     def _forget(self, conversion: Conversion) -> None:
         if conversion.alarm is not None:

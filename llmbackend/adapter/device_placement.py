@@ -1,9 +1,7 @@
-"""Which device the engine of an instance gets, by the kind of its instance group.
+"""Decides which device the engine of an instance gets, by the kind of its instance group.
 
-For: ModelState, when an instance starts its engine and when it ends. Does not know: configuration files, torch, what an
-engine does. Invariants: a KIND_GPU instance runs on its own GPU and nowhere else, a KIND_CPU one on the processor; what
-contradicts the model's engine arguments is refused by name; engines that may run anywhere (KIND_MODEL) go where fewest
-of their model's are.
+For: ModelState, when an engine starts and when it ends. Does not know: configuration files, torch, what an engine does.
+Invariant: a contradiction to the model's engine arguments is refused by name.
 Source: Triton's instance groups; vllm_backend's rule that an engine over several GPUs is KIND_MODEL.
 """
 
@@ -16,22 +14,26 @@ from importlib import metadata
 import msgspec
 
 from llmbackend.core.backend_api import InstanceGroupKind, ModelInstance, invalid_argument
+from llmbackend.core.gpus import supported_gpus
 from llmbackend.engine.config import EngineConfig
-from llmbackend.gpus import supported_gpus
 
 AUTO = "auto"
-"""The engine argument 'device' of a model that does not care: a GPU where there is one."""
+"""The default of the engine argument 'device': a GPU where there is one."""
 
 
 class DevicePlacement:
-    """Of one model's engines. Any thread."""
+    """Places the engines of one model. Any thread.
+
+    KIND_GPU: the instance's own GPU. KIND_CPU: the processor. KIND_MODEL: the GPU with the fewest engines of this
+    model.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._engines_at: Counter[str] = Counter()
 
     def place(self, config: EngineConfig, instance: ModelInstance) -> EngineConfig:
-        """The arguments of this instance's engine, with the device it gets; give them to `leave` when it has ended.
+        """The arguments of this instance's engine with its device; give them to `leave` when it has ended.
 
         Raises TritonError INVALID_ARG.
         """
@@ -60,7 +62,7 @@ class DevicePlacement:
         return "cpu" if config.device == AUTO else config.device
 
     def _least_used(self, width: int, gpus: tuple[int, ...]) -> str:
-        """The first of `width` neighbouring GPUs. Where the driver tells of none, the engine sees for itself."""
+        """The first of `width` neighbouring GPUs. Where the driver lists no GPUs, the engine looks for them itself."""
         if gpus and len(gpus) < width:
             raise invalid_argument(
                 f"engine argument 'tensor_parallel_size' is {width}, expected at most {len(gpus)}, the GPUs of this "
@@ -80,7 +82,7 @@ def _own_gpu(config: EngineConfig, gpu: int) -> str:
 
 
 def _may_use_gpus(config: EngineConfig) -> bool:
-    """Whether the engine's torch is built for GPUs, as far as its version says; a mock has none."""
+    """Whether the engine's torch is built for GPUs, as far as its version tells; a mock engine has no torch."""
     if config.model == "mock":
         return False
     if config.engine_python:

@@ -1,10 +1,8 @@
-"""Where the engine's arguments come from, and in which order they win.
+"""Reads a model's arguments: those of its engines, and those of its queue and requests.
 
-For: one frozen EngineConfig per model instance. Does not know: requests, running engines. Invariant: no argument is
-dropped in silence; each is used, or accepted with a warning because it has no meaning here, or refused by name.
-Order, later wins: defaults · the version directory's checkpoint · a MindIE config.json (`engine_config_path`) · the
-version directory's `model.json` (vLLM's engine arguments, as vllm_backend reads them) · config.pbtxt `parameters`.
-What is the instance's own, its device, is device_placement.py's.
+For: ModelState and the command line's flags. Does not know: requests, running engines, an instance's device
+(device_placement.py). Invariant: no argument is ignored in silence; each is used, accepted with a warning because it
+has no meaning here, or refused by name.
 """
 
 from __future__ import annotations
@@ -22,24 +20,23 @@ import msgspec
 from tritonclient.grpc import model_config_pb2
 
 from llmbackend.core.backend_api import Model, ModelConfig, invalid_argument, shown
-from llmbackend.engine.checkpoint_files import CheckpointError, bad_checkpoint, check_directory
+from llmbackend.core.gpus import supported_gpus
 from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
+from llmbackend.engine.errors import CheckpointError
 from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
-from llmbackend.gpus import supported_gpus
+from llmbackend.engine.model.checkpoint_files import bad_checkpoint, check_directory
 
-from . import tensorrtllm_parameters
-from .chat_request import MAX_MESSAGES_BYTES
 from .device_placement import AUTO
-from .tensor_schemas import PARAMETER as TENSOR_SCHEMA
-from .tensor_schemas import is_tensorrtllm
-from .vllm_engine_args import GPU_ONLY, NO_EFFECT, ONLY_VALUE
+from .foreign_engine_args import GPU_ONLY, NO_EFFECT, ONLY_VALUE, translate_tensorrtllm
+from .schemas import TENSOR_SCHEMA, is_tensorrtllm
+from .text.chat import MAX_MESSAGES_BYTES
 
 logger = logging.getLogger(__name__)
 
 _FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(EngineConfig)}
 _PATH_FIELDS = ("model", "tokenizer", "generation_config")
 _OBJECT_FIELDS = ("speculative_config", "cudagraph_capture_sizes", "lora_modules", "override_generation_config")
-"""Fields that are JSON objects or lists; in config.pbtxt, as text."""
+"""Fields that are JSON objects or lists; config.pbtxt has them as JSON text."""
 _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
 _VALUE_ALIASES: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -57,11 +54,11 @@ REPORT_METRICS = "REPORT_CUSTOM_METRICS"
 DISABLE_LOG_STATS = "disable_log_stats"
 ENGINE_CONFIG_PATH = "engine_config_path"
 ENGINE_PYTHON = "LLMBACKEND_ENGINE_PYTHON"
-"""Environment variable: the engine argument engine_python of models that do not say."""
+"""Environment variable: the default of the engine argument engine_python."""
 LORA_MODULES = "lora_modules"
 MULTI_LORA_FILE = "multi_lora.json"
 LORA_NAMES = "lora_names"
-"""The config.pbtxt parameter in which a loaded model tells its adapters."""
+"""The config.pbtxt parameter in which a loaded model lists its adapters."""
 _OTHER_PARAMETERS = frozenset({ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, REPORT_METRICS})
 """Read elsewhere."""
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -76,25 +73,26 @@ _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
-    """engine: the arguments of every instance, before its kind decides the device (DevicePlacement). given: those that
-    the model says.
-
-    The others are config.pbtxt parameters; 0 = no limit. max_queue_size: requests the model's queue holds before it
-    refuses with UNAVAILABLE. max_prompt_tokens: longer prompts are refused. max_output_tokens: max_tokens is cut to it.
-    max_messages_bytes: a longer JSON text in the input `messages` is refused.
-    request_timeout_s: a request that is older ends with UNAVAILABLE. stall_timeout_s: work waiting and no step finished
-    for this long = not ready. reports_metrics: whether the `vllm:` metrics have series of this model.
-    """
+    """A model's arguments. Those from `max_queue_size` on are config.pbtxt parameters."""
 
     engine: EngineConfig
+    """Of every instance, before its kind decides the device (DevicePlacement)."""
     given: frozenset[str] = frozenset()
+    """Names of the engine arguments that are not defaults."""
     max_queue_size: int = 4096
+    """Requests in the model's queue; further ones are refused with UNAVAILABLE."""
     max_prompt_tokens: int = 0
+    """Longer prompts are refused; 0 = no limit besides the context."""
     max_output_tokens: int = 0
+    """max_tokens is cut to it; 0 = no limit besides the context."""
     max_messages_bytes: int = MAX_MESSAGES_BYTES
+    """A longer JSON text in the input `messages` is refused."""
     request_timeout_s: float = 0.0
+    """A request that is older ends with UNAVAILABLE; 0 = no limit."""
     stall_timeout_s: float = STALL_TIMEOUT_S
+    """With work and without a finished step for so long, an engine is not ready."""
     reports_metrics: bool = True
+    """Whether the `vllm:` metrics have series of this model."""
 
     def with_device_defaults(self, config: EngineConfig) -> EngineConfig:
         """The arguments of an instance whose device is known."""
@@ -118,11 +116,15 @@ OWN_PARAMETERS: dict[str, Callable[[str], float]] = {
 def read_model_arguments(model: Model) -> ModelArguments:
     """Collects the arguments of a model version.
 
+    Sources, later ones win: defaults, the version directory's checkpoint, a MindIE config.json (`engine_config_path`),
+    the version directory's `model.json` (vLLM's engine arguments, as vllm_backend reads them), `parameters` of
+    config.pbtxt.
+
     Raises TritonError INVALID_ARG naming file, argument and value.
     """
     parameters = {name: value.string_value for name, value in model.config.parameters.items()}
     if is_tensorrtllm(model.config):
-        parameters = tensorrtllm_parameters.translate(parameters)
+        parameters = translate_tensorrtllm(parameters)
     arguments: dict[str, Any] = {"device": AUTO}
     if ENGINE_PYTHON in os.environ:
         arguments["engine_python"] = os.environ[ENGINE_PYTHON]
@@ -140,12 +142,9 @@ def read_model_arguments(model: Model) -> ModelArguments:
             "(looked for config.json of a Hugging Face checkpoint, model.json, and the config.pbtxt parameters "
             f"'model' and '{ENGINE_CONFIG_PATH}')"
         )
-    try:
-        engine = EngineConfig(**arguments)
-    except (ValueError, TypeError) as error:
-        raise invalid_argument(str(error)) from error
-    if (only_there := GPU_ONLY & arguments.keys()) and (engine.device == "cpu" or not supported_gpus()):
-        logger.warning("'%s': no effect on a CPU: %s", version_directory, ", ".join(sorted(only_there)))
+    engine = _engine_config(arguments)
+    if (gpu_only := GPU_ONLY & arguments.keys()) and (engine.device == "cpu" or not supported_gpus()):
+        logger.warning("'%s': no effect on a CPU: %s", version_directory, ", ".join(sorted(gpu_only)))
     return ModelArguments(
         engine,
         frozenset(arguments),
@@ -155,45 +154,35 @@ def read_model_arguments(model: Model) -> ModelArguments:
 
 
 def read_given_arguments(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Engine arguments of the command line, as text or as in a model.json, checked one by one and together; relative
-    paths are found in `directory`. Raises TritonError INVALID_ARG naming argument and value."""
+    """Engine arguments of the command line, as text or as in a model.json, checked one by one and together.
+
+    directory: of relative paths. Raises TritonError INVALID_ARG naming argument and value.
+    """
     arguments = _convert(values, "command line", directory)
-    try:
-        EngineConfig(**arguments)
-    except (ValueError, TypeError) as error:
-        raise invalid_argument(str(error)) from error
+    _engine_config(arguments)
     return arguments
 
 
 def with_lora_names(config: ModelConfig, names: Sequence[str]) -> ModelConfig:
-    """A copy of `config` that tells them, for frontends that list adapters as models."""
-    told = model_config_pb2.ModelConfig()
-    told.CopyFrom(config)
-    told.parameters[LORA_NAMES].string_value = ",".join(names)
-    return told
+    """A copy of `config` with the names of LoRA adapters, for frontends that list adapters as models."""
+    copy = model_config_pb2.ModelConfig()
+    copy.CopyFrom(config)
+    copy.parameters[LORA_NAMES].string_value = ",".join(names)
+    return copy
+
+
+# --- a checkpoint's files ---------------------------------------------------------------------------------------------
 
 
 def check_checkpoint(engine: EngineConfig) -> None:
-    """A local directory must hold a checkpoint whose files and config.json agree: said at once, not seconds later by
-    the engine, which has imported torch and transformers by then.
+    """Checks that a local directory holds a checkpoint whose files and config.json agree.
 
-    Raises TritonError INVALID_ARG.
+    The engine would say so, too, but only after seconds, when it has imported torch and transformers. Raises
+    TritonError INVALID_ARG.
     """
     model, path = engine.model, Path(engine.model)
-    try:
-        if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
-            raise invalid_argument(f"engine argument 'model' is '{model}', which does not exist")
-        if path.exists() and not path.is_dir():
-            raise invalid_argument(f"engine argument 'model' is '{model}', which is no directory")
-        if not path.is_dir():
-            return
-        if not (path / "config.json").is_file():
-            raise invalid_argument(f"engine argument 'model' is '{model}', which has no config.json: not a checkpoint")
-        next(path.iterdir(), None)
-    except OSError as error:
-        raise invalid_argument(
-            f"engine argument 'model' is '{model}', which cannot be read: {error.strerror}"
-        ) from None
+    if not _is_directory(model, path):
+        return
     if "build_config" in _read_object(path / "config.json"):
         raise invalid_argument(
             f"engine argument 'model' is '{model}', an engine that TensorRT-LLM has built and that it alone can run: "
@@ -207,6 +196,35 @@ def check_checkpoint(engine: EngineConfig) -> None:
         raise invalid_argument(str(bad_checkpoint(model, error))) from None
 
 
+def _is_directory(model: str, path: Path) -> bool:
+    """Whether the engine argument 'model' is a directory of a checkpoint, and not a hub id or a name."""
+    try:
+        if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
+            raise invalid_argument(f"engine argument 'model' is '{model}', which does not exist")
+        if path.exists() and not path.is_dir():
+            raise invalid_argument(f"engine argument 'model' is '{model}', which is no directory")
+        if not path.is_dir():
+            return False
+        if not (path / "config.json").is_file():
+            raise invalid_argument(f"engine argument 'model' is '{model}', which has no config.json: not a checkpoint")
+        next(path.iterdir(), None)
+    except OSError as error:
+        raise invalid_argument(
+            f"engine argument 'model' is '{model}', which cannot be read: {error.strerror}"
+        ) from None
+    return True
+
+
+def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
+    try:
+        return EngineConfig(**arguments)
+    except (ValueError, TypeError) as error:
+        raise invalid_argument(str(error)) from error
+
+
+# --- where arguments come from ----------------------------------------------------------------------------------------
+
+
 def _read_model_json(version_directory: Path) -> dict[str, Any]:
     path = version_directory / "model.json"
     arguments = _convert(_read_object(path), f"'model.json' in '{version_directory}'", version_directory)
@@ -218,7 +236,7 @@ def _read_model_json(version_directory: Path) -> dict[str, Any]:
 
 
 def _read_multi_lora(version_directory: Path) -> dict[str, str]:
-    """Folders of adapters by name, relative ones to the version directory."""
+    """Folders of LoRA adapters by name; relative ones are in the version directory."""
     path = version_directory / MULTI_LORA_FILE
     if not path.is_file():
         raise invalid_argument(f"Triton backend cannot find {path}.")
@@ -240,7 +258,7 @@ def _read_parameters(parameters: Mapping[str, str], version_directory: Path) -> 
 
 
 def _reports_metrics(parameters: Mapping[str, str], version_directory: Path) -> bool:
-    """As in vllm_backend, but that a repository that says nothing has metrics."""
+    """As in vllm_backend, except that metrics are reported by default."""
     path = version_directory / "model.json"
     arguments = _read_object(path) if path.is_file() else {}
     is_disabled = str(arguments.get(DISABLE_LOG_STATS, parameters.get(DISABLE_LOG_STATS))).lower() == "true"
@@ -254,7 +272,7 @@ def _check_triton_parameter(name: str, value: str) -> None:
 
 
 def read_own_parameters(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """Those of `parameters` that are not the engine's. Raises TritonError INVALID_ARG."""
+    """The parameters of config.pbtxt that are the adapter's, not the engine's. Raises TritonError INVALID_ARG."""
     values: dict[str, Any] = {}
     for name in OWN_PARAMETERS.keys() & parameters.keys():
         read, text = OWN_PARAMETERS[name], parameters[name]
@@ -270,7 +288,7 @@ def read_own_parameters(parameters: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _read_mindie_config(model_directory: Path, text: str) -> dict[str, Any]:
-    """The fields of a MindIE config.json that mean something here; its others belong to MindIE's own server."""
+    """The fields of a MindIE config.json that apply here; its others configure MindIE's own server."""
     path = Path(text)
     path = path if path.is_absolute() else model_directory / path
     backend = _read_object(path)
@@ -300,8 +318,11 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise invalid_argument(f"'{path}' is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise invalid_argument(f"'{path}' must hold a JSON object")
+        raise invalid_argument(f"'{path}' must hold a JSON object, got {shown(value)}")
     return value
+
+
+# --- their values -----------------------------------------------------------------------------------------------------
 
 
 def _convert(values: Mapping[str, Any], source: str, directory: Path) -> dict[str, Any]:
@@ -346,14 +367,14 @@ def _typed(name: str, field: str, value: Any, source: str) -> Any:
         if isinstance(value, str) and field in _OBJECT_FIELDS:
             value = msgspec.json.decode(value)
         return msgspec.convert(value, expected, strict=False)
-    except (msgspec.DecodeError, UnicodeError) as error:  # JSON's texts may hold half of a surrogate pair
+    except (msgspec.DecodeError, UnicodeError) as error:  # JSON strings may hold half of a surrogate pair
         choices = _choices(expected)
         why = f", expected {' or '.join(choices)}" if choices else f": {error}"
         raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}{why}") from None
 
 
 def _choices(kind: Any) -> list[str]:
-    """The values of a field that has a fixed few."""
+    """The allowed values of a field with a Literal type."""
     if get_origin(kind) is Literal:
         return [f"'{value}'" for value in get_args(kind)]
     parts = [_choices(part) for part in get_args(kind) if part is not type(None)]
@@ -361,7 +382,7 @@ def _choices(kind: Any) -> list[str]:
 
 
 def _resolve(name: str, value: str, directory: Path, source: str) -> str:
-    """A path relative to `directory` when it is there; else a hub id or a name, unless it is plainly a path."""
+    """An absolute path when `value` exists in `directory`; else `value`, which may be a hub id or a name."""
     path = Path(value)
     try:
         if value and not path.is_absolute() and (directory / path).exists():
@@ -375,7 +396,7 @@ def _resolve(name: str, value: str, directory: Path, source: str) -> str:
 
 
 def _resolve_template(name: str, value: str, directory: Path, source: str) -> str:
-    """A file's absolute path, or a template as it is: as in vLLM, a text with a brace or a line end is one."""
+    """A file's absolute path, or a template: as in vLLM, a text with a brace or a line end."""
     if not value or any(character in value for character in "{}\n"):
         return value
     path = directory / value

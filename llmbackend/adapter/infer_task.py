@@ -1,8 +1,8 @@
-"""InferTask: one generation's whole life outside the engine.
+"""InferTask: one generation, from its InferRequest to its last response.
 
-For: turning engine outputs into the answer of a request. Does not know: tensors, other generations, queues, the engine.
-Invariant: it ends its part of the answer exactly once. With the InferRequest and the tokens so far it holds all that
-another engine needs to go on. Name and role are MindIE's.
+For: turning an engine's outputs into a request's responses. Does not know: tensors, other generations, queues, the
+engine. Invariant: it ends its part of the request exactly once. With the InferRequest and the tokens so far it holds
+all that another engine needs to go on. Name and role are MindIE's.
 """
 
 from __future__ import annotations
@@ -12,23 +12,21 @@ from collections.abc import Callable
 import msgspec
 
 from llmbackend.core.backend_api import Tenant, TritonError
+from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.infer_request import InferRequest, StepOutput
-from llmbackend.engine.transport import DeathKind
 from llmbackend.waiting.timer import Alarm
 
-from .answer import Answer
-from .output_assembler import OutputAssembler
-from .task_times import TaskTimes
-from .tensor_schema import Reply
+from .response_sender import ResponseSender
+from .schemas.schema import Reply, TaskTimes
+from .text.output_assembler import OutputAssembler
 
 
 class InferTask:
-    """Owner of `_finished` and everything below it: the map of ModelState. A task is popped from the map before `fail`
-    or the last `deliver`, so one thread at a time uses it."""
+    """A task is popped from the TaskMap before `fail` or the last `respond`, so one thread at a time uses it."""
 
     def __init__(
         self,
-        answer: Answer,
+        sender: ResponseSender,
         infer_request: InferRequest,
         assembler: OutputAssembler,
         reply: Reply,
@@ -38,23 +36,28 @@ class InferTask:
         kv_block_size: int = 1,
         makes_drafts: bool = False,
     ) -> None:
-        """Attributes that others own, under the TaskMap's lock: is_delayed (TaskQueue), is_suspect and trial_deaths
-        (Probation). lost_ns: when the engine that had it died, until the next output; 0 otherwise. alarms: what its
-        deadlines have set."""
+        """kv_block_size: tokens per block of the engines' KV cache
+        makes_drafts: whether the engines speculate
+        """
         self.infer_request = infer_request
         self.output_token_ids: list[int] = []
         self.assembler = assembler
         self.times = times
-        self.timeout_us = answer.timeout_us
+        self.timeout_us = sender.timeout_us
         self.is_delayed = False
+        """Owner: TaskQueue. It waited longer than its level's timeout."""
         self.is_suspect = False
-        self.trial_deaths: list[DeathKind] = []
+        """Owner: FaultIsolation. An engine died before this request was proven harmless."""
+        self.isolated_deaths: list[DeathKind] = []
+        """Owner: FaultIsolation. Deaths of engines that had no other unproven request."""
         self.lost_ns = 0
+        """Owner: TaskMap. Since when the task is without the engine that it had; 0 = it has one, or never had one."""
         self.alarms: list[Alarm] = []
+        """Set for its deadlines."""
         self.makes_drafts = makes_drafts
         self._kv_block_size = kv_block_size
         self._num_cached_tokens: int | None = None
-        self._answer = answer
+        self._sender = sender
         self._reply = reply
         self._stream = stream
         self._finished = False
@@ -66,16 +69,15 @@ class InferTask:
     @property
     def client_id(self) -> str:
         """The id that the client gave its request, which need not be unique; "" when it gave none."""
-        return self._answer.client_id
+        return self._sender.client_id
 
     @property
     def tenant(self) -> Tenant:
-        """Whose request it is."""
-        return self._answer.tenant
+        return self._sender.tenant
 
     @property
     def lane(self) -> tuple[int, bool]:
-        """Its place in the order of the queue: priority level first, then whether it waited too long."""
+        """Its place in the order of the queue: priority level first, then whether it is delayed."""
         return self.infer_request.priority, self.is_delayed
 
     @property
@@ -84,7 +86,7 @@ class InferTask:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of the prompt, as the first engine said that had it."""
+        """Prompt tokens that the prefix cache of the first engine had."""
         return self._num_cached_tokens or 0
 
     @property
@@ -93,12 +95,12 @@ class InferTask:
 
     @property
     def num_kv_blocks(self) -> int:
-        """Those that its tokens so far fill; the last token needs no room before the next one is computed."""
+        """KV blocks that its tokens so far fill; the last token needs no room before the next one is computed."""
         return -(-(self.num_prompt_tokens + max(self.num_output_tokens - 1, 0)) // self._kv_block_size)
 
     @property
     def num_reused_kv_blocks(self) -> int:
-        """Of its prompt, found in the prefix cache of the first engine that had it."""
+        """KV blocks of its prompt that the prefix cache of the first engine had."""
         return self.num_cached_tokens // self._kv_block_size
 
     @property
@@ -108,7 +110,7 @@ class InferTask:
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Registers what a cancel of the request calls; only before the task is queued."""
-        self._answer.on_cancel(callback)
+        self._sender.on_cancel(callback)
 
     def resume_request(self) -> InferRequest:
         """The request with which an engine goes on after the tokens so far."""
@@ -116,8 +118,8 @@ class InferTask:
             return self.infer_request
         return msgspec.structs.replace(self.infer_request, output_token_ids=tuple(self.output_token_ids))
 
-    def take_in(self, output: StepOutput, now_ns: int) -> None:
-        """Takes one step's output in; `finish_reason` says afterwards whether it was the last."""
+    def add_output(self, output: StepOutput, now_ns: int) -> None:
+        """Adds one step's output; afterwards `finish_reason` says whether it was the last."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
         tokens = self.assembler.push(output)
@@ -126,17 +128,17 @@ class InferTask:
             self.times.first_token_ns = self.times.first_token_ns or now_ns
             self.times.last_token_ns = now_ns
 
-    def deliver(self) -> None:
-        """Sends what there is to send: in a stream whenever there is something to show, otherwise at the end."""
+    def respond(self) -> None:
+        """Sends a response if one is due: in a stream whenever there is something to show, otherwise at the end."""
         if self.finish_reason is not None:
             tensors = self._reply.tensors(self.assembler.take(), self)
             self._finished = True
-            self._answer.send(tensors, self.times, is_last=True)
+            self._sender.send(tensors, self.times, is_last=True)
         elif self._stream and self._reply.is_due(self):
-            self._answer.send(self._reply.tensors(self.assembler.take(), self), self.times, is_last=False)
+            self._sender.send(self._reply.tensors(self.assembler.take(), self), self.times, is_last=False)
 
     def fail(self, error: TritonError) -> None:
         """Ends the generation with `error`; does nothing when it has ended."""
         if not self._finished:
             self._finished = True
-            self._answer.fail(error, self.times)
+            self._sender.fail(error, self.times)

@@ -1,24 +1,21 @@
-"""The LLM's metrics, under vLLM's names.
+"""The model's metrics: vLLM's, and TensorRT-LLM's of KV-cache blocks.
 
-For: dashboards and autoscalers that read vLLM's metrics. Does not know: how they are served. Invariant: every number
-counts something that happened; counters of an engine that was restarted go on from where they were.
-Labels are `model` and `version`, as vllm_backend's. Per step, not per token: gauges and token counters; per token: one
-observation of the inter-token latency.
+For: dashboards and autoscalers that read those names, and the host's ORCA header. Does not know: how they are served.
+Invariants: counters of an engine that was restarted go on from where they were; of KV blocks, used + free = max.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
+from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.infer_request import EngineStats
-from llmbackend.engine.transport import DeathKind
 
 from .infer_task import InferTask
-from .kv_block_metrics import KvBlockMetrics
 
 _LABELS = ("model", "version")
 _SECONDS_SHORT = (
@@ -73,9 +70,13 @@ _SUCCESS = "vllm:request_success_total"
 _DEATHS = get_args(DeathKind)
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 
+KV_BLOCK_FAMILY = "nv_trt_llm_kv_cache_block_metrics"
+_KV_LABELS = ("model", "version", "kv_cache_block_type")
+_KV_TYPES = ("max", "used", "free", "tokens_per", "fraction")
+
 
 class SeriesUsers:
-    """How many loaded models write each series: on a reload the new one writes before the old one goes.
+    """Counts the loaded models that write each series: on a reload the new one starts before the old one ends.
 
     Owner: the backend's state slot.
     """
@@ -89,14 +90,14 @@ class SeriesUsers:
             self._counts[labels] += 1
 
     def leave(self, labels: tuple[str, ...]) -> bool:
-        """Whether nobody writes the series any more."""
+        """Returns whether no model writes the series any more."""
         with self._lock:
             self._counts[labels] -= 1
             return self._counts[labels] == 0
 
 
 class _Unreported:
-    """A family in which a model that reports nothing has no series."""
+    """A family of a model that does not report it."""
 
     def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None: ...
     def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
@@ -109,10 +110,15 @@ class _Unreported:
 
 
 class LlmMetrics:
-    """The metrics of one model version; without `reports_vllm` those named as vLLM's are left out. `_lock` owns the
-    engines' last snapshots."""
+    """The metrics of one model version. `_lock` owns the engines' last snapshots.
+
+    Labels are `model` and `version`, as vllm_backend's. Gauges and token counters are written once per step; per token
+    there is one observation of the inter-token latency.
+    """
 
     def __init__(self, backend: Backend, model: str, version: int, reports_vllm: bool = True) -> None:
+        """reports_vllm: whether metrics with vLLM's names are written."""
+
         def family(kind: MetricKind, name: str, *arguments: Any) -> MetricFamily:
             if not reports_vllm and name.startswith("vllm:"):
                 return _Unreported()
@@ -138,23 +144,23 @@ class LlmMetrics:
         )
         self._inter_token = self._families["vllm:inter_token_latency_seconds"]
         self._kv_blocks = KvBlockMetrics(backend, self._labels)
-        self._show_zeros()
+        self._create_series()
 
-    def limits(self, max_tokens: int) -> None:
-        """Known when an engine was loaded."""
+    def set_max_tokens(self, max_tokens: int) -> None:
+        """The model's context, known when an engine was loaded."""
         self._set(_CONTEXT, max_tokens)
 
     def engine_started(self, engine: int, num_blocks: int, tokens_per_block: int) -> None:
         self._kv_blocks.engine_started(engine, num_blocks, tokens_per_block)
 
     def engine_stats(self, engine: int, stats: EngineStats, num_queued: int) -> None:
-        """One engine's snapshot after a step; `num_queued` requests wait in the model's queue."""
+        """One engine's snapshot after a step. num_queued: requests in the model's queue."""
         with self._lock:
             before = self._engines.get(engine, EngineStats())
             self._engines[engine] = stats
             engines = list(self._engines.values())
         self._kv_blocks.engine_stats(engine, stats)
-        self._show(engines, num_queued)
+        self._update_gauges(engines, num_queued)
         self._count("vllm:num_preemptions_total", before.num_preemptions, stats.num_preemptions)
         self._count("vllm:prompt_tokens_total", before.prompt_tokens, stats.prompt_tokens)
         self._count("vllm:generation_tokens_total", before.generation_tokens, stats.generation_tokens)
@@ -166,15 +172,15 @@ class LlmMetrics:
         self._count(_BREACHES, before.num_invariant_breaches, stats.num_invariant_breaches)
 
     def engine_removed(self, engine: int, num_queued: int) -> None:
-        """The engine is gone for good, others go on: what it held is no longer counted."""
+        """The engine was stopped and others go on: its requests and blocks are no longer counted."""
         with self._lock:
             self._engines.pop(engine, None)
             engines = list(self._engines.values())
         self._kv_blocks.engine_removed(engine)
-        self._show(engines, num_queued)
+        self._update_gauges(engines, num_queued)
 
     def engine_lost(self, engine: int, cause: DeathKind, num_queued: int) -> None:
-        """The engine died; the next one of this number counts from zero."""
+        """The engine died; the next one with this index counts from zero."""
         self.engine_stats(engine, EngineStats(), num_queued)
         self._restarts.increment(1, cause=cause, **self._labels)
 
@@ -182,15 +188,15 @@ class LlmMetrics:
         self._families[_POISON].increment(1, **self._labels)
 
     def recovered(self, duration_ns: int) -> None:
-        """A request went on, so long after its engine died."""
+        """A request got an output again, `duration_ns` after its engine died."""
         self._families[_RECOVERED].increment(1, **self._labels)
         self._observe_seconds(_RECOVERY, duration_ns)
 
     def invariant_broken(self) -> None:
         self._families[_BREACHES].increment(1, **self._labels)
 
-    def queued(self, num_queued: int) -> None:
-        """A request came: the waiting gauge moves although no step has ended yet."""
+    def set_num_queued(self, num_queued: int) -> None:
+        """The waiting gauge also moves between steps."""
         in_engines = sum(stats.num_requests_waiting for stats in tuple(self._engines.values()))
         self._set("vllm:num_requests_waiting", num_queued + in_engines)
 
@@ -198,7 +204,7 @@ class LlmMetrics:
         self._observe_seconds("vllm:request_queue_time_seconds", now_ns - task.times.exec_start_ns)
 
     def output(self, task: InferTask, previous_ns: int, now_ns: int) -> None:
-        """An output with tokens; `previous_ns` is the last one's time, 0 for the first."""
+        """An output with tokens. previous_ns: when the one before came; 0 for the first."""
         if previous_ns:
             self._inter_token.observe((now_ns - previous_ns) * 1e-9, **self._labels)
         else:
@@ -211,7 +217,7 @@ class LlmMetrics:
         self._observe_seconds("vllm:e2e_request_latency_seconds", now_ns - task.times.exec_start_ns)
 
     def close(self) -> None:
-        """The model goes, and its series with it, unless another load of the same version writes them."""
+        """Removes the model's series, unless another load of the same version writes them."""
         if not self._users.leave(tuple(self._labels.values())):
             return
         self._kv_blocks.close()
@@ -222,8 +228,8 @@ class LlmMetrics:
         for cause in _DEATHS:
             self._restarts.remove(cause=cause, **self._labels)
 
-    def _show_zeros(self) -> None:
-        """Series exist from the start, so that a rate over them is right from the first request on."""
+    def _create_series(self) -> None:
+        """Creates all series at 0, so that a rate over them is right from the first request on."""
         for name in _GAUGES:
             self._set(name, 0)
         for name in _COUNTERS:
@@ -233,7 +239,7 @@ class LlmMetrics:
         for cause in _DEATHS:
             self._restarts.increment(0, cause=cause, **self._labels)
 
-    def _show(self, engines: Sequence[EngineStats], num_queued: int) -> None:
+    def _update_gauges(self, engines: Sequence[EngineStats], num_queued: int) -> None:
         self._set("vllm:num_requests_running", sum(one.num_requests_running for one in engines))
         self._set("vllm:num_requests_waiting", num_queued + sum(one.num_requests_waiting for one in engines))
         self._set("vllm:kv_cache_usage_perc", sum(one.kv_cache_usage for one in engines) / max(len(engines), 1))
@@ -248,3 +254,51 @@ class LlmMetrics:
 
     def _observe_seconds(self, name: str, duration_ns: int) -> None:
         self._families[name].observe(duration_ns * 1e-9, **self._labels)
+
+
+class KvBlockMetrics:
+    """TensorRT-LLM's gauges of KV-cache blocks, summed over the model's engines. `_lock` owns all fields."""
+
+    def __init__(self, backend: Backend, labels: Mapping[str, str]) -> None:
+        self._labels = dict(labels)
+        self._family = backend.metric_family(MetricKind.GAUGE, KV_BLOCK_FAMILY, "KV cache blocks, by type.", _KV_LABELS)
+        self._lock = threading.Lock()
+        self._max: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        self._written = (-1, -1)
+
+    def engine_started(self, engine: int, num_blocks: int, tokens_per_block: int) -> None:
+        self._set("tokens_per", tokens_per_block)
+        with self._lock:
+            self._max[engine], self._used[engine] = num_blocks, 0
+            self._update_gauges()
+
+    def engine_stats(self, engine: int, stats: EngineStats) -> None:
+        with self._lock:
+            if engine in self._max:
+                self._used[engine] = stats.num_blocks - stats.num_free_blocks
+                self._update_gauges()
+
+    def engine_removed(self, engine: int) -> None:
+        with self._lock:
+            self._max.pop(engine, None)
+            self._used.pop(engine, None)
+            self._update_gauges()
+
+    def close(self) -> None:
+        for kind in _KV_TYPES:
+            self._family.remove(kv_cache_block_type=kind, **self._labels)
+
+    def _update_gauges(self) -> None:
+        """After each step, under the lock; writes only what changed."""
+        now = total, used = sum(self._max.values()), sum(self._used.values())
+        if now == self._written:
+            return
+        self._written = now
+        self._set("max", total)
+        self._set("used", used)
+        self._set("free", total - used)
+        self._set("fraction", used / total if total else 0.0)
+
+    def _set(self, kind: str, value: float) -> None:
+        self._family.set(value, kv_cache_block_type=kind, **self._labels)

@@ -1,8 +1,9 @@
-"""ModelInstanceState: an instance's way into its model's queue.
+"""ModelInstanceState: one instance of a model: requests from Execute into the queue, and the callbacks of its engine.
 
-For: Execute, which must return at once. Does not know: the queue's inside, how outputs come back. Invariant: every
-request given to `enqueue` is in the model's queue or on its way there, or answered and released when it returns. Name
-and role are MindIE's.
+For: backend.py and the loop of the instance's LlmManager. Does not know: the inside of the queue, deadlines.
+Invariants: when `enqueue` returns, every request is queued, on its way into the queue, or answered and released; the
+callbacks run on the engine's loop alone, and a failure to deliver one task does not affect others. Name and role are
+MindIE's.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ from llmbackend.core.backend_api import (
     ResponseFlag,
     TritonError,
     internal,
+    invalid_argument,
     unavailable,
 )
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.errors import EngineDeadError
+from llmbackend.engine.infer_request import EngineStats, InferRequest, StepOutput
+from llmbackend.engine.llm_manager import LlmManager, Operation, StatusType
 
 from .conversion_pool import is_short
 from .infer_task import InferTask
@@ -33,22 +39,24 @@ class ModelInstanceState:
 
     def __init__(self, model_state: ModelState, instance: ModelInstance) -> None:
         """Starts the instance's engine; returns when its model is loaded. Raises TritonError when it cannot."""
-        self._model_state = model_state
+        self._model = model_state
         self._instance = instance
-        self._engine = model_state.start_engine(instance)
+        self._tasks = model_state.tasks
+        self._metrics = model_state.metrics
+        self._engine = model_state.new_engine(instance, self._make_manager)
+        model_state.start_engine(self._engine, instance.name)
 
-    def enqueue(self, requests: Sequence[Request]) -> None:
-        """Takes ownership of `requests`; one that cannot be served is answered, the others go on."""
-        for request in requests:
-            if self._model_state.schema.is_stop(request):
-                self._stop(request)
-                continue
-            tasks = partial(self._tasks_of, request, time.monotonic_ns())
-            if is_short(request):
-                for task in tasks():
-                    self._model_state.submit(task)
-            else:
-                self._model_state.convert_later(request, tasks, partial(self._refuse, request))
+    def _make_manager(self, config: EngineConfig) -> LlmManager:
+        return LlmManager(
+            config,
+            get_requests=self._get_requests,
+            send_responses=self._send_responses,
+            control_signal=self._control_signal,
+            stats=self._on_stats,
+            status_response=self._on_status,
+            engine_lost=self._engine_lost,
+            stall_timeout_s=self._model.arguments.stall_timeout_s,
+        )
 
     def check_ready(self) -> None:
         """Raises TritonError UNAVAILABLE saying why the engine is not ready."""
@@ -58,11 +66,26 @@ class ModelInstanceState:
             raise unavailable(str(error)) from error
 
     def shutdown(self) -> None:
-        self._model_state.stop_engine(self._engine)
+        self._model.stop_engine(self._engine)
 
-    def _tasks_of(self, request: Request, exec_start_ns: int) -> Sequence[InferTask]:
-        """None when the request cannot be served, and was answered."""
-        converter = self._model_state.converter
+    # --- requests in, on the instance's thread ------------------------------------------------------------------------
+
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """Takes ownership of `requests`; one that cannot be served is answered, the others go on."""
+        for request in requests:
+            if self._model.schema.is_stop(request):
+                self._handle_stop_request(request)
+                continue
+            convert = partial(self._convert, request, time.monotonic_ns())
+            if is_short(request):
+                for task in convert():
+                    self._model.submit(task)
+            else:
+                self._model.convert_later(request, convert, partial(self._refuse, request))
+
+    def _convert(self, request: Request, exec_start_ns: int) -> Sequence[InferTask]:
+        """The request's tasks; none when it cannot be served, and was answered."""
+        converter = self._model.converter
         try:
             if converter is None:
                 raise unavailable("no engine is running")
@@ -74,18 +97,142 @@ class ModelInstanceState:
             self._refuse(request, internal(f"the request could not be converted: {error}"))
         return ()
 
-    def _stop(self, request: Request) -> None:
+    def _handle_stop_request(self, request: Request) -> None:
         """Ends its client's requests with this id; its answer is empty. Source: TensorRT-LLM's handleStopRequest."""
         if not request.id:
             self._refuse(request, internal("Trying to stop a request but request ID is not provided"))
             return
-        self._model_state.stop_requests(request.id, request.tenant)
+        self._model.stop_requests(request.id, request.tenant)
         start_ns = time.monotonic_ns()
         request.new_response().send(ResponseFlag.FINAL)
         self._instance.report_statistics(request, True, start_ns, start_ns, start_ns, time.monotonic_ns())
         request.release()
 
     def _refuse(self, request: Request, error: TritonError) -> None:
-        request.new_response().send(ResponseFlag.FINAL, self._model_state.schema.client_error(error))
+        request.new_response().send(ResponseFlag.FINAL, self._model.schema.client_error(error))
         self._instance.report_statistics(request, False, 0, 0, 0, 0)
         request.release()
+
+    # --- callbacks, on the engine's loop ------------------------------------------------------------------------------
+
+    def _get_requests(self, room: int) -> Sequence[InferRequest]:
+        """At most `room` requests in the queue's order, and no more than this engine's share; none for an engine that
+        is not ready while another is."""
+        if not self._tasks.num_queued:
+            return ()
+        ready = self._model.ready_engines()
+        if ready and self._engine not in ready:
+            return ()
+        tasks = self._tasks.take(self._engine.assignment, room, max(len(ready), 1))
+        now_ns = time.monotonic_ns()
+        for task in tasks:
+            if not task.output_token_ids:
+                self._metrics.taken_by_engine(task, now_ns)
+            task.times.taken_ns = task.times.taken_ns or now_ns
+        return [task.resume_request() for task in tasks]
+
+    def _send_responses(self, outputs: Sequence[StepOutput]) -> None:
+        now_ns = time.monotonic_ns()
+        self._tasks.record_outputs(self._engine.assignment, outputs)
+        for output in outputs:
+            task = self._tasks.get(output.request_id)
+            if task is None:
+                continue  # cancelled or stopped while the step ran
+            try:
+                self._handle_output(task, output, now_ns)
+            except Exception as error:
+                logger.exception("request %s: its output could not be delivered", output.request_id)
+                self._remove(task, output)
+                task.fail(internal(f"the response could not be made: {error}"))
+
+    def _control_signal(self) -> Sequence[tuple[str, Operation]]:
+        """Answers requests that were stopped, and names those that this engine must drop."""
+        controls = self._tasks.take_controls(self._engine.assignment)
+        for task, error in controls.ended:
+            if error is None:
+                self._finish_early(task)
+            else:
+                self._model.fail(task, error, "abort")
+        for assignment in controls.elsewhere:
+            assignment.wake()
+        if controls.ended:
+            self._model.update_waiting_gauge()
+        return [(request_id, Operation.STOP) for request_id in controls.stop]
+
+    def _engine_lost(self, request_ids: Sequence[str], cause: EngineDeadError) -> None:
+        """The dead engine's requests go on in the next engine that has room, except one that keeps killing engines."""
+        engine, model = self._engine, self._model
+        lost = self._tasks.engine_died(engine.assignment, request_ids, cause.kind, time.monotonic_ns())
+        logger.warning("%s: engine %d died, %d requests go on: %s", model.name, engine.index, len(lost.requeued), cause)
+        self._metrics.engine_lost(engine.index, cause.kind, self._tasks.num_waiting)
+        if lost.blamed is not None:
+            engine.manager.reset_failures()
+            self._fail_blamed(lost.blamed, cause)
+        if model.why_no_engine():
+            model.fail_all(unavailable(f"model '{model.name}' has no engine that stays alive: {cause}"))
+        model.wake_engines()
+
+    def _on_stats(self, stats: EngineStats) -> None:
+        self._metrics.engine_stats(self._engine.index, stats, self._tasks.num_waiting)
+        if stats.num_requests_running or stats.num_requests_waiting:
+            return
+        if leaked := self._tasks.leaked_resources(self._model.assignments()):
+            logger.error("an invariant of model '%s' is broken: %s", self._model.name, leaked)
+            self._metrics.invariant_broken()
+
+    def _on_status(self, request_id: str, error: str, kind: StatusType) -> None:
+        """Answers a request that the engine refused. A control operation that failed is only logged."""
+        if not error:
+            return
+        if kind is not StatusType.REQUEST_ENQUEUE_STATUS:
+            logger.debug("request %s: %s", request_id, error)  # it ended by itself meanwhile
+            return
+        task = self._tasks.pop(request_id)
+        if task is not None:
+            self._model.fail(task, invalid_argument(error))
+
+    # --- one task's output --------------------------------------------------------------------------------------------
+
+    def _handle_output(self, task: InferTask, output: StepOutput, now_ns: int) -> None:
+        if output.finish_reason == "abort" and self._model.is_being_replaced(self._engine):
+            return
+        if output.finish_reason in ("abort", "error"):
+            self._remove(task, output)
+            error = unavailable("the engine was stopped before the request was finished")
+            if output.finish_reason == "error":
+                error = internal(output.error or "the engine failed on this request")
+            self._model.fail(task, error, output.finish_reason)
+            return
+        previous_ns = task.times.last_token_ns
+        task.add_output(output, now_ns)
+        if task.lost_ns:
+            self._metrics.recovered(now_ns - task.lost_ns)
+            task.lost_ns = 0
+        if output.token_ids:
+            self._metrics.output(task, previous_ns, now_ns)
+        if task.finish_reason is not None:
+            self._remove(task, output)
+            self._model.end_task(task, task.finish_reason, now_ns)
+        task.respond()
+
+    def _remove(self, task: InferTask, output: StepOutput) -> None:
+        """Takes the task out of the map; an engine that does not know yet that it ended is told to stop."""
+        if output.finish_reason is not None:
+            self._tasks.pop(task.request_id)
+        else:
+            self._tasks.pop_stopped(task.request_id, self._engine.assignment)
+            self._engine.manager.wake()
+
+    def _finish_early(self, task: InferTask) -> None:
+        """Ends a task that its client stopped, with what it has so far."""
+        now_ns = time.monotonic_ns()
+        task.add_output(StepOutput(task.request_id, finish_reason="abort"), now_ns)
+        self._model.end_task(task, "abort", now_ns)
+        task.respond()
+
+    def _fail_blamed(self, task: InferTask, cause: EngineDeadError) -> None:
+        num_deaths = len(task.isolated_deaths)
+        text = f"the request was ended because the engine died {num_deaths} times while it ran it: {cause}"
+        logger.error("%s: request %s: %s", self._model.name, task.request_id, text)
+        self._metrics.poisoned()
+        self._model.fail(task, internal(text))

@@ -1,8 +1,8 @@
-"""One Triton request → an InferRequest for the engine and an InferTask for its way back, for each of its generations.
+"""One Triton request → for each of its generations an InferRequest for the engine and an InferTask for its responses.
 
-For: everything about a request that can be checked before the engine sees it. Does not know: queues, threads.
-Invariant: what leaves here can be generated: the prompt is tokens of the vocabulary, not empty, and leaves room for a
-token.
+For: ModelInstanceState; everything about a request that can be checked before the engine sees it is checked here. Does
+not know: queues, threads. Invariant: a converted request can be generated: its prompt is not empty, has only tokens of
+the vocabulary, and leaves room for a token.
 """
 
 from __future__ import annotations
@@ -21,32 +21,37 @@ from llmbackend.core.backend_api import ModelInstance, Request, TritonError, inv
 from llmbackend.engine.infer_request import InferRequest
 from llmbackend.waiting.queue_policy import QueuePolicies
 
-from .answer import Answer
-from .chat_request import MAX_MESSAGES_BYTES, ChatBounds, read_chat
 from .infer_task import InferTask
-from .output_assembler import OutputAssembler
-from .sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameters
-from .task_times import TaskTimes
-from .tensor_schema import LlmInputs, LoraError, Prompt, Schema
-from .text import Text, TooManyTokensError
-from .token_bias import TokenBias
+from .response_sender import ResponseSender
+from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameters
+from .schemas.schema import LlmInputs, LoraError, Prompt, Schema, TaskTimes
+from .text.chat import MAX_MESSAGES_BYTES, ChatBounds, read_chat
+from .text.output_assembler import OutputAssembler
+from .text.token_bias import TokenBias
+from .text.tokenizer import ModelTokenizer, TooManyTokensError
 
 _ids = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a prompt must fit into. max_tokens counts prompt and output together. 0 = no limit of its own. lora_names:
-    None when LoRA is not enabled. max_messages_bytes: of the JSON of the input `messages`."""
+    """What a request must fit into."""
 
     max_tokens: int
+    """Of prompt and output together."""
     vocab_size: int
     max_prompt_tokens: int = 0
+    """0 = as many as max_tokens allows."""
     max_output_tokens: int = 0
+    """0 = as many as max_tokens allows."""
     lora_names: tuple[str, ...] | None = None
+    """None when LoRA is not enabled."""
     kv_block_size: int = 1
+    """Tokens per block."""
     makes_drafts: bool = False
+    """Whether the engines speculate."""
     max_messages_bytes: int = MAX_MESSAGES_BYTES
+    """Of the JSON in the input `messages`."""
 
     def room_tokens(self, num_prompt_tokens: int) -> int:
         """How many tokens may follow the prompt."""
@@ -55,41 +60,39 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Generation:
-    """A generation that was found possible."""
-
+class _CheckedGeneration:
     inputs: LlmInputs
     prompt: Prompt
     params: GenerationParams
 
 
 class RequestConverter:
-    """Read-only after it was made: any instance thread uses it."""
+    """Read-only: any thread uses it."""
 
     def __init__(
         self,
         schema: Schema,
-        text: Text,
+        tokenizer: ModelTokenizer,
         limits: ModelLimits,
         policies: QueuePolicies,
         sampling_defaults: Mapping[str, Any] = NO_DEFAULTS,
     ) -> None:
         self._schema = schema
-        self._text = text
+        self._tokenizer = tokenizer
         self._limits = limits
         self._policies = policies
         self._sampling_defaults = sampling_defaults
 
     def convert(self, request: Request, instance: ModelInstance, exec_start_ns: int) -> list[InferTask]:
-        """A task for each generation. Raises TritonError INVALID_ARG or UNSUPPORTED with a text for the client; the
-        request is then untouched."""
+        """A task for each generation. Raises TritonError INVALID_ARG or UNSUPPORTED with a text for the client; then
+        nothing was done to the request."""
         generations = [self._generation(inputs) for inputs in self._schema.read(request)]
         priority = self._policies.level(self._policies.priority(request.priority))
         compute_start_ns = time.monotonic_ns()
-        answer = Answer(request, instance, exec_start_ns, self._schema.client_error, len(generations))
-        return [self._task(answer, one, priority, TaskTimes(exec_start_ns, compute_start_ns)) for one in generations]
+        sender = ResponseSender(request, instance, exec_start_ns, self._schema.client_error, len(generations))
+        return [self._task(sender, one, priority, TaskTimes(exec_start_ns, compute_start_ns)) for one in generations]
 
-    def _generation(self, inputs: LlmInputs) -> _Generation:
+    def _generation(self, inputs: LlmInputs) -> _CheckedGeneration:
         prompt = self._prompt(inputs)
         self._check_length(len(prompt.token_ids))
         if inputs.max_tokens_must_fit:
@@ -102,36 +105,43 @@ class RequestConverter:
             defaults=self._sampling_defaults,
         )
         self._check_lora(params.lora_name)
-        params = dataclasses.replace(params, stop_sequences=inputs.stop_sequences)
-        return _Generation(inputs, prompt, self._biased(params, inputs.bias))
+        return _CheckedGeneration(inputs, prompt, self._biased(params, inputs.bias))
 
     def _biased(self, params: GenerationParams, bias: TokenBias) -> GenerationParams:
         if not bias:
             return params
-        biases, bad_words = bias.resolve(self._text, self._limits.vocab_size)
+        biases, bad_words = bias.resolve(self._tokenizer, self._limits.vocab_size)
         sampling = msgspec.structs.replace(
             params.sampling, logit_bias={**params.sampling.logit_bias, **biases}, bad_words=bad_words
         )
         return dataclasses.replace(params, sampling=sampling)
 
-    def _task(self, answer: Answer, generation: _Generation, priority: int, times: TaskTimes) -> InferTask:
+    def _task(
+        self, sender: ResponseSender, generation: _CheckedGeneration, priority: int, times: TaskTimes
+    ) -> InferTask:
         inputs, prompt, params = generation.inputs, generation.prompt, generation.params
-        detokenizer = self._text.detokenizer(prompt.token_ids, skip_special_tokens=params.skip_special_tokens)
+        detokenizer = self._tokenizer.detokenizer(prompt.token_ids, skip_special_tokens=params.skip_special_tokens)
         request = InferRequest(
-            # The client's id is not unique, and an engine knows its requests by id.
+            # Not the client's id, which need not be unique.
             request_id=str(next(_ids)),
             prompt_token_ids=prompt.token_ids,
             sampling=params.sampling,
             priority=priority,
-            tenant=answer.tenant.cache_name,
+            tenant=sender.tenant.cache_name,
             cache_salt=params.cache_salt,
             lora_name=params.lora_name,
         )
         return InferTask(
-            answer,
+            sender,
             request,
-            OutputAssembler(params, detokenizer),
-            self._schema.reply(inputs, prompt, self._text),
+            OutputAssembler(
+                detokenizer,
+                params.stop,
+                inputs.stop_sequences,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.sampling.min_tokens,
+            ),
+            self._schema.reply(inputs, prompt, self._tokenizer),
             stream=inputs.options.stream,
             times=times,
             kv_block_size=self._limits.kv_block_size,
@@ -147,39 +157,40 @@ class RequestConverter:
                 return Prompt(rendered, self._encode(rendered, add_special_tokens=False))
             assert inputs.input_ids is not None
             ids = self._checked_ids(inputs.input_ids)
-            return Prompt(self._text.decode(ids) if inputs.options.prepend_prompt else "", ids)
+            return Prompt(self._tokenizer.decode(ids) if inputs.options.prepend_prompt else "", ids)
         except TritonError:
             raise
         except Exception as error:
             raise invalid_argument(f"the prompt cannot be tokenised: {error}") from error
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        # Before megabytes are tokenised for nothing.
-        most_chars = self._max_chars
-        if len(text) > most_chars:
+        max_chars = self._max_chars
+        if len(text) > max_chars:
             raise invalid_argument(
-                f"the prompt has {len(text)} characters, expected at most {most_chars}: "
+                f"the prompt has {len(text)} characters, expected at most {max_chars}: "
                 f"the model's context is {self._limits.max_tokens} tokens"
             )
-        if not text:  # an empty prompt, also where the tokenizer would add a special token
+        if not text:  # the tokenizer would perhaps add a special token
             return ()
         try:
-            return tuple(self._text.encode(text, add_special_tokens=add_special_tokens, below=self._limits.max_tokens))
+            return tuple(
+                self._tokenizer.encode(text, add_special_tokens=add_special_tokens, below=self._limits.max_tokens)
+            )
         except TooManyTokensError as error:
             self._check_length(error.num_tokens)
             raise
 
     @property
     def _max_chars(self) -> int:
-        return self._limits.max_tokens * self._text.max_token_chars
+        return self._limits.max_tokens * self._tokenizer.max_token_chars
 
     def _render(self, text: bytes) -> str:
         bounds = ChatBounds(self._limits.max_tokens, self._max_chars, self._limits.max_messages_bytes)
         chat = read_chat(text, bounds)
-        return self._text.render_chat(chat.messages, chat.tools, chat.options)
+        return self._tokenizer.render_chat(chat.messages, chat.tools, chat.options)
 
     def _checked_ids(self, ids: npt.NDArray[Any]) -> tuple[int, ...]:
-        """Checked as an array, before each becomes an object."""
+        """Checks the array before it makes a Python object of each id."""
         self._check_length(ids.size)
         size = self._limits.vocab_size
         bad = ids[(ids < 0) | (ids >= size)]
@@ -188,7 +199,7 @@ class RequestConverter:
         return tuple(ids.tolist())
 
     def _check_lora(self, name: str) -> None:
-        """vllm_backend's texts."""
+        """Raises LoraError with vllm_backend's texts."""
         names = self._limits.lora_names
         if name and names is None:
             raise LoraError("LoRA feature is not enabled.")
@@ -200,7 +211,8 @@ class RequestConverter:
         if isinstance(max_tokens, int) and max_tokens > room:
             raise invalid_argument(
                 f"sampling parameter 'max_tokens' is {max_tokens}, expected at most {room}: the prompt has "
-                f"{num_prompt_tokens} tokens, and the model's context holds {self._limits.max_tokens}"
+                f"{num_prompt_tokens} tokens, and the model's context holds {self._limits.max_tokens}",
+                param="max_tokens",
             )
 
     def _check_length(self, num_tokens: int) -> None:
@@ -212,6 +224,6 @@ class RequestConverter:
                 f"the prompt has {num_tokens} tokens, expected at most {limit - 1}: "
                 f"the model's context of {limit} tokens must leave room for one more"
             )
-        most = self._limits.max_prompt_tokens
-        if most and num_tokens > most:
-            raise invalid_argument(f"the prompt has {num_tokens} tokens, expected at most {most} (max_prompt_tokens)")
+        limit = self._limits.max_prompt_tokens
+        if limit and num_tokens > limit:
+            raise invalid_argument(f"the prompt has {num_tokens} tokens, expected at most {limit} (max_prompt_tokens)")

@@ -1,68 +1,191 @@
-"""The infer-task map: every live request of a model, which engine has it, and which requests wait for one.
+"""The infer-task map: every live request of a model, the engine that has it, and the requests that wait for an engine.
 
-For: ModelState, and through it Triton's threads and the engines' loops. Does not know: responses, metrics, managers.
-It is the recovery log: a task holds its prompt, the tokens so far and its sampling state, so that what a dead engine
-had goes back into the queue and on to the next engine.
-Invariants: a task in the map is either on its way into the queue, in it, or owned by exactly one engine; a task that is
-popped is nowhere else. Every method is atomic (`_lock`), and calls nobody.
+For: ModelState and ModelInstanceState, on Triton's threads and the engines' loops. Does not know: responses, metrics,
+managers. Invariants: a task in the map is on its way into the queue, in it, or assigned to exactly one engine; a task
+that was popped is nowhere else.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llmbackend.core.backend_api import Tenant, TritonError
+from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.infer_request import StepOutput
-from llmbackend.engine.transport import DeathKind
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .infer_task import InferTask
-from .probation import Probation
-from .task_queue import TaskQueue
+
+CLEARING_TOKENS = 2
+"""A request that has got so many tokens from an engine (a prefill and a decode step) is not what kills it."""
+BLAME_THRESHOLD = 2.0
+KILLED_WEIGHT = 0.4
+"""Of a death by SIGKILL, which comes from outside: from a person, or from a kernel short of memory (which a request may
+have caused). Every other death weighs 1."""
+
+
+class TaskQueue:
+    """The requests that no engine has yet, in the order in which engines take them. Every operation is O(1).
+
+    A lower priority level goes first, as in Triton. Within a level it is first come, first served; but requests of a
+    dead engine go before all others, and requests that waited longer than their level's timeout (action DELAY) go last.
+    Owner: TaskMap, under whose lock every call is made.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[tuple[int, bool], OrderedDict[str, InferTask]] = {}
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, task: InferTask) -> bool:
+        return task.request_id in self._lanes.get(task.lane, ())
+
+    def num_in_level(self, level: int) -> int:
+        return sum(len(self._lanes.get((level, delayed), ())) for delayed in (False, True))
+
+    def append(self, task: InferTask) -> None:
+        self._lanes.setdefault(task.lane, OrderedDict())[task.request_id] = task
+        self._size += 1
+
+    def put_back(self, tasks: Sequence[InferTask]) -> None:
+        """Puts the tasks before all others of their level, in this order."""
+        for task in reversed(tasks):
+            self.append(task)
+            self._lanes[task.lane].move_to_end(task.request_id, last=False)
+
+    def head(self) -> InferTask | None:
+        """The next task to be taken."""
+        return next(iter(self._lanes[min(self._lanes)].values())) if self._lanes else None
+
+    def remove(self, task: InferTask) -> bool:
+        """Returns whether the task was queued."""
+        lane = self._lanes.get(task.lane, OrderedDict())
+        if lane.pop(task.request_id, None) is None:
+            return False
+        if not lane:
+            del self._lanes[task.lane]
+        self._size -= 1
+        return True
+
+    def delay(self, task: InferTask) -> bool:
+        """Moves a task behind all others of its level; returns whether it was queued."""
+        if not self.remove(task):
+            return False
+        task.is_delayed = True
+        self.append(task)
+        return True
+
+
+class FaultIsolation:
+    """Finds the request that kills one engine, without failing other requests.
+
+    A request is unproven until the engine has given CLEARING_TOKENS tokens for it. When an engine dies, its unproven
+    requests become suspects. A suspect runs in isolation: it is given to an engine that has no other unproven request,
+    and that engine gets no other request until the suspect is proven. A death in isolation counts against the suspect;
+    at BLAME_THRESHOLD it is blamed and ended.
+    Invariant: a blamed request was the only unproven one at two deaths or more, with no success in between.
+    Owner: TaskMap, under whose lock every call is made.
+    """
+
+    def __init__(self) -> None:
+        self._unproven: dict[str, InferTask] = {}
+        self._outputs_left: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._unproven)
+
+    def admits(self, task: InferTask) -> bool:
+        """Whether the engine may take `task` now."""
+        first = next(iter(self._unproven.values()), None)
+        return first is None or not (task.is_suspect or first.is_suspect)
+
+    def add(self, task: InferTask) -> None:
+        self._unproven[task.request_id] = task
+        self._outputs_left[task.request_id] = CLEARING_TOKENS
+
+    def record_output(self, request_id: str) -> None:
+        """The engine gave a token for the request; enough of them clear it of earlier deaths."""
+        left = self._outputs_left.get(request_id, 0) - 1
+        if left > 0:
+            self._outputs_left[request_id] = left
+        elif task := self.discard(request_id):
+            task.is_suspect = False
+            task.isolated_deaths.clear()
+
+    def discard(self, request_id: str) -> InferTask | None:
+        """Forgets a request that has ended or is proven; returns its task if it was unproven."""
+        self._outputs_left.pop(request_id, None)
+        return self._unproven.pop(request_id, None)
+
+    def engine_died(self, kind: DeathKind) -> InferTask | None:
+        """Makes all unproven requests suspects; returns the blamed one, if there is one."""
+        suspects = list(self._unproven.values())
+        self._unproven, self._outputs_left = {}, {}
+        for task in suspects:
+            task.is_suspect = True
+        if len(suspects) != 1:
+            return None
+        deaths = suspects[0].isolated_deaths
+        deaths.append(kind)
+        weight = sum(KILLED_WEIGHT if death == "killed" else 1.0 for death in deaths)
+        return suspects[0] if weight >= BLAME_THRESHOLD else None
 
 
 @dataclass(eq=False, slots=True)
-class Holder:
-    """What one engine has. `wake` has its loop look for requests and controls. Owner of the other fields: the map's
-    lock."""
+class EngineAssignment:
+    """What is assigned to one engine. The map's lock owns all fields but `wake`."""
 
     wake: Callable[[], None]
-    probation: Probation = field(default_factory=Probation)
-    given_up: list[tuple[str, TritonError | None]] = field(default_factory=list)
-    """Requests to end with this error: cancelled, or too late; or without one: stopped by their client. Their tasks
-    are still in the map."""
+    """Has the engine's loop look for requests and controls."""
+    isolation: FaultIsolation = field(default_factory=FaultIsolation)
+    pending_stops: list[tuple[str, TritonError | None]] = field(default_factory=list)
+    """Requests to end with this error (cancelled, or too late), or with None (stopped by their client). Their tasks are
+    still in the map."""
     stopped_ids: list[str] = field(default_factory=list)
-    """Requests that a stop string ended before the engine did; their tasks are gone."""
+    """Requests that a stop string ended before the engine did; their tasks are no longer in the map."""
 
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """ended: tasks that are out of the map, to be answered. stop: ids that the engine must drop. elsewhere: holders
-    that must look at their own controls."""
+    """What an engine's loop must do about requests that were stopped."""
 
     ended: list[tuple[InferTask, TritonError | None]]
+    """Tasks to be answered; they are no longer in the map."""
     stop: list[str]
-    elsewhere: list[Holder]
+    """Ids of the requests that the engine must drop."""
+    elsewhere: list[EngineAssignment]
+    """Engines that have controls of their own now, and must be woken."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """What a dead engine had. go_on: back in the queue. convicted: out of the map, because it killed engines."""
+class LostTasks:
+    """What a dead engine had."""
 
-    go_on: list[InferTask]
-    convicted: InferTask | None
+    requeued: list[InferTask]
+    """Back in the queue."""
+    blamed: InferTask | None
+    """No longer in the map, because it killed engines."""
 
 
 class TaskMap:
+    """Any thread. An engine is named by its EngineAssignment.
+
+    It is the recovery log: a task holds its prompt, the tokens so far and its sampling state, so that the tasks of a
+    dead engine go back into the queue and on to the next engine. Every method is atomic (`_lock`) and makes no
+    callbacks.
+    """
+
     def __init__(self, policies: QueuePolicies, max_queue_size: int) -> None:
         self._policies = policies
         self._max_queue_size = max_queue_size
         self._lock = threading.Lock()
         self._tasks: dict[str, InferTask] = {}
-        self._holder_of: dict[str, Holder] = {}
+        self._engine_of: dict[str, EngineAssignment] = {}
         self._queue = TaskQueue()
         self._reserved: Counter[int] = Counter()
         """Places by priority level, for requests that are being converted."""
@@ -79,7 +202,7 @@ class TaskMap:
 
     @property
     def num_waiting(self) -> int:
-        """Those in the queue, and those that have a place in it and are being converted."""
+        """Queued requests, and those that are being converted and have a place in the queue."""
         with self._lock:
             return len(self._queue) + self._reserved.total()
 
@@ -92,16 +215,24 @@ class TaskMap:
                 if task.client_id == client_id and by.may_end(task.tenant)
             ]
 
+    # --- into the queue -----------------------------------------------------------------------------------------------
+
     def admit(self, task: InferTask) -> str:
-        """Takes a new task into the map, but not yet into the queue; or says why the queue is too full for it."""
+        """Takes a new task into the map, but not yet into the queue; or returns why the queue is too full for it."""
         with self._lock:
             refusal = self._why_full(task.infer_request.priority)
             if not refusal:
                 self._tasks[task.request_id] = task
         return refusal
 
+    def enqueue(self, task: InferTask) -> None:
+        """Queues an admitted task, unless it has ended already."""
+        with self._lock:
+            if task.request_id in self._tasks:
+                self._queue.append(task)
+
     def reserve(self, level: int) -> str:
-        """A place in the queue for a request that is not a task yet; or says why the queue is too full for it."""
+        """Reserves a place in the queue for a request that is not a task yet; or returns why the queue is too full."""
         with self._lock:
             refusal = self._why_full(level)
             if not refusal:
@@ -114,85 +245,17 @@ class TaskMap:
             self._reserved[level] -= 1
 
     def _why_full(self, level: int) -> str:
-        most = self._policies.policy(level).max_queue_size
+        limit = self._policies.policy(level).max_queue_size
         in_level = self._queue.num_in_level(level) + self._reserved[level]
-        if most and in_level >= most:
+        if limit and in_level >= limit:
             return f"its queue holds {in_level} requests of this priority"
         if len(self._queue) + self._reserved.total() >= self._max_queue_size:
             return f"its queue holds {self._max_queue_size} requests"
         return ""
 
-    def enqueue(self, task: InferTask) -> None:
-        """Queues an admitted task, unless it has ended already."""
-        with self._lock:
-            if task.request_id in self._tasks:
-                self._queue.append(task)
-
-    def take(self, holder: Holder, room: int, num_engines: int) -> list[InferTask]:
-        """At most `room` tasks in the queue's order for the engine of `holder`, and no more than its share among
-        `num_engines`."""
-        with self._lock:
-            share = -(-len(self._queue) // num_engines)
-            taken: list[InferTask] = []
-            while len(taken) < min(room, share):
-                task = self._queue.head()
-                if task is None or not holder.probation.admits(task):
-                    break
-                self._queue.remove(task)
-                self._holder_of[task.request_id] = holder
-                holder.probation.take(task)
-                taken.append(task)
-            return taken
-
-    def outputs_came(self, holder: Holder, outputs: Sequence[StepOutput]) -> None:
-        """The engine did something for these requests."""
-        if not holder.probation:
-            return
-        with self._lock:
-            for output in outputs:
-                holder.probation.output_came(output.request_id)
-
-    def pop(self, request_id: str) -> InferTask | None:
-        """Forgets a request, wherever it is; whoever gets the task answers it."""
-        with self._lock:
-            return self._pop(request_id)
-
-    def pop_stopped(self, request_id: str, holder: Holder) -> None:
-        """Forgets a request that ended before its engine knows."""
-        with self._lock:
-            self._pop(request_id)
-            holder.stopped_ids.append(request_id)
-
-    def pop_all(self) -> list[InferTask]:
-        """Forgets everything."""
-        with self._lock:
-            return [task for task in map(self._pop, list(self._tasks)) if task is not None]
-
-    def give_up(self, request_id: str, error: TritonError | None, anybody: Holder) -> Holder | None:
-        """Marks a request to be ended with `error` by the loop of its engine, or by that of `anybody` while it has
-        none. The holder whose loop must be woken; None when the request has ended."""
-        with self._lock:
-            if request_id not in self._tasks:
-                return None
-            holder = self._holder_of.get(request_id, anybody)
-            holder.given_up.append((request_id, error))
-            return holder
-
-    def controls(self, holder: Holder) -> Controls:
-        """Drains what was marked for this engine."""
-        controls = Controls([], [], [])
-        if not holder.given_up and not holder.stopped_ids:
-            return controls
-        with self._lock:
-            controls.stop.extend(holder.stopped_ids)
-            given_up, holder.given_up, holder.stopped_ids = holder.given_up, [], []
-            for request_id, error in given_up:
-                self._end(holder, request_id, error, controls)
-        return controls
-
     def expired_in_queue(self, request_id: str) -> bool:
-        """A request's time in the queue is over: whether it must end. False also when its level's action is DELAY: then
-        it goes behind all others of its level."""
+        """A request's time in the queue is over. Returns whether it must end: not when it is no longer queued, and not
+        when its level's action is DELAY, which moves it behind all others of its level."""
         with self._lock:
             task = self._tasks.get(request_id)
             if task is None or task not in self._queue:
@@ -202,61 +265,134 @@ class TaskMap:
             self._queue.delay(task)
             return False
 
-    def engine_died(self, holder: Holder, request_ids: Sequence[str], kind: DeathKind, now_ns: int) -> Loss:
-        """Puts what the engine had before all that wait, in this order but who is under trial first; pops a convicted
-        one."""
+    # --- engines ------------------------------------------------------------------------------------------------------
+
+    def take(self, engine: EngineAssignment, room: int, num_engines: int) -> list[InferTask]:
+        """Assigns queued tasks to an engine, in the queue's order: at most `room`, and at most the engine's share among
+        `num_engines`."""
         with self._lock:
-            holder.stopped_ids.clear()
-            convicted = holder.probation.engine_died(kind)
-            if convicted is not None:
-                self._pop(convicted.request_id)
-            lost = [self._tasks[one] for one in request_ids if self._holder_of.get(one) is holder]
-            # Waiting behind other trials, an innocent could collect another death.
-            lost.sort(key=lambda task: -len(task.trial_deaths))
+            share = -(-len(self._queue) // num_engines)
+            taken: list[InferTask] = []
+            while len(taken) < min(room, share):
+                task = self._queue.head()
+                if task is None or not engine.isolation.admits(task):
+                    break
+                self._queue.remove(task)
+                self._engine_of[task.request_id] = engine
+                engine.isolation.add(task)
+                taken.append(task)
+            return taken
+
+    def record_outputs(self, engine: EngineAssignment, outputs: Sequence[StepOutput]) -> None:
+        """Tells fault isolation which requests the engine has worked on."""
+        if not engine.isolation:
+            return
+        with self._lock:
+            for output in outputs:
+                engine.isolation.record_output(output.request_id)
+
+    def engine_died(
+        self, engine: EngineAssignment, request_ids: Sequence[str], kind: DeathKind, now_ns: int
+    ) -> LostTasks:
+        """Puts the engine's tasks back before all queued ones, in the order of `request_ids`, suspects with deaths in
+        isolation first; pops a blamed one."""
+        with self._lock:
+            engine.stopped_ids.clear()
+            blamed = engine.isolation.engine_died(kind)
+            if blamed is not None:
+                self._pop(blamed.request_id)
+            lost = [self._tasks[one] for one in request_ids if self._engine_of.get(one) is engine]
+            # A harmless suspect that waited behind other suspects could see another death.
+            lost.sort(key=lambda task: -len(task.isolated_deaths))
             for task in lost:
-                del self._holder_of[task.request_id]
+                del self._engine_of[task.request_id]
                 task.lost_ns = task.lost_ns or now_ns
             self._queue.put_back(lost)
-            return Loss(lost, convicted)
+            return LostTasks(lost, blamed)
 
-    def hand_over(self, holder: Holder, heir: Holder) -> None:
-        """Puts what an engine that has ended had before all that wait; what was marked for it, another one does."""
+    def hand_over(self, engine: EngineAssignment, successor: EngineAssignment) -> None:
+        """Puts the tasks of an engine that has ended before all queued ones; `successor` does its pending stops."""
         with self._lock:
-            left = [task for one, task in self._tasks.items() if self._holder_of.get(one) is holder]
+            left = [task for one, task in self._tasks.items() if self._engine_of.get(one) is engine]
             for task in left:
-                del self._holder_of[task.request_id]
-                holder.probation.leave(task.request_id)
+                del self._engine_of[task.request_id]
+                engine.isolation.discard(task.request_id)
             self._queue.put_back(left)
-            heir.given_up.extend(holder.given_up)
-            holder.given_up.clear()
-            holder.stopped_ids.clear()
+            successor.pending_stops.extend(engine.pending_stops)
+            engine.pending_stops.clear()
+            engine.stopped_ids.clear()
 
-    def leftovers(self, holders: Sequence[Holder]) -> str:
-        """The self-check: without a task nothing else may be left. A text for the log, "" when all is well."""
+    # --- the end of a request -----------------------------------------------------------------------------------------
+
+    def pop(self, request_id: str) -> InferTask | None:
+        """Forgets a request, queued or assigned; the caller answers the task."""
         with self._lock:
-            on_probation = sum(len(holder.probation) for holder in holders)
-            left = (len(self._queue), len(self._holder_of), on_probation)
+            return self._pop(request_id)
+
+    def pop_stopped(self, request_id: str, engine: EngineAssignment) -> None:
+        """Forgets a request that ended before its engine knows."""
+        with self._lock:
+            self._pop(request_id)
+            engine.stopped_ids.append(request_id)
+
+    def pop_all(self) -> list[InferTask]:
+        """Forgets all requests; the caller answers their tasks."""
+        with self._lock:
+            return [task for task in map(self._pop, list(self._tasks)) if task is not None]
+
+    def request_stop(
+        self, request_id: str, error: TritonError | None, fallback: EngineAssignment
+    ) -> EngineAssignment | None:
+        """Marks a request to be ended with `error` by the loop of its engine, or of `fallback` while it has none.
+
+        Returns the engine whose loop must be woken; None when the request has ended.
+        """
+        with self._lock:
+            if request_id not in self._tasks:
+                return None
+            engine = self._engine_of.get(request_id, fallback)
+            engine.pending_stops.append((request_id, error))
+            return engine
+
+    def take_controls(self, engine: EngineAssignment) -> Controls:
+        """Drains the pending stops of an engine, and pops the tasks that they end."""
+        controls = Controls([], [], [])
+        if not engine.pending_stops and not engine.stopped_ids:
+            return controls
+        with self._lock:
+            controls.stop.extend(engine.stopped_ids)
+            stops, engine.pending_stops, engine.stopped_ids = engine.pending_stops, [], []
+            for request_id, error in stops:
+                self._stop(engine, request_id, error, controls)
+        return controls
+
+    def leaked_resources(self, engines: Sequence[EngineAssignment]) -> str:
+        """The self-check: without tasks, nothing may be queued or assigned. Returns a text for the log, "" when all is
+        well."""
+        with self._lock:
+            in_isolation = sum(len(engine.isolation) for engine in engines)
+            left = (len(self._queue), len(self._engine_of), in_isolation)
             if self._tasks or not any(left):
                 return ""
-        return "without a task, {} are queued, {} owned by an engine, {} on probation".format(*left)
+        return "without a task, {} are queued, {} owned by an engine, {} in isolation".format(*left)
 
-    def _end(self, holder: Holder, request_id: str, error: TritonError | None, controls: Controls) -> None:
-        owner = self._holder_of.get(request_id)
-        if owner is not None and owner is not holder:  # another engine took it since
-            owner.given_up.append((request_id, error))
+    def _stop(self, engine: EngineAssignment, request_id: str, error: TritonError | None, controls: Controls) -> None:
+        owner = self._engine_of.get(request_id)
+        if owner is not None and owner is not engine:  # another engine has taken it since
+            owner.pending_stops.append((request_id, error))
             controls.elsewhere.append(owner)
             return
         task = self._pop(request_id)
         if task is not None:
             controls.ended.append((task, error))
-            if owner is holder:
+            if owner is engine:
                 controls.stop.append(request_id)
 
     def _pop(self, request_id: str) -> InferTask | None:
         task = self._tasks.pop(request_id, None)
-        holder = self._holder_of.pop(request_id, None)
-        if holder is not None:
-            holder.probation.leave(request_id)
+        engine = self._engine_of.pop(request_id, None)
+        if engine is not None:
+            engine.isolation.discard(request_id)
         if task is not None:
             self._queue.remove(task)
         return task

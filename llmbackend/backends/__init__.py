@@ -1,0 +1,1 @@
+"""Bundled backends other than the llm one."""

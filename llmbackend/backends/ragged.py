@@ -1,7 +1,7 @@
-"""Ragged batches, for backends that join requests: what `allow_ragged_batch`, `batch_input` and `batch_output` mean.
+"""Ragged batches, for backends that join requests: `allow_ragged_batch`, `batch_input` and `batch_output`.
 
-For: any backend; the host only makes sure that requests with unequal ragged inputs may share a batch. Does not know:
-models, frameworks. Invariants: everything follows the order of `requests`; nothing here is written to a request.
+For: any backend; the host only lets requests with unequal ragged inputs share a batch. Does not know: models,
+frameworks. Invariants: all results follow the order of `requests`; requests are not changed.
 Source: BackendInputCollector and BackendOutputResponder of Triton's backend utilities, and the comments in
 model_config.proto.
 """
@@ -29,13 +29,13 @@ Array = npt.NDArray[Any]
 
 
 class RaggedBatch:
-    """What is ragged of one model, read once from its configuration."""
+    """The ragged inputs and outputs of one model, read once from its configuration."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self._inputs = [tensor.name for tensor in config.input if tensor.allow_ragged_batch]
         self.outputs = frozenset(name for item in config.batch_output for name in item.target_name)
-        """Those that `split` cuts; the others have rows."""
+        """The outputs that `split` cuts; the others have rows."""
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
         """The ragged inputs that these requests have, and the batch inputs, by name."""
@@ -112,7 +112,7 @@ def _accumulated_with_zero(requests: Sequence[Request], source: str) -> Array:
 
 
 def _max_count_as_shape(requests: Sequence[Request], source: str) -> Array:
-    """Its shape is the message; the elements mean nothing."""
+    """The shape is the information; the elements mean nothing."""
     return np.zeros(max(_counts(requests, source)))
 
 

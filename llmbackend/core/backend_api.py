@@ -1,34 +1,53 @@
-"""THE contract between the host and a backend: what a backend sees, and what it must export.
+"""The contract between the host and a backend: what a backend must export, and what it sees of the host.
 
-For: backend authors and the host; nothing else of the host may be imported by a backend. Does not know: LLMs, wire
-protocols, how the host is built. Source: Triton's `tritonbackend.h` (API 1.19), names kept; a C function
-`TRITONBACKEND_XDoY(x, …)` is the method `X.do_y(…)` here.
+A backend imports this module and nothing else of the host. It does not see language models, wire protocols, or how the
+host is built. Source: Triton's `tritonbackend.h` (API 1.19). Names are kept: a C function `TRITONBACKEND_XDoY(x, …)` is
+the method `X.do_y(…)` here.
 
-A backend is a Python module with these functions; only Execute is required, the others may be missing:
+Functions
+    A backend is a Python module with the functions below. Only TRITONBACKEND_ModelInstanceExecute is required.
 
-    TRITONBACKEND_Initialize(backend: Backend) -> None                    once per backend, before any model of it
-    TRITONBACKEND_GetBackendAttribute(backend, attributes: BackendAttributes) -> None
-    TRITONBACKEND_Finalize(backend) -> None                               at server teardown
-    TRITONBACKEND_ModelInitialize(model: Model) -> None                   once per model version; may call
-    model.set_config TRITONBACKEND_ModelFinalize(model) -> None                            after its instances
+    TRITONBACKEND_Initialize(backend: Backend) -> None
+        Once per backend, before its first model. Sets the backend's policies.
+    TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None
+        Fills in `attributes`. If it fails, the defaults apply.
+    TRITONBACKEND_Finalize(backend: Backend) -> None
+        When the server stops.
+
+    TRITONBACKEND_ModelInitialize(model: Model) -> None
+        Once per model version. May call `model.set_config`.
+    TRITONBACKEND_ModelFinalize(model: Model) -> None
+        After the model's instances are finalised.
+
     TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None
-    TRITONBACKEND_ModelInstanceExecute(instance, requests: Sequence[Request]) -> None
-    TRITONBACKEND_ModelInstanceReady(instance) -> None                    raise TritonError = not ready; any thread
-    TRITONBACKEND_ModelInstanceFinalize(instance) -> None
+        Once per instance, after ModelInitialize.
+    TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequence[Request]) -> None
+        Computes a batch, or takes it over to compute it later. Never called twice at once for one instance.
+    TRITONBACKEND_ModelInstanceReady(instance: ModelInstance) -> None
+        Raises TritonError when the instance is not ready. Called from any thread.
+    TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None
+        When no request is with the instance any more.
 
-An entry point fails by raising TritonError (any other exception counts as INTERNAL). After a failed Initialize, at
-each of the three levels, the matching Finalize IS still called, so it must accept a `state` that is still None.
+Failure
+    - A function fails by raising TritonError. Any other exception counts as INTERNAL.
+    - After a failed Initialize, of a backend, a model or an instance, the matching Finalize is still called. It must
+      accept a `state` that is still None.
 
-Ownership: before Execute the host owns the requests. If Execute returns, the backend owns every one of them: it must
-complete each (a response or flags with ResponseFlag.FINAL) and release each exactly once. If Execute raises, the host
-still owns all of them and answers each with that error; the backend must have sent and released none. A request may
-be released as soon as its inputs are no longer needed; a ResponseFactory made before the release lives on until it is
-closed.
+Ownership of requests
+    - Before Execute is called, the host owns the requests.
+    - If Execute returns, the backend owns all of them. It must complete each request exactly once (a response or flags
+      with ResponseFlag.FINAL) and release each exactly once.
+    - If Execute raises, the host still owns all of them and answers each with that error. The backend must not have
+      sent or released anything.
+    - A request may be released as soon as its inputs are not needed any more. A ResponseFactory made before the release
+      stays usable until it is closed.
 
-Sending: `Response.send` never waits, so that one thread can send for many requests. Where an ensemble takes the
-responses of a decoupled model more slowly than it makes them (`max_inflight_requests`), they are kept up to a bound,
-and past it that request alone ends with an error and is cancelled at the backend. A backend that gives each request, or
-each instance, a thread of its own to send from may ask to be paused instead: see SendPolicy.
+Sending
+    - `Response.send` does not block, so one thread can send for many requests.
+    - An ensemble may take the responses of a decoupled model more slowly than the model sends them
+      (`max_inflight_requests`). Responses are then held up to a limit in bytes. Beyond it that one request ends with an
+      error, and is cancelled at the backend.
+    - A backend that sends from a thread per request or per instance may ask to be blocked instead: see SendPolicy.
 """
 
 from __future__ import annotations
@@ -53,15 +72,29 @@ from .errors import (
     unavailable,
     unsupported,
 )
-from .tenants import NO_TENANT, Tenant, common_tenant
+from .messages import (
+    NO_TENANT,
+    InferenceHandle,
+    InferenceRequest,
+    InferenceResponse,
+    ParameterValue,
+    RequestFlag,
+    ResponseCallback,
+    ResponseFlag,
+    Tenant,
+    common_tenant,
+    is_final,
+)
 from .tensors import (
     CONFIG_TYPE_OF_DATATYPE,
     DATATYPE_OF_CONFIG_TYPE,
     DATATYPE_OF_DTYPE,
     NUMPY_DTYPE,
+    JsonTensor,
     Tensor,
     element_count,
 )
+from .tracing.trace import RequestTrace
 
 __all__ = [
     "API_VERSION",
@@ -74,11 +107,11 @@ __all__ = [
     "BackendAttributes",
     "ErrorCode",
     "ExecutionPolicy",
-    "InnerCallback",
-    "InnerHandle",
-    "InnerRequest",
-    "InnerResponse",
+    "InferenceHandle",
+    "InferenceRequest",
+    "InferenceResponse",
     "InstanceGroupKind",
+    "JsonTensor",
     "MetricFamily",
     "MetricKind",
     "Model",
@@ -90,6 +123,7 @@ __all__ = [
     "RequestFlag",
     "RequestTrace",
     "Response",
+    "ResponseCallback",
     "ResponseFactory",
     "ResponseFlag",
     "SendPolicy",
@@ -112,25 +146,24 @@ __all__ = [
 ]
 
 API_VERSION = (1, 19)
-ParameterValue = str | int | bool | float
 
 
 class ExecutionPolicy(Enum):
-    """BLOCKING: Execute blocks until the instance can take another call. DEVICE_BLOCKING: instances of one device
-    share a thread.
-    """
+    """On which thread Execute is called. It returns when the instance can take another call."""
 
     BLOCKING = "BLOCKING"
+    """Each instance has a thread of its own."""
     DEVICE_BLOCKING = "DEVICE_BLOCKING"
+    """Instances on one GPU share a thread."""
 
 
 class SendPolicy(Enum):
-    """What `Response.send` does for a request that is ahead of its ensemble. IMMEDIATE: it returns at once ("Sending").
-    BLOCKING: it blocks the calling thread until the ensemble has room, for 300 s at most.
-    """
+    """What `Response.send` does when an ensemble takes responses more slowly than they are sent."""
 
     IMMEDIATE = "IMMEDIATE"
+    """It returns at once; the response is held, up to a limit."""
     BLOCKING = "BLOCKING"
+    """It blocks the calling thread until the ensemble has room, for at most 300 s."""
 
 
 class InstanceGroupKind(Enum):
@@ -140,27 +173,9 @@ class InstanceGroupKind(Enum):
     MODEL = "KIND_MODEL"
 
 
-class RequestFlag(IntFlag):
-    SEQUENCE_START = 1
-    SEQUENCE_END = 2
-
-
-_NO_FLAGS = RequestFlag(0)
-
-
 class ReleaseFlag(IntFlag):
     ALL = 1
     RESCHEDULE = 2
-
-
-class ResponseFlag(IntFlag):
-    NONE = 0
-    FINAL = 1
-
-
-def is_final(flags: ResponseFlag) -> bool:
-    """Combining flags of an enum costs a microsecond, and each response is asked several times."""
-    return flags is ResponseFlag.FINAL or (flags is not ResponseFlag.NONE and bool(flags & ResponseFlag.FINAL))
 
 
 class MetricKind(Enum):
@@ -173,95 +188,43 @@ class MetricFamily(Protocol):
     """One Prometheus family. Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric."""
 
     def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
-        """Makes the metric with these labels, at 0, if it is not there. `buckets`: a histogram's upper bounds,
-        ascending, in the place of its family's. Raises TritonError INVALID_ARG for labels or buckets that can not be.
+        """Creates the metric with these labels at 0, unless it exists.
+
+        buckets: a histogram's upper bounds, ascending, instead of its family's. Raises TritonError INVALID_ARG for
+        invalid labels or buckets.
         """
 
     def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
     def set(self, value: float, /, **labels: str) -> None: ...
     def observe(self, value: float, /, **labels: str) -> None: ...
     def value(self, /, **labels: str) -> float:
-        """What a counter or gauge holds."""
+        """The current value of a counter or gauge."""
 
     def remove(self, /, **labels: str) -> None:
-        """Forgets the metric with exactly these labels, if it exists."""
-
-
-class RequestTrace(Protocol):
-    """The trace of a request that is traced: TRITONSERVER_InferenceTrace."""
-
-    @property
-    def context(self) -> str:
-        """The model's OpenTelemetry span as the JSON text of its headers (`traceparent`); "" in mode triton."""
-
-
-@dataclass(frozen=True, slots=True)
-class InnerRequest:
-    """A request that a model makes of another model of the host (or of itself), see `Model.infer_async`. The fields
-    mean what they mean in a client's request. model_version -1 = the highest READY version; no `requested_outputs` =
-    all of the model's outputs. `trace` and `tenant` are those of the request it is made for: it is traced as a child of
-    it, and made on behalf of the same client.
-    """
-
-    model_name: str
-    inputs: Sequence[Tensor] = ()
-    model_version: int = -1
-    id: str = ""
-    requested_outputs: Sequence[str] = ()
-    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
-    correlation_id: int | str = 0
-    flags: RequestFlag = _NO_FLAGS
-    priority: int = 0
-    timeout_us: int = 0
-    trace: RequestTrace | None = None
-    tenant: Tenant = NO_TENANT
-
-
-class InnerResponse(Protocol):
-    """One response to an InnerRequest. With `error` set, `outputs` is empty."""
-
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def model_version(self) -> int: ...
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def outputs(self) -> Sequence[Tensor]: ...
-    @property
-    def parameters(self) -> Mapping[str, ParameterValue]: ...
-    @property
-    def error(self) -> TritonError | None: ...
-
-
-InnerCallback = Callable[[InnerResponse | None, ResponseFlag], None]
-"""(response, flags) as TRITONSERVER_InferenceResponseCompleteFn_t; response None is a flags-only completion. Exactly
-one call carries FINAL, and none comes after it. Any thread, amid that model's work: it must only enqueue."""
-
-
-class InnerHandle(Protocol):
-    def cancel(self) -> None:
-        """Asks that request to stop: idempotent, any thread. Its FINAL callback still comes."""
+        """Removes the metric with exactly these labels, if it exists."""
 
 
 class Backend(Protocol):
-    """A loaded backend. `state` is the backend's own slot, None until it sets it. Policies are set in Initialize."""
+    """A loaded backend."""
 
     state: Any
+    """For the backend's own use; None at first."""
     execution_policy: ExecutionPolicy
+    """To be set in Initialize; default BLOCKING."""
     send_policy: SendPolicy
+    """To be set in Initialize; default IMMEDIATE."""
 
     @property
     def name(self) -> str: ...
     @property
     def directory(self) -> Path:
-        """Where the backend's module was found."""
+        """The directory of the backend's module."""
 
     @property
     def api_version(self) -> tuple[int, int]: ...
     @property
     def config(self) -> Mapping[str, str]:
-        """The merged `--backend-config` settings (Triton's `{"cmdline": {...}}`), all strings."""
+        """The merged settings of `--backend-config`, those inside Triton's `{"cmdline": {...}}`."""
 
     def metric_family(
         self,
@@ -271,27 +234,30 @@ class Backend(Protocol):
         label_names: Sequence[str] | None = (),
         buckets: Sequence[float] | None = None,
     ) -> MetricFamily:
-        """The family of that name, made at the first call, whose description stays. `label_names`: of all its metrics;
-        None: each metric names its own.
+        """The family of that name. The first call creates it and decides its description.
 
-        Raises TritonError ALREADY_EXISTS when it exists with another kind or label names.
+        label_names: the labels of all its metrics; None = each metric names its own
+        buckets: upper bounds of its histograms
+
+        Raises TritonError ALREADY_EXISTS when it exists with another kind or other label names.
         """
 
 
 @dataclass
 class BackendAttributes:
-    """What TRITONBACKEND_GetBackendAttribute may fill in: instance groups for models that name none, and parallel
-    loading.
-    """
+    """What TRITONBACKEND_GetBackendAttribute may fill in."""
 
     preferred_groups: list[tuple[InstanceGroupKind, int]] = field(default_factory=list)
+    """Kind and count of the instance groups for models whose configuration has none."""
     parallel_instance_loading: bool = False
+    """Whether instances of a model may be initialised at the same time."""
 
 
 class Model(Protocol):
-    """One version of a model. `state` is the backend's own slot."""
+    """One version of a model."""
 
     state: Any
+    """For the backend's own use; None at first."""
 
     @property
     def name(self) -> str: ...
@@ -301,33 +267,35 @@ class Model(Protocol):
     def backend(self) -> Backend: ...
     @property
     def directory(self) -> Path:
-        """The model's directory, `<repository>/<model>`; versions live under it."""
+        """The model's directory, `<repository>/<model>`, which contains the version directories."""
 
     @property
     def version_directory(self) -> Path: ...
     @property
     def config(self) -> ModelConfig:
-        """A copy of the configuration as it stands."""
+        """A copy of the current configuration."""
 
     def set_config(self, config: ModelConfig) -> None:
-        """Auto-complete: takes max_batch_size, input, output, the scheduling choice (if none is set),
-        model_transaction_policy and (ours) parameters that are not set from `config`. Only valid inside
-        ModelInitialize; UNSUPPORTED elsewhere."""
+        """Auto-complete: takes over from `config` max_batch_size, inputs, outputs, model_transaction_policy, the
+        scheduling choice unless one is set, and parameters that are not set (the last is not in Triton).
+
+        Raises TritonError UNSUPPORTED outside of ModelInitialize.
+        """
 
     @property
     def auto_complete_config(self) -> bool:
-        """False under --disable-auto-complete-config: then set_config must not be called."""
+        """False with --disable-auto-complete-config; then `set_config` must not be called."""
 
-    def infer_async(self, request: InnerRequest, callback: InnerCallback) -> InnerHandle:
-        """Runs an inference on another model inside the host (BLS): TRITONSERVER_ServerInferAsync for backends.
+    def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
+        """Runs an inference on another model of the host (BLS): TRITONSERVER_ServerInferAsync for backends.
 
-        Returns at once; the responses come through `callback`, from one for an ordinary model to any number for a
-        decoupled one. The request is validated, scheduled, counted and cancelled like a client's, and its model is
-        not unloaded before it ended. It is served while the server stops, too. Cancelling the request that it is made
-        for does not cancel it: register `handle.cancel` with Request.on_cancel where that is wanted.
+        Returns at once. The responses come through `callback`: one from an ordinary model, any number from a decoupled
+        one. The request is validated, scheduled, counted and cancelled like a client's, it keeps its model loaded, and
+        it is served also while the server stops. Cancelling the request that it is made for does not cancel it; if it
+        should, pass `handle.cancel` to that request's `on_cancel`.
 
-        Raises TritonError when it is refused (unknown or unready model, bad input, full queue, with Triton's texts);
-        then `callback` is never called.
+        Raises TritonError with Triton's texts when the request is refused (unknown or unready model, invalid input,
+        full queue); then `callback` is never called.
         """
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:
@@ -337,18 +305,22 @@ class Model(Protocol):
         """False also for a model that is unknown or not loaded."""
 
     def load_model(self, name: str, parameters: Mapping[str, str | bytes] | None = None) -> None:
-        """Loads or reloads a model of the repository, as a client's load request does; blocks until done. For the
-        parameters see LoadParameters ("config", "file:<path>"). Raises TritonError when that fails, and UNAVAILABLE
-        where the model control mode is not explicit. A model must not load itself from its own ModelInitialize."""
+        """Loads or reloads a model of the repository, as a client's load request does; blocks until done. A model must
+        not load itself from its own ModelInitialize.
+
+        parameters: "config" = JSON text of a configuration, "file:<path>" = a file's content. Raises TritonError when
+        the load fails, and UNAVAILABLE unless the model control mode is explicit.
+        """
 
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
         """Begins to unload a model; its requests in flight run to their end. Raises TritonError as `load_model`."""
 
 
 class ModelInstance(Protocol):
-    """One instance: Execute is never called twice at once for it. `state` is the backend's own slot."""
+    """One instance of a model version."""
 
     state: Any
+    """For the backend's own use; None at first."""
 
     @property
     def name(self) -> str: ...
@@ -369,13 +341,13 @@ class ModelInstance(Protocol):
         compute_end_ns: int,
         exec_end_ns: int,
     ) -> None:
-        """Once per request, BEFORE its release; times are time.monotonic_ns(). With success=False they are ignored
-        and a failure with reason BACKEND is counted."""
+        """To be called once per request, before its release. Times are of time.monotonic_ns(). With success=False the
+        times are ignored and a failure with reason BACKEND is counted."""
 
     def report_batch_statistics(
         self, batch_size: int, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int
     ) -> None:
-        """Once per executed batch; without it the model's execution_count stays 0."""
+        """To be called once per executed batch; without it the model's execution_count stays 0."""
 
     def report_response_statistics(
         self,
@@ -385,16 +357,17 @@ class ModelInstance(Protocol):
         response_end_ns: int,
         error: TritonError | None = None,
     ) -> None:
-        """Once per response, keyed by its running index in `factory`. compute_output_start_ns 0 = an empty response."""
+        """To be called once per response; it counts for the response's index in `factory`. compute_output_start_ns
+        0 = an empty response."""
 
 
 @runtime_checkable
 class Request(Protocol):
-    """One inference request. Inputs may be read until release."""
+    """One inference request. Its inputs may be read until it is released."""
 
     @property
     def id(self) -> str:
-        """The client's id, "" when it gave none. NOT unique: key nothing by it."""
+        """The client's id, "" = none. Not unique: do not use it as a key."""
 
     @property
     def correlation_id(self) -> int | str: ...
@@ -410,71 +383,74 @@ class Request(Protocol):
     def inputs(self) -> Mapping[str, Tensor]: ...
     @property
     def requested_outputs(self) -> Sequence[str]:
-        """Names of the outputs the client wants; all outputs of the model when it named none."""
+        """Names of the outputs to return; all outputs of the model when the client named none."""
 
     @property
     def trace(self) -> RequestTrace | None:
-        """None for a request that is not traced: most are not."""
+        """None for a request that is not traced."""
 
     @property
     def tenant(self) -> Tenant:
-        """On whose behalf it is made. Ours; inside NVIDIA's Triton, which knows no clients, always NO_TENANT."""
+        """The client that the request is made for. Not in Triton's API; inside NVIDIA's Triton always NO_TENANT."""
 
     @property
     def is_cancelled(self) -> bool: ...
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once, on the canceller's thread, when the request is cancelled (at once if it already is).
-        It must only enqueue. It outlives release, and is dropped when the request completes. Ours, not in Triton's
-        header, where a backend can only poll."""
+        """Calls `callback` once when the request is cancelled, on the thread that cancels; at once if it already is
+        cancelled. The callback must only enqueue. It stays registered after release, until the request completes. Not
+        in Triton's API, where a backend can only poll."""
 
     def new_response(self) -> Response: ...
     def response_factory(self) -> ResponseFactory:
-        """A factory that outlives the request's release. INVALID_ARG after release."""
+        """A factory that stays usable after the request's release. Raises TritonError INVALID_ARG after release."""
 
     def new_state(self, tensor: Tensor) -> State:
-        """TRITONBACKEND_StateNew: a new value of an implicit state, by the state's output name. INVALID_ARG after
-        release, for a model without states, or for a name that is none of them."""
+        """TRITONBACKEND_StateNew: a new value of an implicit state, by the state's output name.
+
+        Raises TritonError INVALID_ARG after release, for a model without states, and for an unknown name.
+        """
 
     def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
-        """Gives the request back; its inputs must not be touched afterwards. With RESCHEDULE the host gives it to
-        Execute again (iterative sequences only). INVALID_ARG when released twice, or for RESCHEDULE on a model without
-        iterative sequences or after its sequence ended (the request then stays with the backend)."""
+        """Gives the request back; its inputs must not be used afterwards. With RESCHEDULE the host passes it to Execute
+        again (iterative sequences only).
+
+        Raises TritonError INVALID_ARG when it was released before, and for RESCHEDULE on a model without iterative
+        sequences or after the sequence ended; the backend then still owns the request.
+        """
 
 
 class State(Protocol):
-    """A new value of an implicit state, not yet seen by anybody."""
+    """A new value of an implicit state, not visible until `update`."""
 
     def update(self) -> None:
-        """TRITONBACKEND_StateUpdate: the next request of the sequence gets it as its input."""
+        """TRITONBACKEND_StateUpdate: makes it the input of the sequence's next request."""
 
 
 class Response(Protocol):
-    """One response under construction; `send` ends its life, also when sending fails."""
+    """A response under construction. It must not be used after `send`, even if sending failed."""
 
     def add_output(self, tensor: Tensor) -> None: ...
     def set_parameter(self, name: str, value: ParameterValue) -> None: ...
     def send(self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None) -> None:
-        """Hands it to the client. Blocks only under SendPolicy.BLOCKING."""
+        """Sends it to the client. Blocks only with SendPolicy.BLOCKING."""
 
 
 class ResponseFactory(Protocol):
-    """Makes the responses of one request after it was released."""
+    """Makes responses of one request, also after its release."""
 
     @property
     def is_cancelled(self) -> bool: ...
     def new_response(self) -> Response: ...
     def send_flags(self, flags: ResponseFlag) -> None:
-        """A flags-only completion: `send_flags(ResponseFlag.FINAL)` ends a stream without one more response."""
+        """Sends flags without a response: `send_flags(ResponseFlag.FINAL)` ends a stream."""
 
     def close(self) -> None:
-        """TRITONBACKEND_ResponseFactoryDelete: idempotent. An open factory keeps its model from unloading."""
+        """TRITONBACKEND_ResponseFactoryDelete. Idempotent. An open factory keeps its model loaded."""
 
 
 def check_api_version(backend: Backend, built_for: tuple[int, int] = API_VERSION) -> None:
-    """The rule every backend applies in Initialize: equal major, host minor at least the one built for.
-
-    Raises TritonError UNSUPPORTED otherwise.
-    """
+    """For Initialize: raises TritonError UNSUPPORTED unless the host's major version equals that of `built_for`, and
+    its minor version is at least as high."""
     major, minor = backend.api_version
     if major != built_for[0] or minor < built_for[1]:
         raise unsupported("triton backend API version does not support this backend")

@@ -1,9 +1,8 @@
-"""Loads backends and binds their TRITONBACKEND_* functions: the dlopen and dlsym step, in Python.
+"""Finds the Python modules of backends, loads them once, and binds their TRITONBACKEND_* functions.
 
-For: model loading, which asks for the backend of a model. Does not know: models' life cycle, requests. Owner of every
-loaded backend. Invariants: a backend is initialised once per path, one at a time; a failed Initialize is followed by
-Finalize and not remembered; every remembered backend is finalised at `close`, and at no other time.
-Source: Triton's backend manager (backend API contract §2.1 to §2.4).
+For: model loading. Does not know: models' life cycle, requests. Invariants: a path in a model configuration does not
+leave the directory it is looked up in; a backend is initialised once, and finalised at `close` or after a failed
+Initialize. Source: Triton's backend manager, and its search for libtriton_<backend>.so.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,18 +27,26 @@ from .backend_api import (
     Request,
     SendPolicy,
 )
-from .backend_discovery import PYTHON_BASED_FILE, BackendLocation, find_backend
-from .errors import TritonError, internal, not_found
+from .errors import TritonError, internal, invalid_argument, not_found
+from .files import import_file
 from .metrics.metric_family import MetricFamilies
-from .module_files import import_file
 
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_BATCH_SIZE = "4"
+ENTRY_POINT_GROUP = "llmbackend.backends"
+PYTHON_BACKEND = "python"
+PYTHON_BASED_FILE = "model.py"
+NOT_SERVED = {
+    "openvino": "OpenVINO models",
+    "tensorflow": "TensorFlow graphs and saved models",
+    "tensorrt": "TensorRT plans",
+}
+"""Model formats for which NVIDIA's server has a backend and this one has none, by backend."""
 
 
-class EntryPoints:
-    """The functions of one backend module, found by name. Any exception of theirs comes out as a TritonError."""
+class BackendFunctions:
+    """The functions of one backend module. Every exception that they raise leaves `call` as a TritonError."""
 
     def __init__(self, module: ModuleType, backend: str) -> None:
         self._module = module
@@ -69,15 +78,15 @@ class EntryPoints:
         self.call("ModelInstanceExecute", instance, requests)
 
     def finalize(self, name: str, subject: Any) -> None:
-        """A Finalize: its error is logged, since there is nobody left to tell."""
+        """Calls a Finalize and logs its error."""
         try:
             self.call(name, subject)
         except TritonError as error:
             log.error("failed to finalize backend '%s' (%s): %s", self.backend, name, error.status)
 
 
-class NoEntryPoints(EntryPoints):
-    """Those of a model without a backend: none."""
+class NoFunctions(BackendFunctions):
+    """For a model without a backend (an ensemble): no functions."""
 
     def __init__(self) -> None:
         self._module = ModuleType("no backend")
@@ -85,7 +94,7 @@ class NoEntryPoints(EntryPoints):
 
 
 class LoadedBackend:
-    """A backend as it sees itself (backend_api.Backend), with its entry points for the host."""
+    """backend_api.Backend, and its entry points for the host."""
 
     api_version = API_VERSION
 
@@ -94,7 +103,7 @@ class LoadedBackend:
         name: str,
         directory: Path,
         config: Mapping[str, str],
-        entry_points: EntryPoints,
+        functions: BackendFunctions,
         families: MetricFamilies,
         runtime: str,
     ) -> None:
@@ -104,8 +113,8 @@ class LoadedBackend:
         self.name = name
         self.directory = directory
         self.config = config
-        self.entry_points = entry_points
-        self.runtime = runtime  # what /config shows as the runtime of a model that names none
+        self.functions = functions
+        self.runtime = runtime  # the `runtime` of models whose configuration has none
         self._families = families
 
     def metric_family(
@@ -120,10 +129,10 @@ class LoadedBackend:
         return self._families.get(kind, name, description, names, buckets)
 
     def attributes(self) -> BackendAttributes:
-        """What GetBackendAttribute says; its error is ignored, and so are the attributes of a failing call."""
+        """The result of GetBackendAttribute; the defaults if it fails."""
         attributes = BackendAttributes()
         try:
-            self.entry_points.call("GetBackendAttribute", self, attributes)
+            self.functions.call("GetBackendAttribute", self, attributes)
         except TritonError as error:
             log.warning("backend '%s': attributes are ignored: %s", self.name, error.status)
             return BackendAttributes()
@@ -146,12 +155,12 @@ class BackendManager:
         self._backends: dict[tuple[str, str], LoadedBackend] = {}
 
     def get(self, backend: str, model: str, version_directory: Path, runtime: str) -> LoadedBackend:
-        """The backend for a model, loaded and initialised at its first use; one that does nothing for the name "".
+        """The backend of a model, loaded and initialised at first use. For the name "", a backend that does nothing.
 
-        Raises TritonError when it can not be found, lacks Execute, or fails to initialise.
+        Raises TritonError when it is not found, has no Execute, or fails to initialise.
         """
         if not backend:
-            return LoadedBackend("", Path(), {}, NoEntryPoints(), self._families, "")
+            return LoadedBackend("", Path(), {}, NoFunctions(), self._families, "")
         location = find_backend(backend, model, version_directory, self._directory, runtime)
         with self._lock:
             key = (backend, location.key)
@@ -172,7 +181,7 @@ class BackendManager:
         """Finalises every backend, the last loaded first."""
         with self._lock:
             for loaded in reversed(self._backends.values()):
-                loaded.entry_points.finalize("Finalize", loaded)
+                loaded.functions.finalize("Finalize", loaded)
             self._backends.clear()
 
     def _load(self, backend: str, location: BackendLocation) -> LoadedBackend:
@@ -182,16 +191,16 @@ class BackendManager:
             directory = Path(module.__file__ or ".").parent
         runtime = PYTHON_BASED_FILE if location.is_python_based else ""
         config = self._config(location)
-        loaded = LoadedBackend(backend, directory, config, EntryPoints(module, backend), self._families, runtime)
+        loaded = LoadedBackend(backend, directory, config, BackendFunctions(module, backend), self._families, runtime)
         try:
-            loaded.entry_points.call("Initialize", loaded)
+            loaded.functions.call("Initialize", loaded)
         except TritonError:
-            loaded.entry_points.finalize("Finalize", loaded)
+            loaded.functions.finalize("Finalize", loaded)
             raise
         return loaded
 
     def _config(self, location: BackendLocation) -> dict[str, str]:
-        """Settings for every backend, then this backend's, then the defaults that Triton injects."""
+        """Triton's defaults, overridden by settings for all backends, overridden by those of this backend."""
         config = {
             "backend-directory": str(self._directory or ""),
             "min-compute-capability": "6.000000",
@@ -214,3 +223,106 @@ def _import(location: BackendLocation) -> ModuleType:
     except Exception as error:
         log.exception("unable to load backend library %s", location.key)
         raise internal(f"unable to load backend library: {type(error).__name__}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class BackendLocation:
+    """Where a backend's module comes from: a file or an entry point."""
+
+    key: str
+    """A backend is initialised once per key."""
+    directory: Path
+    """What the backend sees as its directory; Path() = that of its module."""
+    settings_name: str
+    """The name in --backend-config of its settings."""
+    file: Path | None = None
+    entry_point: EntryPoint | None = None
+    is_python_based: bool = False
+    """The python backend under another name, with one model.py for all of its models."""
+
+
+def find_backend(
+    backend: str, model: str, version_directory: Path, backend_directory: Path | None, runtime: str
+) -> BackendLocation:
+    """Searches, in this order, the version, model and backend directory, python-based backends, installed entry points.
+
+    runtime: file name from the model's configuration, "" = the default names. Raises TritonError INVALID_ARG, with
+    Triton's text, when nothing is found or a path leaves its directory.
+    """
+    _check_name(backend)
+    own_directory = backend_directory / backend if backend_directory is not None else None
+    directories = [version_directory, version_directory.parent, *([own_directory] if own_directory else [])]
+    if runtime != PYTHON_BASED_FILE:
+        for directory in directories:
+            for name in (runtime,) if runtime else ("backend.py", f"triton_{backend}.py"):
+                file = _inside(directory, name)
+                if file.is_file():
+                    return BackendLocation(str(file), directory, backend, file=file)
+    if not runtime or runtime == PYTHON_BASED_FILE:
+        if own_directory is not None and (own_directory / PYTHON_BASED_FILE).is_file():
+            return _python_based(backend, own_directory, directories, backend_directory)
+        installed = _installed(backend)
+        if installed is not None:
+            return installed
+    raise _not_found(backend, model, directories, runtime)
+
+
+def _python_based(
+    backend: str, own_directory: Path, directories: list[Path], backend_directory: Path | None
+) -> BackendLocation:
+    """The python backend, which serves `<backend-directory>/<backend>/model.py` under the name `backend`."""
+    key = str((own_directory / PYTHON_BASED_FILE).resolve())
+    python_directory = backend_directory / PYTHON_BACKEND if backend_directory is not None else own_directory
+    for directory in (*directories, python_directory):
+        file = directory / f"triton_{PYTHON_BACKEND}.py"
+        if file.is_file():
+            return BackendLocation(key, own_directory, PYTHON_BACKEND, file=file, is_python_based=True)
+    installed = _installed(PYTHON_BACKEND)
+    if installed is None:
+        raise invalid_argument(
+            f"backend '{backend}' is python-based ({key}), but no backend '{PYTHON_BACKEND}' is installed"
+        )
+    entry_point = installed.entry_point
+    return BackendLocation(key, own_directory, PYTHON_BACKEND, entry_point=entry_point, is_python_based=True)
+
+
+def installed_backends() -> list[str]:
+    """Names of the backends of installed packages."""
+    return sorted(entry_points(group=ENTRY_POINT_GROUP).names)
+
+
+def _installed(backend: str) -> BackendLocation | None:
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=backend):
+        return BackendLocation(f"{ENTRY_POINT_GROUP}:{backend}", Path(), backend, entry_point=entry_point)
+    return None
+
+
+def _check_name(backend: str) -> None:
+    if Path(backend).name != backend or backend in ("", ".", ".."):
+        raise invalid_argument(f"backend name '{backend}' escapes backend directory, check model config backend field")
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """`directory/name`. A name must not leave the directory; a symbolic link of the repository's owner may."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise invalid_argument(
+            f"backend library '{name}' escapes backend directory '{directory}', check model config runtime field"
+        )
+    return directory / name
+
+
+def _not_found(backend: str, model: str, directories: list[Path], runtime: str) -> TritonError:
+    if not runtime:
+        return invalid_argument(
+            f"unable to find backend library for backend '{backend}', "
+            f"try specifying runtime on the model configuration.{_why_not_served(backend)}"
+        )
+    searched = "".join(f"'{directory}' " for directory in directories)
+    return invalid_argument(f"unable to find backend library '{runtime}' for model '{model}', searched: {searched}")
+
+
+def _why_not_served(backend: str) -> str:
+    if backend not in NOT_SERVED:
+        return ""
+    installed = ", ".join(sorted(entry_points(group=ENTRY_POINT_GROUP).names))
+    return f" This server does not run {NOT_SERVED[backend]}, its backends are {installed}."

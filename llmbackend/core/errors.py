@@ -1,14 +1,26 @@
-"""The one error type that crosses the host, with Triton's eight codes.
+"""Every failure that a client or a backend can see: one tree of exceptions with Triton's eight codes.
 
-For: every failure that a client or a backend can see. Does not know: HTTP or gRPC; each frontend maps `ErrorCode` to
-its own status in one table. Invariant: an error carries the text a client may read, and nothing else (no stack, no
-path of ours).
+    TritonError                         any failure; `code` is Triton's
+    ├── LoadError                       no version of a model was changed by a load
+    ├── StartupError                    the server did not start because models failed to load
+    ├── OverrideError                   a load request's configuration or files cannot be used
+    ├── adapter: LoraError              the model does not serve the LoRA adapter that was asked for
+    └── frontends/errors.py
+        ├── LimitReachedError           too many requests, or too many bytes, at the same time
+        ├── PermissionDeniedError       the client's key does not allow it
+        ├── BodyTooLargeError           an HTTP body over the limit
+        └── MalformedError              a gRPC message that cannot be parsed
+
+The engine must not import this module; its exceptions are in engine/errors.py. Does not know: HTTP or gRPC; each
+frontend maps `ErrorCode` to its own status in one table. Invariant: an error carries a text that a client may read and
+nothing else (no stack trace, no path of this program).
 Source: TRITONSERVER_Error_Code in Triton's tritonserver.h.
 """
 
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 
@@ -28,21 +40,59 @@ class ErrorCode(Enum):
 class TritonError(Exception):
     """An error with a Triton code. `str(error)` is the bare message, `error.status` is `"<Code>: <message>"`."""
 
-    def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL) -> None:
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL, param: str | None = None) -> None:
+        """param: the request's parameter that is wrong, where the error is about one."""
         super().__init__(message)
         self.message = message
         self.code = code
+        self.param = param
 
     @property
     def status(self) -> str:
         return f"{self.code.value}: {self.message}"
 
-    def __reduce__(self) -> tuple[type[TritonError], tuple[str, ErrorCode]]:
-        return (type(self), (self.message, self.code))
+    def copy(self, prefix: str = "") -> TritonError:
+        """A new error of the same code, with `prefix` before its message. For an error that outlives its `except`: the
+        traceback of this one holds frames, and they hold requests."""
+        return TritonError(prefix + self.message, self.code, self.param)
+
+    def __reduce__(self) -> tuple[type[TritonError], tuple[str, ErrorCode, str | None]]:
+        """A worker process sends it as a plain TritonError, which is what clients see of it."""
+        return (TritonError, (self.message, self.code, self.param))
 
 
-def invalid_argument(message: str) -> TritonError:
-    return TritonError(message, ErrorCode.INVALID_ARG)
+class LoadError(TritonError):
+    """No version of a model was changed, because of `reason`. INVALID_ARG. causes: the errors of its versions."""
+
+    def __init__(self, name: str, reason: str, causes: Sequence[TritonError] = ()) -> None:
+        super().__init__(f"load failed for model '{name}': {reason}", ErrorCode.INVALID_ARG)
+        self.reason = reason.rstrip("\n")
+        self.causes = tuple(causes)
+
+
+class StartupError(TritonError):
+    """The server did not start because models failed to load. INTERNAL. reasons: by model, without Triton's frame."""
+
+    def __init__(self, errors: Mapping[str, TritonError]) -> None:
+        super().__init__("failed to load all models", ErrorCode.INTERNAL)
+        self.reasons = {name: _reason(error) for name, error in errors.items()}
+
+
+def _reason(error: TritonError) -> str:
+    if not isinstance(error, LoadError):
+        return str(error.__cause__ or error)
+    return "; ".join(dict.fromkeys(cause.message for cause in error.causes)) or error.reason
+
+
+class OverrideError(TritonError):
+    """A load request's override that no model could use; its text reaches the client unchanged."""
+
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.INVALID_ARG) -> None:
+        super().__init__(message, code)
+
+
+def invalid_argument(message: str, param: str | None = None) -> TritonError:
+    return TritonError(message, ErrorCode.INVALID_ARG, param)
 
 
 def not_found(message: str) -> TritonError:
@@ -66,7 +116,7 @@ def cancelled(message: str) -> TritonError:
 
 
 def as_triton_error(error: BaseException) -> TritonError:
-    """Any exception as one that a client may read."""
+    """`error` as a TritonError; any other exception becomes INTERNAL."""
     if isinstance(error, TritonError):
         return error
     return TritonError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
@@ -77,20 +127,24 @@ _shortened.maxlevel, _shortened.maxstring, _shortened.maxother = 4, 80, 80
 
 
 def shown(value: object) -> str:
-    """`value` as an error's text shows it: a client's value may be of any size and depth, the text is not."""
+    """`value` for an error's text, shortened: a client's value may have any size and depth."""
     return _shortened.repr(value)
 
 
-_LONGEST_ID_SHOWN = 256
-_LONGEST_NAME_SHOWN = 255
+_MAX_ID_CHARACTERS = 256
+_MAX_NAME_CHARACTERS = 255
 
 
 def shown_name(name: str) -> str:
-    """A model's name as an error shows it: a client may ask for one of any length."""
-    return name[:_LONGEST_NAME_SHOWN]
+    """A model's name for an error's text, shortened: a client may ask for one of any length."""
+    return name[:_MAX_NAME_CHARACTERS]
+
+
+def shown_id(request_id: int | str) -> str:
+    """A request's or sequence's id for an error's text, shortened to fit a gRPC status."""
+    return str(request_id)[:_MAX_ID_CHARACTERS]
 
 
 def request_tag(request_id: str) -> str:
-    """The prefix that Triton's core puts before every message about a request; of an id too long for a gRPC status only
-    the beginning."""
-    return f"[request id: {request_id[:_LONGEST_ID_SHOWN] or '<id_unknown>'}] "
+    """The prefix of Triton's core before every message about a request."""
+    return f"[request id: {shown_id(request_id) or '<id_unknown>'}] "

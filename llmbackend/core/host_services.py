@@ -1,58 +1,97 @@
-"""What the host lends to every model version: a reaper, a timer, a log of breaches, options of metrics, the response
-cache, the rate limiter, its GPUs, and itself.
+"""What every model version gets from the host: timer, reaper, response cache, rate limiter, GPUs, leak log, other
+models.
 
-For: the server, which owns them, and model versions. Does not know: models. Invariant: started before the first model
-is loaded, stopped after the last one is finalised.
+For: the server, which owns the services, and model versions. Does not know: models. Invariant: the services start
+before the first model is loaded and stop after the last one is finalised.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmbackend.gpus import MIN_COMPUTE_CAPABILITY, supported_gpus
+from prometheus_client import CollectorRegistry
+
 from llmbackend.waiting.timer import Timer
 
-from .caching.cache_slot import CacheSlot
-from .conservation import BreachLog
-from .errors import invalid_argument
-from .inner_door import ModelHost
+from .backend_api import MetricFamily, MetricKind
+from .caching.response_cache import CacheSlot
+from .gpus import HostGpus
+from .metrics.metric_family import MetricFamilies
 from .metrics.metrics_options import MetricsOptions
-from .requests.reaper import Reaper
+from .model_to_model import ModelHost
+from .requests.response_channel import Reaper
 from .scheduling.rate_limiter import RateLimiter
+from .server_options import ServerOptions
+
+log = logging.getLogger(__name__)
+
+LEAKS_METRIC = "llmbackend:core_invariant_breaches_total"
+LEAKS_DESCRIPTION = "Number of times the host found something left behind by requests that are over"
 
 
-@dataclass(frozen=True, slots=True)
-class HostGpus:
-    """CUDA's ids of the GPUs that instances may be placed on: those with at least that compute capability."""
+class LeakLog:
+    """Logs and counts the resources that requests of an idle model version leaked. Any thread. The metric is made at
+    the first leak, so that a server without leaks shows Triton's metrics alone. A leak counts once per model version
+    and kind, not once per check."""
 
-    ids: tuple[int, ...]
-    min_compute_capability: float
+    def __init__(self, families: MetricFamilies) -> None:
+        self._families = families
+        self._lock = threading.Lock()
+        self._seen: set[tuple[str, int, str]] = set()
 
-    @classmethod
-    def find(cls, settings: Mapping[str, Mapping[str, str]]) -> HostGpus:
-        """`settings`: ServerOptions.backend_config. Raises TritonError INVALID_ARG for a capability that is no
-        number."""
-        minimum = settings.get("", {}).get("min-compute-capability", str(MIN_COMPUTE_CAPABILITY))
-        try:
-            return cls(supported_gpus(float(minimum)), float(minimum))
-        except ValueError as error:
-            raise invalid_argument(f"the GPUs of this host cannot be told: {error}") from None
+    def report(self, model: str, version: int, leaks: Mapping[str, int]) -> None:
+        """leaks: count by kind."""
+        for what, count in leaks.items():
+            with self._lock:
+                is_new = (model, version, what) not in self._seen
+                self._seen.add((model, version, what))
+            if is_new:
+                log.error(
+                    "invariant breached: model '%s' version %d is idle, but has %d %s", model, version, count, what
+                )
+                self._metric().increment(model=model, version=str(version))
+
+    def _metric(self) -> MetricFamily:
+        return self._families.get(MetricKind.COUNTER, LEAKS_METRIC, LEAKS_DESCRIPTION, ("model", "version"), None)
+
+    def forget(self, model: str, version: int) -> None:
+        """The version is unloaded: if it is loaded again, its leaks are new."""
+        with self._lock:
+            self._seen = {seen for seen in self._seen if seen[:2] != (model, version)}
 
 
 @dataclass(frozen=True, slots=True)
 class HostServices:
     reaper: Reaper
     timer: Timer
-    breaches: BreachLog
+    leaks: LeakLog
     metrics: MetricsOptions
     host: ModelHost
     caches: CacheSlot
     rate_limiter: RateLimiter
     gpus: HostGpus
 
+    @classmethod
+    def create(
+        cls, options: ServerOptions, host: ModelHost, registry: CollectorRegistry, families: MetricFamilies
+    ) -> HostServices:
+        """Raises TritonError INVALID_ARG for settings that cannot be used."""
+        return cls(
+            Reaper(),
+            Timer(),
+            LeakLog(families),
+            options.metrics,
+            host,
+            CacheSlot(options.cache_config, registry),
+            RateLimiter(options.rate_limit, options.rate_limit_resources),
+            HostGpus.find(options.backend_config),
+        )
+
     def start(self) -> None:
-        """Raises TritonError when the response cache can not be made."""
+        """Raises TritonError when the response cache cannot be created."""
         self.reaper.start()
         self.timer.start()
         self.caches.open()

@@ -1,65 +1,119 @@
-"""The one door that frontends use.
+"""The server: the whole host behind one object. Source: Triton's in-process API and server.cc.
 
-For: frontends and the command line. Does not know: wire protocols, LLMs. Owner of the server's state and of every part
-of the host; this file is its life, what it is asked for stands in the doors it is made of. Invariants: no request is
-accepted unless the server is READY; after `stop` returned True no model, backend or thread of the host is left.
-Source: Triton's in-process API and server.cc (reference §1.1, §1.6, §2.10, §2.11).
+For: frontends, the command line, and models that use other models (ModelHost). Does not know: wire protocols, language
+models. Invariants: a request is accepted only while the server is READY, or while it exits if it continues a sequence
+or comes from a model; after `stop` returned True no model, backend or thread of the host is left.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import Enum, auto
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.samples import Sample
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+from tritonclient.grpc.service_pb2 import ModelStatistics
 
-from .conservation import breaches_of
-from .control_door import ControlDoor
-from .errors import TritonError, unavailable
-from .inference_door import InferenceDoor
-from .lifecycle.draining import cut, wait_until_drained
-from .lifecycle.load_errors import StartupError
-from .lifecycle.model_lifecycle import STOPPING
-from .memory.shared_memory import SharedMemory
-from .messages import ServerOptions
-from .served_models import ServedModels
-from .server_parts import ServerState
-from .startup_tables import log_tables
+from llmbackend import __version__
+
+from .backend_manager import BackendManager
+from .errors import StartupError, TritonError, unavailable
+from .host_services import HostServices
+from .lifecycle.draining import cut_off, wait_until_drained
+from .lifecycle.model_loading import ModelLoader
+from .lifecycle.model_versions import STOPPING
+from .lifecycle.repository_polling import RepositoryPoller
+from .messages import (
+    InferenceHandle,
+    InferenceRequest,
+    LoadParameters,
+    ModelIndex,
+    ModelMetadata,
+    ResponseCallback,
+    ServerMetadata,
+    Tenant,
+)
+from .metrics.metric_family import MetricFamilies
+from .metrics.nv_metrics import register_metrics
+from .models.model import LoadedModel
+from .models.served_config import Description
+from .served_models import ServedModels, log_summary
+from .server_options import ServerOptions
+from .shared_memory import SharedMemoryManager
+from .tracing.manager import TraceManager
 
 log = logging.getLogger(__name__)
 
+CONTROL_THREADS = 8
+"""Load requests that run, or wait for another load of their model, at the same time."""
+EXPLICIT_ONLY = "explicit model load / unload is not allowed if polling is enabled"
+EXTENSIONS = (
+    "classification",
+    "sequence",
+    "model_repository",
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
+    "cuda_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "trace",
+    "logging",
+)
+"""Triton's names of the protocol extensions that this host serves."""
 UNLOAD_GRACE_S = 8.0
-"""What unloading gets at the least, however long requests took: an engine that hangs is killed after 5 s."""
+"""Time that unloading has at least, however long requests took: an engine that hangs is killed after 5 s."""
 
 
-class InferenceServer(InferenceDoor, ControlDoor, ServedModels):
+class ServerState(Enum):
+    INVALID = auto()
+    INITIALIZING = auto()
+    READY = auto()
+    EXITING = auto()
+    FAILED_TO_INITIALIZE = auto()
+
+
+class InferenceServer:
     def __init__(self, options: ServerOptions) -> None:
-        super().__init__(options, self)
+        self._options = options
+        self._state = ServerState.INVALID
+        self._state_lock = threading.Lock()
+        self.metrics_registry = CollectorRegistry(auto_describe=False)
+        self.shared_memory = SharedMemoryManager(options.allow_client_shm)
+        self.tracing = TraceManager(options.trace)
+        self._families = MetricFamilies(self.metrics_registry)
+        self._services = HostServices.create(options, self, self.metrics_registry, self._families)
+        self._backends = BackendManager(
+            options.backend_directory, options.backend_config, options.auto_complete_config, self._families
+        )
+        self._loader = ModelLoader(options, self._backends, self._services)
+        self._versions = self._loader.lifecycle.versions
+        self._models = ServedModels(self._versions, self._loader.names, self._loader.repository)
+        self._poller = RepositoryPoller(self._loader, options.repository_poll_secs)
+        self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
+        register_metrics(self.metrics_registry, self._versions.ready_models, options.metrics)
 
-    @property
-    def metrics_registry(self) -> CollectorRegistry:
-        return self._registry
-
-    @property
-    def shared_memory(self) -> SharedMemory:
-        return self._shared_memory
-
-    def metric_samples(self, name: str) -> list[Sample]:
-        """What backends report now in the family of that name; [] for one that nobody has made."""
-        return self._families.samples(name)
+    # --- life -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Loads the startup models; blocks until they are READY or failed.
 
         Raises StartupError when a startup model failed and options.exit_on_error, another TritonError when the server
-        itself can not start; it is stopped then.
+        itself cannot start; the server is stopped then.
         """
         self._state = ServerState.INITIALIZING
         try:
             self._services.start()
             self.tracing.start()
-            self._repository.check()
+            self._loader.repository.check()
             names = self._loader.startup_models()
         except TritonError:
             self._fail_to_start(timeout_s=0.0)
@@ -69,7 +123,7 @@ class InferenceServer(InferenceDoor, ControlDoor, ServedModels):
             raise unavailable(STOPPING)
         for error in errors.values():
             log.error("%s", error)
-        self._log_tables()
+        log_summary(self._loader.agents.table(), self._backends.table(), self._versions)
         if errors and self._options.exit_on_error:
             self._fail_to_start(timeout_s=30.0)
             raise StartupError(errors)
@@ -80,30 +134,30 @@ class InferenceServer(InferenceDoor, ControlDoor, ServedModels):
             self._poller.start()
 
     def stop(self, timeout_s: float) -> bool:
-        """Refuses new work, waits for in-flight requests, cuts off those that run longer, unloads every model and
-        finalises backends. Any thread; may be called while `start` still loads, and again.
+        """Refuses new work, waits up to `timeout_s` for in-flight requests, cuts off those that run longer, unloads
+        every model and finalises backends. Any thread; may be called while `start` still loads, and again.
 
-        False = something was cut off, or a model did not end; then backends that are left are not finalised.
+        False = requests were cut off, or a model did not unload; in the second case backends are not finalised.
         """
         with self._state_lock:
             self._state = ServerState.EXITING
         self._poller.stop()
-        self._lifecycle.refuse_loads()
+        self._versions.refuse_loads()
         self._control.shutdown(wait=False)
         deadline_s = time.monotonic() + timeout_s
         log.info("Waiting for in-flight requests to complete.")
-        is_drained = wait_until_drained(self._lifecycle.live_models, deadline_s)
+        is_drained = wait_until_drained(self._versions, deadline_s)
         if is_drained:
             log.info("All models are stopped, unloading models")
         else:
             log.error("Exit timeout expired. Exiting immediately.")
-            cut(self._lifecycle.live_models())
-        is_unloaded = self._lifecycle.close(max(deadline_s - time.monotonic(), UNLOAD_GRACE_S))
-        self._repository.close()
-        self._shared_memory.close()
+            cut_off(self._versions.live_models())
+        is_unloaded = self._loader.lifecycle.close(max(deadline_s - time.monotonic(), UNLOAD_GRACE_S))
+        self._loader.repository.close()
+        self.shared_memory.close()
         self.tracing.close()
         if not is_unloaded:
-            left = {what: count for what, count in self._lifecycle.left_behind().items() if count}
+            left = {what: count for what, count in self._versions.leaked_resources().items() if count}
             log.error("Unloading did not end: %s", ", ".join(f"{count} {what}" for what, count in left.items()))
             return False
         self._poller.join()
@@ -114,29 +168,160 @@ class InferenceServer(InferenceDoor, ControlDoor, ServedModels):
     def is_live(self) -> bool:
         return self._state in (ServerState.READY, ServerState.EXITING)
 
+    def is_ready(self) -> bool:
+        """READY; with strict readiness also every known version READY or unloaded, and every instance ready. Answers
+        within seconds, also when a backend hangs."""
+        if self._state is not ServerState.READY:
+            return False
+        return not self._options.strict_readiness or self._models.all_are_ready()
+
+    @property
+    def is_exiting(self) -> bool:
+        return self._state is ServerState.EXITING
+
     def check(self) -> list[str]:
-        """What is left behind, in words, on a server where no request runs and nothing is loaded or unloaded; empty
-        when all is well. Each model version checks itself, too, whenever it becomes idle."""
+        """Resource leaks, one sentence each. Call it when no request runs and nothing is loaded or unloaded. (Each
+        model version also checks itself whenever it becomes idle.)"""
         found = []
-        models = self._lifecycle.live_models()
+        models = self._versions.live_models()
         for model in models:
-            left = {"in-flight inferences": model.in_flight.count, **model.left_behind()}
-            found += breaches_of(f"model '{model.name}' version {model.version}", left)
+            left = {"in-flight inferences": model.in_flight.count, **model.leaked_resources()}
+            found += _leaks(f"model '{model.name}' version {model.version}", left)
         timers = max(len(self._services.timer) - len(models), 0)  # a queue may keep one
         left = {
-            **self._loader.left_behind(),
-            **self._shared_memory.left_behind(),
-            **self._services.rate_limiter.left_behind(),
+            **self._loader.leaked_resources(),
+            **self.shared_memory.leaked_resources(),
+            **self._services.rate_limiter.leaked_resources(),
             "actions for its reaper": self._services.reaper.backlog,
             "traces that are not complete": self.tracing.open_count,
         }
-        return found + breaches_of("the server", {**left, "timers without a model": timers})
+        return found + _leaks("the server", {**left, "timers without a model": timers})
 
     def _fail_to_start(self, timeout_s: float) -> None:
         self.stop(timeout_s)
         self._state = ServerState.FAILED_TO_INITIALIZE
 
-    def _log_tables(self) -> None:
-        """What was loaded, as Triton shows it at the end of its start."""
-        states = {key: self._lifecycle.versions(key) for key in self._lifecycle.names()}
-        log_tables(self._loader.agents.table(), self._backends.table(), states)
+    def _check_serving(self) -> None:
+        if self._state is not ServerState.READY:
+            raise unavailable(STOPPING if self.is_exiting else "Server is not ready")
+
+    # --- inference --------------------------------------------------------------------------------------------------
+
+    def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
+        """Validates and enqueues. Raises TritonError when the request is refused; then `callback` is never called.
+        While the server exits, requests of open sequences are still accepted."""
+        if not (self.is_exiting and self._continues_sequence(request)):
+            self._check_serving()
+        if request.shared_inputs:
+            request = self.shared_memory.with_inputs(request)
+        if request.shared_outputs:
+            return self.shared_memory.submit_with_outputs(
+                request.shared_outputs, callback, partial(self._infer, request)
+            )
+        return self._infer(request, callback)
+
+    def acquire_model(self, name: str, version: int = -1) -> LoadedModel:
+        """A READY model for a request of another model, also while the server exits: see ModelHost."""
+        return self._versions.acquire(self._loader.names.key(name), version)
+
+    def cancel_requests(
+        self, model_name: str, version: int = -1, request_id: str = "", by: Tenant | None = None
+    ) -> int:
+        """Cancels every live request of the model with that client id, and returns how many there were. Version -1 =
+        every version, also those that drain. The empty id matches nothing. With `by` only requests that this tenant may
+        end count.
+
+        Raises TritonError as `infer_async` does for a model or version that is unknown and has no request left.
+        """
+        channels = [
+            channel
+            for model in self._models.live_versions(model_name, version)
+            for channel in model.live_requests.with_id(request_id)
+            if not channel.is_final and (by is None or by.may_end(channel.tenant))
+        ]
+        for channel in channels:
+            channel.cancel()
+        return len(channels)
+
+    def _infer(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
+        return self.acquire_model(request.model_name, request.model_version).infer(request, callback)
+
+    def _continues_sequence(self, request: InferenceRequest) -> bool:
+        try:
+            sequences = self._models.get(request.model_name, request.model_version).sequences
+        except TritonError:
+            return False
+        return sequences is not None and sequences.continues(request.correlation_id, request.flags, request.tenant)
+
+    # --- model control ----------------------------------------------------------------------------------------------
+
+    def load_model(self, name: str, parameters: LoadParameters | None = None) -> None:
+        """Loads or reloads; blocks until done. A loaded model whose files did not change is left alone.
+
+        Raises TritonError: UNAVAILABLE unless the model control mode is explicit, INTERNAL when the model cannot be
+        polled, INVALID_ARG when the load fails.
+        """
+        self._check_explicit()
+        self._loader.load(name, parameters)
+
+    def start_load(self, name: str, parameters: LoadParameters | None = None) -> Future[None]:
+        """`load_model` on a thread for loads, so that a slow load does not occupy a thread of other calls."""
+        self._check_explicit()
+        try:
+            return self._control.submit(self.load_model, name, parameters)
+        except RuntimeError:  # stopped meanwhile
+            raise unavailable(STOPPING) from None
+
+    def unload_model(self, name: str, unload_dependents: bool = False) -> None:
+        """Begins to unload a model and the ensembles that are made of it; requests in flight run to their end. With
+        `unload_dependents` also the composing models of an ensemble that nothing else needs.
+
+        Raises TritonError UNAVAILABLE unless the model control mode is explicit.
+        """
+        self._check_explicit()
+        self._loader.unload(name, unload_dependents)
+
+    def _check_explicit(self) -> None:
+        if self._options.model_control_mode != "explicit":
+            raise unavailable(EXPLICIT_ONLY)
+        self._check_serving()
+
+    # --- descriptions: see ServedModels -----------------------------------------------------------------------------
+
+    def server_metadata(self) -> ServerMetadata:
+        return ServerMetadata(self._options.server_id, __version__, EXTENSIONS)
+
+    def metric_samples(self, name: str) -> list[Sample]:
+        """The current samples of a backend's metric family; [] for an unknown family."""
+        return self._families.samples(name)
+
+    def model_is_ready(self, name: str, version: int = -1) -> bool:
+        return self._models.is_ready(name, version)
+
+    def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
+        return self._models.metadata(name, version)
+
+    def model_description(self, name: str, version: int = -1) -> Description:
+        """What requests need to know of a model's configuration; made once per load."""
+        return self._models.get(name, version).description
+
+    def model_parameters(self, name: str, version: int = -1) -> Mapping[str, str]:
+        return self._models.get(name, version).description.parameters
+
+    def model_config(self, name: str, version: int = -1) -> ModelConfig:
+        """A copy, which takes time: requests are served with `model_metadata`, `model_parameters`, `is_decoupled`."""
+        return self._models.get(name, version).config
+
+    def is_decoupled(self, name: str, version: int = -1) -> bool:
+        """The configuration's `decoupled`, without a copy of the configuration."""
+        return self._models.get(name, version).answers_decoupled
+
+    def model_statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
+        return self._models.statistics(name, version)
+
+    def repository_index(self, ready_only: bool = False) -> list[ModelIndex]:
+        return self._models.repository_index(ready_only)
+
+
+def _leaks(subject: str, counts: Mapping[str, int]) -> list[str]:
+    return [f"{subject} is idle, but has {count} {what}" for what, count in counts.items() if count]

@@ -1,100 +1,99 @@
-"""What frontends and the host say to each other: an inference request, its responses, and the options of a server.
+"""What frontends, models and the host exchange: inference requests, their responses, and descriptions of models.
 
-For: frontends (they build `InferenceRequest` and receive `InferenceResponse`) and the host. Does not know: wire
-protocols.
-Invariant: both are not changed any more once handed over; the callback of a request is called from any thread, ends
-with exactly one call that carries ResponseFlag.FINAL, and must only enqueue.
+For: frontends and models (they make an `InferenceRequest` and receive `InferenceResponse`s) and the host. Does not
+know: wire protocols, schedulers. Invariants: a request and a response never change; the callback that a request is sent
+with ends with exactly one call that carries ResponseFlag.FINAL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from enum import IntFlag
+from typing import Final, Protocol
 
-from .backend_api import ParameterValue, RequestFlag, ResponseFlag
 from .errors import TritonError
-from .metrics.metrics_options import MetricsOptions
-from .scheduling.rate_limit_resources import RateLimitMode, RateLimitResource
-from .tenants import NO_TENANT, Tenant
-from .tensors import Place, RawTensor, SharedInput, Tensor
-from .tracing.settings import TraceSettings
+from .tensors import STRINGS_PER_CALL, RawTensor, SharedInput, SharedRange, Tensor
 from .tracing.trace import RequestTrace
 
-if TYPE_CHECKING:
-    from .statistics import PhaseTimes
+ParameterValue = str | int | bool | float
 
-__all__ = [
-    "InferenceHandle",
-    "InferenceRequest",
-    "InferenceResponse",
-    "LoadParameters",
-    "ModelIndex",
-    "ModelMetadata",
-    "Place",
-    "RateLimitMode",
-    "RateLimitResource",
-    "RawTensor",
-    "RequestObserver",
-    "ResponseCallback",
-    "ServerMetadata",
-    "ServerOptions",
-    "SharedInput",
-    "TensorMetadata",
-]
+
+class RequestFlag(IntFlag):
+    SEQUENCE_START = 1
+    SEQUENCE_END = 2
+
 
 NO_FLAGS = RequestFlag(0)
 
 
+class ResponseFlag(IntFlag):
+    NONE = 0
+    FINAL = 1
+
+
+def is_final(flags: ResponseFlag) -> bool:
+    """Whether FINAL is set. (Combining flags of an enum costs a microsecond; this runs several times per response.)"""
+    return flags is ResponseFlag.FINAL or (flags is not ResponseFlag.NONE and bool(flags & ResponseFlag.FINAL))
+
+
 @dataclass(frozen=True, slots=True)
-class InferenceResponse:
-    """One response. With `error` set, `outputs` is empty; `request_id` is the client's id."""
+class Tenant:
+    """The client on whose behalf a request is made. It separates clients in caches, request ids and sequences.
 
-    model_name: str
-    model_version: int
-    request_id: str
-    outputs: tuple[Tensor, ...] = ()
-    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
-    error: TritonError | None = None
+    A client cannot choose it: it is no part of a request's parameters, headers or tensors. A request that a model makes
+    for another request has that request's tenant.
+    """
 
+    key_name: str = ""
+    """Name of the API key; "" = none."""
+    is_operator: bool = False
+    """Whether it may end the requests of others."""
+    cache_name: str = ""
+    """Requests share entries of the prefix cache and the response cache only if this is equal: the key's name, or ""
+    where keys share."""
 
-ResponseCallback = Callable[[InferenceResponse | None, ResponseFlag], None]
-"""(response, flags); response None is a flags-only completion. Any thread; must only enqueue."""
-
-
-def nobody(response: InferenceResponse | None, flags: ResponseFlag) -> None:
-    """The callback of a request that is not submitted yet."""
-
-
-class RequestObserver(Protocol):
-    """Who made a request inside the host and follows more of it than its responses: an ensemble. Any thread."""
-
-    def make_room(self) -> None:
-        """Called before each response of a backend that may be blocked (SendPolicy) is delivered: blocks to hold it
-        back."""
-
-    def computed(self, times: PhaseTimes) -> None:
-        """The request succeeded, and this is what its backend reported."""
-
-    def done(self) -> None:
-        """The last handle on the request is gone."""
+    def may_end(self, request_of: Tenant) -> bool:
+        """Whether it may stop that tenant's requests by their ids."""
+        return self.is_operator or self.key_name == request_of.key_name
 
 
-@dataclass(slots=True)
+NO_TENANT: Final = Tenant()
+"""Of requests to a server without API keys, and of requests that the host and its models make for themselves."""
+
+
+def common_tenant(tenants: frozenset[Tenant]) -> Tenant:
+    """The tenant of work done for all of `tenants` at once. For several it is a new one that shares no cache entry and
+    may end no request."""
+    if not tenants:
+        return NO_TENANT
+    if len(tenants) == 1:
+        return next(iter(tenants))
+    return Tenant(key_name=(name := f"#{secrets.token_hex(8)}"), cache_name=name)  # no key's name contains #
+
+
+@dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """A request as a frontend hands it to InferenceServer.infer_async. model_version -1 = the highest READY version.
+    """A request to a model: of a client (InferenceServer.infer_async) or of another model (Model.infer_async).
 
-    `raw_input` marks a tensor whose shape the host deduces from the model's single input (Triton's raw binary request):
-    then `inputs` is empty. A RawTensor in `inputs` is checked against the model's configuration before it is decoded.
-    `shared_inputs` lie in shared memory; SharedMemory.with_inputs makes `inputs` of them. `output_places` says which
-    outputs are written there, `classes` of which outputs only the so many largest elements are wanted, as text.
-    `trace` is that of a sampled request, or a child of the trace of the request on whose behalf this one is made;
-    `tenant` is that of the client, or of that request.
+    model_name: with model_version, -1 = the highest READY version
+    id: the client's id, "" = none; not unique
+    inputs: a RawTensor is checked against the model's configuration before it is decoded
+    requested_outputs: () = all outputs of the model
+    correlation_id: of the sequence, 0 or "" = no sequence
+    flags: whether the request starts or ends its sequence
+    priority: 0 = the model's default; 1 is the highest
+    timeout_us: longest time in the queue; 0 = the model's default
+    raw_input: the only input, whose shape the host deduces from the configuration (Triton's raw binary request)
+    shared_inputs: inputs that lie in shared memory; clients only
+    shared_outputs: where in shared memory to write outputs, by name; clients only
+    classes: for how many of its largest elements an output is asked as text, by name
+    trace: of a client's request its own, if it is sampled; of a model's the trace of the request it is made for
+    tenant: the client on whose behalf the request is made
     """
 
     model_name: str
-    response_callback: ResponseCallback
     model_version: int = -1
     id: str = ""
     inputs: tuple[Tensor | RawTensor, ...] = ()
@@ -106,24 +105,65 @@ class InferenceRequest:
     timeout_us: int = 0
     raw_input: bytes | None = None
     shared_inputs: tuple[SharedInput, ...] = ()
-    output_places: Mapping[str, Place] = field(default_factory=dict)
+    shared_outputs: Mapping[str, SharedRange] = field(default_factory=dict)
     classes: Mapping[str, int] = field(default_factory=dict)
-    observer: RequestObserver | None = None
     trace: RequestTrace | None = None
     tenant: Tenant = NO_TENANT
 
 
+@dataclass(frozen=True, slots=True)
+class InferenceResponse:
+    """One response of a model.
+
+    request_id: the client's id
+    outputs: () where `error` is set
+    """
+
+    model_name: str
+    model_version: int
+    request_id: str
+    outputs: tuple[Tensor, ...] = ()
+    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    error: TritonError | None = None
+
+
+RESPONSE_BYTES: Final = 512
+"""Memory of a response besides its tensors' elements (measured: 480 to 700 with one or two tensors)."""
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """About how much memory a response with these tensors holds, in bytes."""
+    size = RESPONSE_BYTES
+    for tensor in tensors:
+        data = tensor.data
+        if tensor.datatype != "BYTES":
+            size += data.nbytes
+        elif data.size == 1:  # a token's text; this runs once per token
+            size += len(data.item())
+        else:
+            size += sum(
+                sum(map(len, data.flat[start : start + STRINGS_PER_CALL]))
+                for start in range(0, data.size, STRINGS_PER_CALL)
+            )
+    return size
+
+
+ResponseCallback = Callable[[InferenceResponse | None, ResponseFlag], None]
+"""(response, flags) as TRITONSERVER_InferenceResponseCompleteFn_t; response None is a flags-only completion. Exactly
+one call carries FINAL, and none comes after it. Called on any thread, under locks of the host: it must only enqueue."""
+
+
 class InferenceHandle(Protocol):
-    """What infer_async gives back: the way to cancel."""
+    """What infer_async returns: the way to cancel."""
 
     def cancel(self) -> None:
-        """Asks for cancellation; idempotent, any thread. The FINAL callback still comes (a CANCELLED error, or
-        whatever the backend had in flight)."""
+        """Asks the request to stop: idempotent, any thread. The FINAL callback still comes, with a CANCELLED error or
+        with what the backend had in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIndex:
-    """One row of the repository index. A model never loaded has no version, state and reason."""
+    """One row of the repository index. Of a model that was never loaded, all but the name is ""."""
 
     name: str
     version: str = ""
@@ -140,10 +180,12 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """`shape`s carry a leading -1 when the model batches; `versions` lists every READY one unless one was asked for.
+    """What Triton's model metadata says of a model, and, not part of the protocol, the last two fields.
 
-    Not part of the protocol: optional_inputs, the names of inputs that a request may leave out; fingerprint, a short
-    text that changes with the server's release, the model's configuration and the files of its version.
+    versions: every READY one, unless one version was asked for
+    inputs, outputs: shapes have a leading -1 when the model batches
+    optional_inputs: names of inputs that a request may leave out
+    fingerprint: a short text that changes with the server's release, the model's configuration and its version's files
     """
 
     name: str
@@ -160,37 +202,6 @@ class ServerMetadata:
     name: str
     version: str
     extensions: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Options of the host, with Triton's names and defaults.
-
-    `repository_poll_secs` 0 = mode poll does not poll. `backend_config` maps a backend's name ("" = every backend) to
-    its settings, `cache_config` a cache's.
-    """
-
-    model_repositories: Sequence[Path] = ()
-    server_id: str = "triton"
-    model_control_mode: Literal["none", "poll", "explicit"] = "none"
-    repository_poll_secs: float = 15.0
-    startup_models: Sequence[str] = ()
-    backend_directory: Path | None = None
-    backend_config: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    strict_readiness: bool = True
-    exit_on_error: bool = True
-    model_load_thread_count: int = 4
-    model_load_retry_count: int = 0
-    auto_complete_config: bool = True
-    model_config_name: str = ""
-    model_namespacing: bool = False
-    repoagent_directory: Path | None = None
-    allow_client_shm: bool = False
-    metrics: MetricsOptions = field(default_factory=MetricsOptions)
-    cache_config: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    rate_limit: RateLimitMode = "off"
-    rate_limit_resources: Sequence[RateLimitResource] = ()
-    trace: TraceSettings = field(default_factory=TraceSettings)
 
 
 LoadParameters = Mapping[str, str | bytes]

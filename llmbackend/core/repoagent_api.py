@@ -1,30 +1,38 @@
-"""The contract between the host and a repository agent: what an agent sees, and what it must export.
+"""The contract between the host and a repository agent: what an agent must export, and what it sees of the host.
 
-For: authors of agents and the host; an agent may import this module and nothing else of the host. Does not know: how
-models are loaded. Source: Triton's `tritonrepoagent.h` (API 0.1), names kept; a C function
-`TRITONREPOAGENT_ModelXDoY(agent, model, …)` is the method `model.do_y(…)` here.
+An agent imports this module and nothing else of the host. It does not see how models are loaded. Source: Triton's
+`tritonrepoagent.h` (API 0.1). Names are kept: a C function `TRITONREPOAGENT_ModelXDoY(agent, model, …)` is the method
+`model.do_y(…)` here.
 
-A repository agent is asked before a model is loaded and told what becomes of it: it may check the model's files, or
+A repository agent acts before a model is loaded, and is told how the load went on. It may check the model's files, or
 bring them from elsewhere. A model names its agents in config.pbtxt:
 
     model_repository_agents { agents [ { name: "checksum" parameters { key: "MD5:1/model.py" value: "0123…" } } ] }
 
-The agent `NAME` is the Python module `<--repoagent-directory>/NAME/tritonrepoagent_NAME.py` (or `repoagent.py` there)
-with these functions; only ModelAction is required:
+Functions
+    The agent NAME is the Python module `<--repoagent-directory>/NAME/tritonrepoagent_NAME.py` (or `repoagent.py` there)
+    with the functions below. Only TRITONREPOAGENT_ModelAction is required.
 
-    TRITONREPOAGENT_Initialize(agent: Agent) -> None                       when its first model is about to load
-    TRITONREPOAGENT_Finalize(agent: Agent) -> None                         when its last model is gone
+    TRITONREPOAGENT_Initialize(agent: Agent) -> None
+        Before its first model is loaded.
+    TRITONREPOAGENT_Finalize(agent: Agent) -> None
+        After its last model.
     TRITONREPOAGENT_ModelInitialize(agent: Agent, model: AgentModel) -> None
+        At the begin of each load of a model.
     TRITONREPOAGENT_ModelFinalize(agent: Agent, model: AgentModel) -> None
+        After the last action of that load.
     TRITONREPOAGENT_ModelAction(agent: Agent, model: AgentModel, action: Action) -> None
+        One action of that load.
 
-A function fails by raising TritonError (any other exception counts as INTERNAL). A failed Initialize, ModelInitialize
-or LOAD makes the load fail; what fails later is logged, and changes nothing. The actions of one model are
+Actions
+    One load of a model has the actions LOAD, LOAD_COMPLETE, UNLOAD, UNLOAD_COMPLETE, or LOAD, LOAD_FAIL.
+    - LOAD and UNLOAD reach the agents of a model in the order of its configuration, the others in reverse order.
+    - UNLOAD_COMPLETE comes when the last request of the last version has ended and all versions are finalised.
 
-    LOAD → LOAD_COMPLETE → UNLOAD → UNLOAD_COMPLETE      or      LOAD → LOAD_FAIL
-
-LOAD and UNLOAD reach the agents of a model in the order of its configuration, the others in reverse. UNLOAD_COMPLETE
-comes when the last request of the last version has ended and the versions are finalised.
+Failure
+    - A function fails by raising TritonError. Any other exception counts as INTERNAL.
+    - If Initialize, ModelInitialize or the action LOAD fails, the load fails. Later failures are logged, without
+    effect.
 """
 
 from __future__ import annotations
@@ -64,9 +72,10 @@ class Action(Enum):
 
 
 class Agent(Protocol):
-    """A loaded agent. `state` is its own slot, None until it sets it."""
+    """A loaded agent."""
 
     state: Any
+    """For the agent's own use; None at first."""
 
     @property
     def name(self) -> str: ...
@@ -75,9 +84,10 @@ class Agent(Protocol):
 
 
 class AgentModel(Protocol):
-    """One load of one model, from ModelInitialize to ModelFinalize. `state` is the agent's own slot."""
+    """One load of one model, from ModelInitialize to ModelFinalize."""
 
     state: Any
+    """For the agent's own use; None at first."""
 
     @property
     def parameters(self) -> Mapping[str, str]:
@@ -85,20 +95,21 @@ class AgentModel(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """A copy of the configuration as it is written, before defaults are filled in; for an agent that follows one
-        that moved the model, of the one in the new place (empty when there is none)."""
+        """A copy of the configuration file's content, without defaults. After another agent moved the model, that of
+        the file in the new directory (empty without such a file)."""
 
     @property
     def location(self) -> Path:
-        """The model's directory (TRITONREPOAGENT_ModelRepositoryLocation): always a local one here."""
+        """The model's directory, always a local one (TRITONREPOAGENT_ModelRepositoryLocation)."""
 
     def acquire_location(self) -> Path:
-        """An empty directory for this load's files, the same at each call; it is removed after ModelFinalize."""
+        """A new directory for this load's files, the same at each call. It is removed after ModelFinalize."""
 
     def release_location(self) -> None:
         """Removes the acquired directory now. Raises TritonError UNAVAILABLE when there is none."""
 
     def update_location(self, location: Path) -> None:
-        """Has the model loaded from `location` instead (TRITONREPOAGENT_ModelRepositoryUpdate).
+        """Loads the model from `location` instead (TRITONREPOAGENT_ModelRepositoryUpdate).
 
-        Raises TritonError INVALID_ARG outside of action LOAD."""
+        Raises TritonError INVALID_ARG outside of action LOAD.
+        """

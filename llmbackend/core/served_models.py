@@ -1,74 +1,84 @@
-"""What is served: models' metadata, configurations, statistics and readiness, and the index of the repositories.
+"""What is served: readiness, metadata and statistics of models, the repository index, and the tables at start.
 
-For: frontends, through InferenceServer. Does not know: wire protocols, requests. Invariant: it changes nothing; a name
-that several models share is refused as Triton refuses it. Source: Triton's in-process API (reference §1.1, §1.6).
+For: InferenceServer. Does not know: wire protocols, requests. Invariants: nothing is changed here; names and reasons in
+a table cannot begin a line. Source: PrintBackendAndModelSummary in Triton's server.cc; golden transcript 57.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Sequence
 
-from tritonclient.grpc.model_config_pb2 import ModelConfig
 from tritonclient.grpc.service_pb2 import ModelStatistics
 
-from llmbackend import __version__
-
-from .descriptions import EXTENSIONS
 from .errors import TritonError, invalid_argument
-from .lifecycle.model_versions import UNLOADED, ModelState
-from .messages import ModelIndex, ModelMetadata, ServerMetadata
-from .repository.model_names import ModelIdentifier
-from .repository.model_repository import DUPLICATE
-from .server_parts import ServerParts, ServerState
+from .lifecycle.model_versions import UNLOADED, ModelReadyState, ModelVersions
+from .messages import ModelIndex, ModelMetadata
+from .models.model import LoadedModel
+from .repository.model_names import ModelIdentifier, ModelNames
+from .repository.model_repository import DUPLICATE, ModelRepository
+
+log = logging.getLogger(__name__)
+
+NO_VERSION = "Not loaded: No model version was found"
 
 
-class ServedModels(ServerParts):
-    def is_ready(self) -> bool:
-        """READY; with strict readiness also every known version READY or unloaded, and every instance ready."""
-        if self._state is not ServerState.READY:
-            return False
-        if not self._options.strict_readiness:
-            return True
-        for key in self._lifecycle.names():
-            versions = self._versions(key)
-            if not versions:
+class ServedModels:
+    def __init__(self, versions: ModelVersions, names: ModelNames, repository: ModelRepository) -> None:
+        self._versions = versions
+        self._names = names
+        self._repository = repository
+
+    def get(self, name: str, version: int = -1) -> LoadedModel:
+        """The READY model that clients mean by `name`, for reading what stays valid after an unload. -1 = the highest
+        READY version.
+
+        Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts, INVALID_ARG for a name that several models
+        share.
+        """
+        return self._versions.get(self._names.key(name), version)
+
+    def live_versions(self, name: str, version: int = -1) -> list[LoadedModel]:
+        """The versions (-1 = all) of one model that may hold requests, by its name or key. Raises as `get` when there
+        are none, or when several models share the name."""
+        models = [
+            model
+            for model in self._versions.live_models()
+            if name in (model.name, model.key) and version in (-1, model.version)
+        ]
+        if len({model.key for model in models}) != 1:
+            key = self.get(name, version).key
+            models = [model for model in models if model.key == key]
+        return models
+
+    def all_are_ready(self) -> bool:
+        """Whether every known model has versions, and each is READY, with ready instances, or was unloaded."""
+        for key in self._versions.names():
+            states = self._states(key)
+            if not states:
                 return False
-            for state, reason in versions.values():
-                if state is not ModelState.READY and (state, reason) != (ModelState.UNAVAILABLE, UNLOADED):
+            for state, reason in states.values():
+                if state is not ModelReadyState.READY and (state, reason) != (ModelReadyState.UNAVAILABLE, UNLOADED):
                     return False
         return True
 
-    def model_is_ready(self, name: str, version: int = -1) -> bool:
-        """False also for a model that is unknown or not loaded. Answered within seconds, as `is_ready` is."""
+    def is_ready(self, name: str, version: int = -1) -> bool:
+        """False also for a model that is unknown or not loaded. Answers within seconds, also when a backend hangs."""
         try:
-            return not self._model(name, version).not_ready_reason()
+            return not self.get(name, version).not_ready_reason()
         except TritonError:
             return False
 
-    def server_metadata(self) -> ServerMetadata:
-        return ServerMetadata(self._options.server_id, __version__, EXTENSIONS)
-
-    def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
-        model = self._model(name, version)
-        versions = [model] if version >= 0 else self._lifecycle.ready_models(model.key)
+    def metadata(self, name: str, version: int = -1) -> ModelMetadata:
+        model = self.get(name, version)
+        versions = [model] if version >= 0 else self._versions.ready_models(model.key)
         return model.description.metadata(each.version for each in versions)
 
-    def model_parameters(self, name: str, version: int = -1) -> Mapping[str, str]:
-        """The string values of the configuration's `parameters`."""
-        return self._model(name, version).description.parameters
-
-    def model_config(self, name: str, version: int = -1) -> ModelConfig:
-        """A copy, which takes time: requests are served with `model_metadata`, `model_parameters`, `is_decoupled`."""
-        return self._model(name, version).config
-
-    def is_decoupled(self, name: str, version: int = -1) -> bool:
-        """As `model_config` says, without a copy of it: asked with every request."""
-        return self._model(name, version).answers_decoupled
-
-    def model_statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
-        """Of READY versions. Raises TritonError INVALID_ARG for a named model or version that is not READY."""
-        keys = self._loader.names.keys(name) if name else [None]
-        models = self._lifecycle.ready_models(keys[0]) if len(keys) == 1 else []
+    def statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
+        """Of READY versions; "" = of all models. Raises TritonError INVALID_ARG for a named model or version that is
+        not READY."""
+        keys = self._names.keys(name) if name else [None]
+        models = self._versions.ready_models(keys[0]) if len(keys) == 1 else []
         if name and not models:
             raise invalid_argument(f"requested model '{name}' is not available")
         if name and version >= 0:
@@ -81,26 +91,58 @@ class ServedModels(ServerParts):
         """Every model of the repositories with the state of its known versions, sorted by name."""
         rows: list[ModelIndex] = []
         for key, sources in self._repository.listing().items():
-            name, versions = sources[0].name, self._versions(key)
+            name, states = sources[0].name, self._states(key)
             if len(sources) > 1:
-                rows.append(ModelIndex(name, "", ModelState.UNAVAILABLE.value, DUPLICATE))
+                rows.append(ModelIndex(name, "", ModelReadyState.UNAVAILABLE.value, DUPLICATE))
                 continue
-            if not versions:
+            if not states:
                 rows.append(ModelIndex(name))
-            for number, (state, reason) in versions.items():
+            for number, (state, reason) in states.items():
                 rows.append(ModelIndex(name, str(number), state.value, reason))
-        return [row for row in rows if not ready_only or row.state == ModelState.READY.value]
+        return [row for row in rows if not ready_only or row.state == ModelReadyState.READY.value]
 
-    def _versions(self, key: str) -> dict[int, tuple[ModelState, str]]:
-        """State and reason of each known version; one whose backend says that it is not ready is UNAVAILABLE."""
-        versions = self._lifecycle.versions(key)
-        for number, (state, _) in versions.items():
-            if state is ModelState.READY and (reason := self._not_ready_reason(ModelIdentifier(key), number)):
-                versions[number] = (ModelState.UNAVAILABLE, reason)
-        return versions
+    def _states(self, key: str) -> dict[int, tuple[ModelReadyState, str]]:
+        """State and reason of each known version. A version whose backend reports that it is not ready is
+        UNAVAILABLE."""
+        states = self._versions.states(key)
+        for number, (state, _) in states.items():
+            if state is ModelReadyState.READY and (reason := self._not_ready_reason(ModelIdentifier(key), number)):
+                states[number] = (ModelReadyState.UNAVAILABLE, reason)
+        return states
 
     def _not_ready_reason(self, key: ModelIdentifier, version: int) -> str:
         try:
-            return self._lifecycle.get(key, version).not_ready_reason()
+            return self._versions.get(key, version).not_ready_reason()
         except TritonError as error:
-            return error.message  # unloaded since
+            return error.message  # unloaded meanwhile
+
+
+def log_summary(agents: Iterable[Sequence[str]], backends: Iterable[Sequence[str]], versions: ModelVersions) -> None:
+    """Logs Triton's three tables at the end of a start: repository agents, backends, models. Rows: see the heads."""
+    for text in (
+        _table(("Repository Agent", "Path"), agents),
+        _table(("Backend", "Path", "Config"), backends),
+        _table(("Model", "Version", "Status"), _model_rows(versions)),
+    ):
+        log.info("\n%s", text, extra={"is_table": True})  # a log that escapes line ends keeps those of a table
+
+
+def _model_rows(versions: ModelVersions) -> Iterable[tuple[str, str, str]]:
+    for name in versions.names():
+        states = versions.states(name)
+        if not states:
+            yield name, "-", NO_VERSION
+        for number, (state, reason) in states.items():
+            yield name, str(number), f"{state.value}: {reason}" if reason else state.value
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    cells = [[" ".join(cell.split()) for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in (head, *cells)) for column in range(len(head))]
+    rule = "".join(f"+{'-' * (width + 2)}" for width in widths) + "+"
+    lines = [_line(row, widths) for row in (head, *cells)]
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule, ""])
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "".join(f"| {cell:<{width}} " for cell, width in zip(row, widths, strict=True)) + "|"

@@ -1,9 +1,8 @@
-"""Named tensors as they travel through the host, and Triton's datatypes.
+"""Named tensors inside the host, and Triton's datatypes.
 
 For: one tensor type for frontends, schedulers and backends. Does not know: where bytes come from (JSON, gRPC, shared
-memory).
-Invariant: `data` always has `shape`, and its dtype is the one that `NUMPY_DTYPE` names for `datatype`; BYTES tensors
-are object arrays of `bytes`. Tensors are never written to after they were made.
+memory). Invariant: `data` has `shape`, and the dtype that `NUMPY_DTYPE` names for `datatype`; BYTES tensors are object
+arrays of `bytes`. Tensors are never written to after they were made.
 Source: KServe v2 "Tensor Data Types" and Triton's model configuration.
 """
 
@@ -37,12 +36,11 @@ NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
     "BYTES": np.dtype(np.object_),
 }
 _LENGTH = struct.Struct("<I")
-AT_ONCE = 8192
-"""Strings that one call in C goes through: between calls another thread may have the interpreter's lock."""
+STRINGS_PER_CALL = 8192
+"""Strings per call in C; between calls other threads may take the interpreter's lock."""
+MAX_COUNT: Final = 2**63 - 1
 DATATYPE_OF_DTYPE: dict[np.dtype[Any], str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
-"""Numpy dtype → wire datatype. Unicode and byte-string arrays are not in it: convert them to object arrays of bytes
-first.
-"""
+"""Numpy dtype → wire datatype. Arrays of unicode or byte strings must be made object arrays of bytes first."""
 
 CONFIG_TYPE_OF_DATATYPE: dict[str, str] = {
     name: "TYPE_STRING" if name == "BYTES" else f"TYPE_{name}" for name in NUMPY_DTYPE
@@ -52,19 +50,18 @@ DATATYPE_OF_CONFIG_TYPE: dict[str, str] = {config: name for name, config in CONF
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A named tensor. `datatype` is the KServe name (`FP32`, `BYTES` …), `shape` includes any batch dimension."""
+    """A named tensor."""
 
     name: str
     datatype: str
+    """KServe's name: FP32, BYTES, …"""
     shape: tuple[int, ...]
+    """With the batch dimension, if there is one."""
     data: npt.NDArray[Any]
 
     @classmethod
     def of(cls, name: str, array: npt.NDArray[Any]) -> Tensor:
-        """A tensor around `array`, its datatype taken from the dtype.
-
-        Raises TritonError INVALID_ARG for a dtype Triton has no name for.
-        """
+        """A tensor around `array`. Raises TritonError INVALID_ARG for a dtype without a Triton datatype."""
         if array.dtype.kind in "US":
             array = np.array([_to_bytes(item) for item in array.ravel()], dtype=np.object_).reshape(array.shape)
         datatype = DATATYPE_OF_DTYPE.get(array.dtype)
@@ -81,12 +78,23 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RawTensor:
-    """A tensor as it came over a wire: not yet checked, and `raw` not yet decoded.
+class JsonTensor(Tensor):
+    """A BYTES tensor whose one element is the JSON text of `value`: a backend in the same process need not parse it."""
 
-    Frontends hand it to the core, which knows the model's configuration and so reports dtype and shape errors before
-    size errors, in Triton's words. `datatype` may be unknown and `shape` may hold negative numbers: the core refuses
-    them.
+    value: Any
+
+    @classmethod
+    def of_value(cls, name: str, value: Any, text: bytes) -> JsonTensor:
+        tensor = Tensor.text(name, text)
+        return cls(name, tensor.datatype, tensor.shape, tensor.data, value)
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor as it came over a wire: `raw` is not decoded and nothing is checked.
+
+    The core checks it against the model's configuration, so that dtype and shape errors come before size errors, with
+    Triton's texts; `datatype` may be unknown and `shape` may have negative numbers until then.
     """
 
     name: str
@@ -96,8 +104,8 @@ class RawTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor lies: `byte_size` bytes of a registered shared memory region, from `offset` on."""
+class SharedRange:
+    """`byte_size` bytes of a registered shared memory region, from `offset` on: where a tensor is or goes."""
 
     region: str
     offset: int
@@ -106,12 +114,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SharedInput:
-    """An input that lies in shared memory; it becomes a RawTensor when the region is read."""
+    """An input in shared memory; it becomes a RawTensor when the region is read."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    place: Place
+    memory_range: SharedRange
 
 
 def _to_bytes(value: Any) -> bytes:
@@ -127,25 +135,27 @@ def element_count(shape: tuple[int, ...]) -> int:
     return count
 
 
-MOST_COUNTED: Final = 2**63 - 1
+def shape_text(shape: Iterable[int]) -> str:
+    """A shape in errors, as Triton prints it: [2,-1]."""
+    return f"[{','.join(map(str, shape))}]"
 
 
 def check_size(name: str, datatype: str, shape: Iterable[int]) -> None:
-    """Raises TritonError INVALID_ARG with Triton's texts for an input whose elements or bytes 64 bits cannot count."""
+    """Raises TritonError INVALID_ARG with Triton's texts when the count of elements or bytes exceeds int64."""
     count = 1
     for dim in shape:
         count *= dim
-        if count > MOST_COUNTED:
+        if count > MAX_COUNT:
             raise invalid_argument(
-                f"shape of input '{name}' causes total element count to exceed maximum size of {MOST_COUNTED}"
+                f"shape of input '{name}' causes total element count to exceed maximum size of {MAX_COUNT}"
             )
-    if datatype != "BYTES" and datatype in NUMPY_DTYPE and count * NUMPY_DTYPE[datatype].itemsize > MOST_COUNTED:
+    if datatype != "BYTES" and datatype in NUMPY_DTYPE and count * NUMPY_DTYPE[datatype].itemsize > MAX_COUNT:
         raise invalid_argument(f"byte size overflow for input '{name}'")
 
 
 def reshaped(name: str, data: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """`data` in `shape`, which has as many elements. Raises TritonError INVALID_ARG for a shape that no array can have
-    (more than 64 dimensions, or a dimension beyond memory beside one of 0)."""
+    """`data` in `shape`, of equally many elements. Raises TritonError INVALID_ARG for a shape that numpy cannot have
+    (more than 64 dimensions, or a huge dimension beside one of 0)."""
     if data.shape == shape:
         return data
     try:
@@ -158,11 +168,11 @@ def to_wire(tensor: Tensor) -> bytes:
     """The raw little-endian bytes of a tensor; BYTES elements carry a uint32 length before each."""
     if tensor.datatype != "BYTES":
         return np.ascontiguousarray(tensor.data).tobytes()
-    if tensor.data.size == 1:  # a token's text
+    if tensor.data.size == 1:  # fast path: the text of a token
         item = _to_bytes(tensor.data.item())
         return struct.pack("<I", len(item)) + item
     flat = tensor.data.reshape(-1)
-    return b"".join(_packed(flat[start : start + AT_ONCE]) for start in range(0, flat.size, AT_ONCE))
+    return b"".join(_packed(flat[start : start + STRINGS_PER_CALL]) for start in range(0, flat.size, STRINGS_PER_CALL))
 
 
 def _packed(elements: npt.NDArray[np.object_]) -> bytes:
@@ -175,14 +185,14 @@ def _packed(elements: npt.NDArray[np.object_]) -> bytes:
 
 
 def wire_view(tensor: Tensor) -> memoryview:
-    """What `to_wire` gives, without a copy where the data lies in memory as it travels."""
+    """The bytes of `to_wire`, without a copy if the data is in memory as on the wire."""
     if tensor.datatype == "BYTES":
         return memoryview(to_wire(tensor))
     return np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data
 
 
 def split_strings(raw: bytes | memoryview, limit: int) -> tuple[list[bytes], int]:
-    """Up to `limit` elements of a serialised BYTES tensor, and the offset behind the last whole one."""
+    """Up to `limit` elements of a serialised BYTES tensor, and the offset after the last complete one."""
     elements: list[bytes] = []
     offset, end = 0, len(raw)
     while len(elements) < limit and offset + 4 <= end:
@@ -196,7 +206,7 @@ def split_strings(raw: bytes | memoryview, limit: int) -> tuple[list[bytes], int
 
 
 def count_strings(raw: bytes | memoryview, offset: int, limit: int) -> tuple[int, int]:
-    """How many whole elements follow `offset`, up to `limit`, and the offset behind them."""
+    """How many complete elements follow `offset`, up to `limit`, and the offset after them."""
     count, end = 0, len(raw)
     while count < limit and offset + 4 <= end:
         stop = offset + 4 + _LENGTH.unpack_from(raw, offset)[0]
@@ -208,18 +218,17 @@ def count_strings(raw: bytes | memoryview, offset: int, limit: int) -> tuple[int
 
 
 def bytes_tensor(name: str, shape: tuple[int, ...], elements: list[bytes]) -> Tensor:
-    """A BYTES tensor of `elements`, as many as `shape` has. Raises TritonError INVALID_ARG as `reshaped` does."""
+    """A BYTES tensor of `elements`, whose number fits `shape`. Raises TritonError INVALID_ARG as `reshaped` does."""
     data = np.empty(len(elements), dtype=np.object_)
-    for start in range(0, len(elements), AT_ONCE):
-        data[start : start + AT_ONCE] = elements[start : start + AT_ONCE]
+    for start in range(0, len(elements), STRINGS_PER_CALL):
+        data[start : start + STRINGS_PER_CALL] = elements[start : start + STRINGS_PER_CALL]
     return Tensor(name, "BYTES", shape, reshaped(name, data, shape))
 
 
 def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> Tensor:
-    """The tensor behind its raw little-endian bytes; the inverse of `to_wire`. The data of a fixed-size type is a
-    view of `raw`.
+    """The tensor of raw little-endian bytes, the inverse of `to_wire`. Data of a fixed-size type is a view of `raw`.
 
-    Raises TritonError INVALID_ARG for an unknown datatype or when `raw` does not hold exactly `shape`.
+    Raises TritonError INVALID_ARG for an unknown datatype or when the size of `raw` does not fit `shape`.
     """
     dtype = NUMPY_DTYPE.get(datatype)
     if dtype is None:
@@ -231,7 +240,7 @@ def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | mem
                 f"input byte size mismatch for input '{name}'. Expected {count * dtype.itemsize}, got {len(raw)}"
             )
         data = np.frombuffer(raw, dtype=dtype)
-        if not data.flags.aligned:  # a part of a body; libraries behind backends may take alignment for granted
+        if not data.flags.aligned:  # part of a body; libraries of backends may expect aligned data
             data = data.copy()
         return Tensor(name, datatype, shape, reshaped(name, data, shape))
     elements, offset = split_strings(raw, max(count, 0))

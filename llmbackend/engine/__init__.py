@@ -1,0 +1,1 @@
+"""Continuous batching on paged KV memory: tokens in, tokens out."""

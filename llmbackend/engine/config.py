@@ -1,7 +1,8 @@
 """The engine's arguments: one frozen message, validated once.
 
-For: whoever starts an engine (the names are vLLM's EngineArgs where they exist there, so that a model.json written for
-vllm_backend is understood). Does not know: where the values came from. Invariant: a config that exists is valid.
+For: everything that starts an engine. The names are vLLM's EngineArgs where they exist there, so that a model.json
+written for vllm_backend is understood. Does not know: where the values came from. Invariant: a config that exists is
+valid.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ import msgspec
 
 DEFAULT_LOOKUP = 3
 GPU_DEFAULTS: Final[Mapping[str, int]] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
-"""What whoever makes the config of an engine on a GPU takes where nobody says (vLLM's defaults there)."""
+"""vLLM's defaults on a GPU, for the caller that makes the config of an engine there."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """N-gram speculation (prompt lookup), with vLLM's names. Raises ValueError naming field, value and what was
     expected.
 
-    num_speculative_tokens: the most drafts a row has in a step. prompt_lookup_max, prompt_lookup_min: the longest and
-    the shortest ending of the text that is looked up in it; one that is not given is as the other. max_step_tokens: a
-    step has drafts only as long as all its tokens together are no more. Up to there the weights' way from memory takes
-    the time and tokens are nearly free; on a processor with more arithmetic it may be larger.
+    method                    only "ngram"
+    num_speculative_tokens    most drafts of a row in a step; 4
+    prompt_lookup_max         tokens of the longest ending of a row's text that is searched for in the text; None = as
+                              prompt_lookup_min, or 3
+    prompt_lookup_min         tokens of the shortest such ending; None = as prompt_lookup_max, or 3
+    max_step_tokens           tokens of the largest step that has drafts, these included; 8. In small steps reading the
+                              weights takes the time and tokens are nearly free; a processor with more arithmetic can
+                              take more
     """
 
     method: Literal["ngram"] = "ngram"
@@ -53,34 +58,68 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Raises ValueError naming field, value and what was expected.
+    """Raises ValueError naming field, value and what was expected. Units are in the names; defaults follow below.
 
-    model: a directory with a Hugging Face checkpoint, a hub id, or "mock" (deterministic logits from a hash, no
-    weights). generation_config: where the sampling parameters of requests that do not say come from: "auto" = the
-    model's generation_config.json, "vllm" = nowhere, else a folder with that file; override_generation_config wins over
-    it. chat_template: a file with a Jinja template, or the template itself, in the place of the model's. The engine
-    itself uses none of the three. max_model_len None = the model's own limit. num_kv_blocks None = sized from
-    kv_cache_memory_bytes; both None = 1 GiB on CPU, and on a GPU what is free beside the weights, the largest step and
-    the graphs, as long as gpu_memory_utilization of its memory, a share, is not passed. kv_cache_dtype "fp8": keys and
-    values in 8 bits, on a GPU. cudagraph_capture_sizes: the batch sizes that decode steps on a GPU are captured for;
-    None = see graphs.ladder. batch_invariant: a GPU's matrix products sum in an order that does not depend on the
-    batch. kv_offloading_size: GiB of host memory for KV blocks that a GPU has no room for; num_host_kv_blocks: the same
-    as a number of blocks. tensor_parallel_size: devices that one engine spans, from `device` on.
-    max_num_batched_tokens: the token budget of a step. step_target_ms: how long a step may take in which prompts are
-    computed beside requests that generate; None = on CPU two and a half times what it takes without, elsewhere no
-    limit, 0 = no limit. long_prefill_token_threshold: longer prompts leave half of a step to shorter ones; 0 =
-    max_num_batched_tokens. speculative_config None = no speculation. async_scheduling: the next step is launched before
-    the tokens of the last one are read, where the device works beside the host and no speculation makes it unknown what
-    a step will give; None = wherever it can be, False = nowhere. engine_python: the Python that runs the engine's
-    process, "" = the host's own. num_threads 0 = all cores. quantization: weights per output channel and activations
-    per token in 8 bits, "int8" whole numbers, "fp8" floats (e4m3, on a GPU). enforce_eager: on CPU the model's modules
-    compute, and not one native program; on a GPU there are no graphs. kernels "torch": plain torch in the place of all
-    own kernels. step_timeout_s: an engine whose step takes longer hangs, and is replaced; load_timeout_s: the same for
-    loading. enable_lora, lora_modules: adapters by name, folders that PEFT wrote, of at most max_lora_rank; the model
-    then runs as modules. max_engine_failures: how many may die in a row without finishing a step before the model is
-    given up. mock_step_ms: what a step of the mock takes at least. mock_steps_in_flight: how many steps may be launched
-    on its device, a thread (mock_device.py); 0 = it computes where it is called. fault_directory: see
-    fault_injection.py.
+    The model:
+    model                         directory of a Hugging Face checkpoint, hub id, or "mock" (logits from a hash)
+    tokenizer                     directory or hub id; "" = the model's
+    generation_config             source of sampling defaults: "auto" = the model's generation_config.json, "vllm" =
+                                  none, else a directory that has one (not used by the engine itself)
+    override_generation_config    sampling defaults that win over generation_config (not used by the engine itself)
+    chat_template                 Jinja template or its file; "" = the model's (not used by the engine itself)
+    dtype                         of weights and activations; "auto" = the checkpoint's
+    max_model_len                 tokens of a request, prompt and output; None = the model's limit
+    trust_remote_code             whether code from the checkpoint may run
+    load_format                   "safetensors", or "dummy" = random weights
+    quantization                  weights per output channel and activations per token in 8 bits: "int8" integers,
+                                  "fp8" floats (e4m3, on a GPU); None = none
+    enable_lora                   whether requests may name adapters; the model then runs as modules
+    lora_modules                  adapters: name -> directory that PEFT wrote
+    max_lora_rank                 largest rank of an adapter
+
+    Device and process:
+    device                        "cpu", "cuda", "cuda:1" …
+    tensor_parallel_size          devices that one engine spans, from `device` on
+    transport                     "process" = an own process, "inline" = a thread of the host
+    engine_python                 interpreter of the engine's process; "" = the host's
+    num_threads                   CPU threads; 0 = all cores
+    enforce_eager                 CPU: the model's modules compute, not one native program; GPU: no graphs
+    kernels                       "torch" = plain torch in place of all own kernels
+    cudagraph_capture_sizes       batch sizes that decode steps on a GPU are captured for; None = see gpu/graphs.py
+    batch_invariant               whether a GPU's matrix products sum in an order that does not depend on the batch
+
+    KV memory:
+    block_size                    tokens of a KV block
+    num_kv_blocks                 None = as many as kv_cache_memory_bytes holds
+    kv_cache_memory_bytes         None = 1 GiB on CPU; on a GPU what weights, largest step and graphs leave
+    kv_cache_dtype                "fp8" = keys and values in 8 bits, on a GPU; "auto" = dtype
+    gpu_memory_utilization        share of the GPU's memory that may be used, above 0 and up to 1
+    kv_offloading_size            GiB of host memory for KV blocks that leave a GPU; None = none
+    num_host_kv_blocks            the same as a number of blocks; wins over kv_offloading_size
+    enable_prefix_caching         whether computed prefixes are shared
+
+    Scheduling:
+    max_num_seqs                  requests that run at the same time
+    max_num_batched_tokens        token budget of a step
+    step_target_ms                longest step that computes prompts beside requests that generate; None = on CPU two
+                                  and a half times the step without prompts, elsewhere no limit; 0 = no limit
+    long_prefill_token_threshold  tokens; longer prompts leave half of a step to shorter ones; 0 =
+                                  max_num_batched_tokens
+    seed                          of the random weights of load_format "dummy"
+    speculative_config            None = no speculation
+    async_scheduling              whether the next step is launched before the last one's tokens are read; None =
+                                  where the device works beside the host and there is no speculation
+
+    Failures:
+    step_timeout_s                an engine whose step takes longer is replaced
+    load_timeout_s                an engine whose load takes longer is replaced
+    max_engine_failures           engines that may die in a row without finishing a step before requests are refused
+    fault_directory               see fault_injection.py; "" = no faults
+
+    The mock:
+    mock_vocab_size               tokens
+    mock_step_ms                  least duration of a step
+    mock_steps_in_flight          steps that may be launched on its device, a thread; 0 = it computes when called
     """
 
     model: str

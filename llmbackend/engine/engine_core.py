@@ -1,10 +1,10 @@
 """Continuous batching, one step at a time: schedule → run → commit → emit.
 
-For: whoever drives an engine (a process's loop, a thread, a benchmark). Does not know: where requests come from, or
-where outputs go. Where the runner's steps overlap, the steps behind the one whose outputs `step()` returns are launched
-before it waits for that one, so that the device computes while the host commits, emits and schedules.
-Invariants: every request that was added gets exactly one output with a finish_reason, and its row and
-blocks are free when that output is emitted; an error belongs to the request that caused it. One thread owns a core.
+For: what drives an engine: the loop of a process or thread, a benchmark. Does not know: where requests come from, or
+where outputs go. Where the runner's steps overlap, `step()` launches the steps behind the one that it returns before it
+waits for that one, so that the device computes while the host commits, emits and schedules. Invariants: every request
+that was added gets exactly one output with a finish_reason, and its row and blocks are free when that output is
+emitted; an error belongs to the request that caused it. One thread owns a core.
 """
 
 from __future__ import annotations
@@ -17,57 +17,16 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from .config import EngineConfig
-from .fault_injection import Faults, with_faults
-from .gpu.parallel.followers import Followers
 from .infer_request import EngineStats, FinishReason, InferRequest, ModelInfo, StepOutput, StepResult, TokenLogprobs
-from .kv_cache import KVCacheManager
-from .process import lean_imports
-from .scheduler import Scheduler
-from .sequence import Rows, Sequence, refusal
-from .speculation import Speculator, runs_that_hold
+from .memory.kv_cache import KVCacheManager
+from .scheduling.scheduler import Scheduler
+from .scheduling.sequence import Rows, Sequence, refusal
+from .scheduling.speculation import Speculator, accepted_runs
+from .scheduling.step_pacing import StepPacer, StepWork
+from .scheduling.steps_in_flight import CompletedStep, StepsInFlight
 from .step import Int32Array, OffloadingRunner, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
-from .step_pacing import StepPacer, StepWork
-from .steps_in_flight import Progress, StepsInFlight
 
 logger = logging.getLogger(__name__)
-
-
-def make_runner(config: EngineConfig, followers: Followers | None = None) -> Runner:
-    """The model that `config` names; followers: the other ranks, where its tensor_parallel_size is not 1. Raises
-    ValueError, OSError or RuntimeError with a text for the user."""
-    runner = _make_sound_runner(config) if followers is None else _make_parallel_runner(config, followers)
-    return with_faults(runner, Faults(config.fault_directory)) if config.fault_directory else runner
-
-
-def _make_parallel_runner(config: EngineConfig, followers: Followers) -> Runner:
-    from .gpu.parallel.start import start_rank_0
-
-    return start_rank_0(config, followers)
-
-
-def _make_sound_runner(config: EngineConfig) -> Runner:
-    if config.model == "mock" and config.mock_steps_in_flight:
-        from .mock.mock_device import OverlappingMockRunner
-
-        return OverlappingMockRunner(config)
-    if config.model == "mock":
-        from .mock.mock_model import MockRunner
-
-        return MockRunner(config)
-    if config.device != "cpu" or config.transport != "process":
-        return _model_runner(config)
-    try:
-        with lean_imports.without_compiler():  # for the whole process, which is the engine's own
-            return _model_runner(config)
-    except (AttributeError, ImportError):
-        logger.warning("loading without torch's compiler failed; loading with it", exc_info=True)
-    return _model_runner(config)
-
-
-def _model_runner(config: EngineConfig) -> Runner:
-    from .model_runner import make_model_runner
-
-    return make_model_runner(config)
 
 
 def _steps_in_flight(config: EngineConfig, runner: Runner, rows: Rows) -> StepsInFlight | None:
@@ -125,7 +84,7 @@ class EngineCore:
         )
         self._in_flight = _steps_in_flight(config, runner, self._rows)
         self._is_launch_failed = False
-        """The next step runs its rows one by one, when nothing is in flight any more."""
+        """Whether the next step, once nothing is in flight, runs its rows one by one."""
         self._live: dict[str, Sequence] = {}
         self._ended: list[StepOutput] = []
         """Outputs of requests that ended outside a step; the next step emits them."""
@@ -138,11 +97,11 @@ class EngineCore:
         self._num_accepted_tokens = 0
         self._num_invariant_breaches = 0
         self._step_end_s = 0.0
-        """When the last step's end was known, by the monotonic clock."""
+        """When the last step was read, by `now_s`."""
 
     @property
     def has_work(self) -> bool:
-        """Whether `step()` has anything to do or to tell."""
+        """Whether `step()` has something to compute or to emit."""
         return bool(self._live or self._ended or self._in_flight)
 
     def add(self, request: InferRequest) -> None:
@@ -171,12 +130,12 @@ class EngineCore:
 
     def step(self) -> StepResult:
         """One step of all that can run; also emits what ended since the last one."""
-        progress = self._run() if self._in_flight is None else self._run_ahead(self._in_flight)
+        step = self._run() if self._in_flight is None else self._run_overlapped(self._in_flight)
         outputs, self._ended = self._ended, []
         times_s = (0.0, 0.0, 0.0)
-        if progress is not None:
-            outputs += self._commit(progress)
-            times_s = self._times_s(progress)
+        if step is not None:
+            outputs += self._commit(step)
+            times_s = self._times_s(step)
             if self._pacer is not None:
                 self._pacer.end(times_s[0])
         elif not outputs and self._live:
@@ -185,7 +144,7 @@ class EngineCore:
         return StepResult(self._num_steps, tuple(outputs), self._stats(*times_s))
 
     def check(self) -> None:
-        """Raises AssertionError when a block or a row is lost, or held by nobody alive."""
+        """Raises AssertionError when a block or a row is lost, or held without a live request."""
         self._kv_cache.check()
         self._rows.check()
         if not self._live:
@@ -206,19 +165,19 @@ class EngineCore:
     def close(self) -> None:
         self._runner.close()
 
-    def _run(self) -> Progress | None:
+    def _run(self) -> CompletedStep | None:
         """The next step, computed and read; None when there is nothing to compute."""
         planned_s = self._now_s()
         plan = self._plan()
         if plan is None:
             return None
-        self._begin(plan)
+        self._begin_pacing(plan)
         plan = self._with_drafts(plan)
         self._copy_blocks()
-        return self._write(plan, self._execute(plan), planned_s)
+        return self._advance(plan, self._execute(plan), planned_s)
 
-    def _run_ahead(self, in_flight: StepsInFlight) -> Progress | None:
-        """The oldest step in flight, read when those behind it are launched; None when there is nothing to compute."""
+    def _run_overlapped(self, in_flight: StepsInFlight) -> CompletedStep | None:
+        """Launches steps, and then reads the oldest one in flight; None when there is nothing to compute."""
         while in_flight.has_room and not (self._is_launch_failed and in_flight):
             planned_s = self._now_s()
             plan = self._plan(bool(in_flight))
@@ -227,20 +186,20 @@ class EngineCore:
             self._copy_blocks()
             if self._is_launch_failed:
                 self._is_launch_failed = False
-                self._begin(plan)
-                return self._write(plan, self._execute_one_by_one(plan), planned_s)
+                self._begin_pacing(plan)
+                return self._advance(plan, self._execute_one_by_one(plan), planned_s)
             computed = self._table.num_computed_tokens[plan.rows]
             try:
                 in_flight.launch(plan, planned_s)
-                self._begin(plan, computed)
+                self._begin_pacing(plan, computed)
             except Exception:
-                # The plan is forgotten: what it admitted and reserved is there when the steps in flight are read.
+                # The plan is dropped; the rows that it admitted and their blocks stay, for the next plan.
                 logger.exception("a step of %d rows failed to start; running its rows one by one", len(plan.rows))
                 self._is_launch_failed = True
         return in_flight.collect() if in_flight else None
 
-    def _begin(self, plan: StepPlan, computed: Int32Array | None = None) -> None:
-        """Tells the pacer what the step computes. computed int32 [rows]: tokens before its own, of each row."""
+    def _begin_pacing(self, plan: StepPlan, computed: Int32Array | None = None) -> None:
+        """Tells the pacer what the step computes. computed int32 [rows]: tokens computed before it, of each row."""
         if self._pacer is None:
             return
         computed = self._table.num_computed_tokens[plan.rows] if computed is None else computed
@@ -249,8 +208,8 @@ class EngineCore:
         self._pacer.begin(StepWork(int(np.count_nonzero(~is_chunk)), tuple(chunks)))
 
     def _copy_blocks(self) -> None:
-        """Has the runner make the copies between device and host that the next step relies on. They are made once, so
-        that an exception is the end of the engine."""
+        """Has the runner make the copies between device and host that the next step relies on. They cannot be repeated,
+        so an exception ends the engine."""
         if self._offloading_runner is not None:
             for copies in self._kv_cache.host_tier.take_copies():
                 self._offloading_runner.copy_blocks(copies)
@@ -262,7 +221,7 @@ class EngineCore:
         return schedule.plan
 
     def _with_drafts(self, plan: StepPlan) -> StepPlan:
-        """The plan with guesses of what its rows will sample, if there are any that free blocks have room for."""
+        """The plan with drafts, where the speculator has any and there are free blocks for them."""
         if self._speculator is None or len(plan.rows) >= self._max_draft_step_tokens:
             return plan
         room = self._max_draft_step_tokens - plan.num_tokens
@@ -304,8 +263,8 @@ class EngineCore:
             errors.update(sampled.errors)
         return SampledTokens(np.array(token_ids, np.int32), logprobs, errors)
 
-    def _write(self, plan: StepPlan, sampled: SampledTokens, planned_s: float) -> Progress:
-        """Moves the rows of a step on that is computed and read at once."""
+    def _advance(self, plan: StepPlan, sampled: SampledTokens, planned_s: float) -> CompletedStep:
+        """Advances the rows of a step that was computed and read at once: the table gets its tokens."""
         if len(sampled.token_ids) != plan.num_samples:
             raise RuntimeError(
                 f"the runner sampled {len(sampled.token_ids)} tokens, the plan asked for {plan.num_samples}"
@@ -318,8 +277,8 @@ class EngineCore:
             table.token_ids[rows, positions] = sampled.token_ids
             new_token_ids = sampled.token_ids[:, np.newaxis].tolist()
         else:
-            new_token_ids = self._write_runs(plan, plan.num_draft_tokens[plan.sample_rows], sampled.token_ids)
-        return Progress(
+            new_token_ids = self._advance_by_drafts(plan, plan.num_draft_tokens[plan.sample_rows], sampled.token_ids)
+        return CompletedStep(
             plan.rows,
             table.num_computed_tokens[plan.rows],
             rows.tolist(),
@@ -332,13 +291,13 @@ class EngineCore:
             sampled.sample_s,
         )
 
-    def _write_runs(self, plan: StepPlan, num_drafts: Int32Array, token_ids: Int32Array) -> list[list[int]]:
-        """Moves the sampled rows on by the drafts that held and the token behind them; the new tokens of each."""
+    def _advance_by_drafts(self, plan: StepPlan, num_drafts: Int32Array, token_ids: Int32Array) -> list[list[int]]:
+        """Advances the sampled rows by their accepted drafts and the token behind; returns the new tokens of each."""
         assert self._speculator is not None
         table, rows = self._table, plan.rows[plan.sample_rows]
-        starts, counts = runs_that_hold(plan, token_ids, table)
+        starts, counts = accepted_runs(plan, token_ids, table)
         table.num_tokens[rows] += counts
-        # Drafts that held are there already.
+        # Accepted drafts are in the table already.
         table.token_ids[rows, table.num_tokens[rows] - 1] = token_ids[starts + counts - 1]
         table.num_computed_tokens[rows] = table.num_tokens[rows] - 1
         self._num_accepted_tokens += int(counts.sum()) - len(rows)
@@ -346,18 +305,18 @@ class EngineCore:
         tokens = token_ids.tolist()
         return [tokens[a : a + count] for a, count in zip(starts.tolist(), counts.tolist(), strict=True)]
 
-    def _commit(self, progress: Progress) -> list[StepOutput]:
-        """Ends the rows that failed and those that are over; what the others computed may serve others."""
-        rows, num_tokens, outputs = progress.rows, progress.num_computed_tokens, []
-        if progress.errors:
-            is_sound = ~np.isin(rows, list(progress.errors))
-            outputs = [self._fail(self._rows[row], progress.errors[row]) for row in rows[~is_sound].tolist()]
+    def _commit(self, step: CompletedStep) -> list[StepOutput]:
+        """Ends the rows that failed and those that are finished; the prefix cache gets what the others computed."""
+        rows, num_tokens, outputs = step.rows, step.num_computed_tokens, []
+        if step.errors:
+            is_sound = ~np.isin(rows, list(step.errors))
+            outputs = [self._fail(self._rows[row], step.errors[row]) for row in rows[~is_sound].tolist()]
             rows, num_tokens = rows[is_sound], num_tokens[is_sound]
-        self._scheduler.computed(rows, num_tokens)
-        news = zip(progress.sampled_rows, progress.positions, progress.new_token_ids, strict=True)
+        self._scheduler.mark_computed(rows, num_tokens)
+        news = zip(step.sampled_rows, step.positions, step.new_token_ids, strict=True)
         for row, position, token_ids in news:
-            if row not in progress.errors:
-                outputs.append(self._emit(row, position, token_ids, progress.logprobs.get(row, ())))
+            if row not in step.errors:
+                outputs.append(self._emit(row, position, token_ids, step.logprobs.get(row, ())))
         return outputs
 
     def _emit(self, row: int, position: int, token_ids: list[int], logprobs: Items[TokenLogprobs]) -> StepOutput:
@@ -384,7 +343,7 @@ class EngineCore:
         return StepOutput(sequence.request.request_id, (), reason, token_id if reason == "stop" else None)
 
     def _fail(self, sequence: Sequence, error: str) -> StepOutput:
-        self._scheduler.distrust(sequence)
+        self._scheduler.invalidate(sequence)
         self._end(sequence)
         return StepOutput(sequence.request.request_id, finish_reason="error", error=error)
 
@@ -394,13 +353,13 @@ class EngineCore:
             self._speculator.forget(sequence.row)
         self._scheduler.remove(sequence)
 
-    def _times_s(self, progress: Progress) -> tuple[float, float, float]:
+    def _times_s(self, step: CompletedStep) -> tuple[float, float, float]:
         """What the step took, and the two parts of that in which it was computed. Where steps overlap, each one's time
         begins at the end of the one before it, so that they are together the time in which there was work."""
         now_s = self._now_s()
-        began_s = progress.planned_s if self._in_flight is None else max(progress.planned_s, self._step_end_s)
+        began_s = step.planned_s if self._in_flight is None else max(step.planned_s, self._step_end_s)
         self._step_end_s = now_s
-        return now_s - began_s, progress.forward_s, progress.sample_s
+        return now_s - began_s, step.forward_s, step.sample_s
 
     def _stats(self, step_s: float = 0.0, forward_s: float = 0.0, sample_s: float = 0.0) -> EngineStats:
         host_tier = self._kv_cache.host_tier

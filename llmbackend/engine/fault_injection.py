@@ -1,9 +1,9 @@
-"""Faults on demand: the proof that an engine's death, hang or nonsense loses nothing needs engines that misbehave.
+"""Faults on demand: engines that die, hang or send malformed messages when a test asks for it.
 
-For: tests and `make chaos`, through the engine argument `fault_directory`. Does not know: what is done about a fault.
-Invariant: without the argument none of this runs. Before each step a file in the directory that is named after a fault
-makes the engine commit it once: the file is removed first, so the next engine is sound. A file `poison` stays: it holds
-a token id, and a step that computes a request whose prompt has this token kills the process.
+For: tests and `make chaos`, through the engine argument `fault_directory`. Does not know: how faults are handled.
+Invariant: without the argument none of this runs. Before each step a file in the directory, named after a fault, makes
+the engine commit it once: the file is removed first, so the next engine is sound. A file `poison` stays: it holds a
+token id, and a step that computes a request with this token in its prompt kills the process.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Link(Protocol):
 
 
 class Faults:
-    """The faults that were asked for in one directory."""
+    """The faults that one directory asks for."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
 
     def take(self, name: str) -> bool:
-        """Whether this fault is due; it is then no more."""
+        """Whether this fault is due; its file is removed."""
         try:
             (self._directory / name).unlink()
         except FileNotFoundError:
@@ -62,11 +62,11 @@ class Faults:
             text = (self._directory / POISON).read_text()
         except FileNotFoundError:
             return None
-        return int(text) if text else None  # empty: it is just being written
+        return int(text) if text else None  # empty: it is being written
 
 
 class FaultyRunner:
-    """A runner that fails where it is told to; else the one it was made from."""
+    """A runner that fails where a fault is due, and else does what `runner` does."""
 
     def __init__(self, runner: Runner, faults: Faults) -> None:
         self._runner = runner
@@ -87,7 +87,7 @@ class FaultyRunner:
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         self._fail_before(plan)
-        return self._spoilt(plan, self._runner.execute(plan, table))
+        return self._with_fault(plan, self._runner.execute(plan, table))
 
     def copy_blocks(self, copies: KVCopies) -> None:
         assert isinstance(self._runner, OffloadingRunner)
@@ -103,7 +103,7 @@ class FaultyRunner:
         if self._faults.take("out-of-memory"):
             raise MemoryError("injected fault: out of memory")
 
-    def _spoilt(self, plan: StepPlan, sampled: SampledTokens) -> SampledTokens:
+    def _with_fault(self, plan: StepPlan, sampled: SampledTokens) -> SampledTokens:
         rows = plan.rows[plan.sample_rows].tolist()
         if self._faults.take("escape"):
             return replace(sampled, token_ids=np.zeros(plan.num_samples + 1, np.int32))
@@ -128,8 +128,8 @@ class FaultyRunner:
 
 
 class FaultyOverlappingRunner(FaultyRunner):
-    """The same of a runner whose steps overlap: what raises does so at the launch, or when a step is `lost` on the
-    device, which ends the runner."""
+    """The same for a runner whose steps overlap: faults raise at the launch, or, when a step is `lost` on the device,
+    in `collect`, which ends the runner."""
 
     def __init__(self, runner: OverlappingRunner, faults: Faults) -> None:
         super().__init__(runner, faults)
@@ -149,18 +149,18 @@ class FaultyOverlappingRunner(FaultyRunner):
         step_id, sampled = self._overlapping.collect()
         if self._faults.take("lost"):
             raise RuntimeError("injected fault: a step was lost on the device")
-        return step_id, self._spoilt(self._plans.popleft(), sampled)
+        return step_id, self._with_fault(self._plans.popleft(), sampled)
 
 
 def with_faults(runner: Runner, faults: Faults) -> Runner:
-    """The runner, with the faults that are asked for; it overlaps steps if the sound one does."""
+    """The runner with faults; it overlaps steps if `runner` does."""
     if isinstance(runner, OverlappingRunner):
         return FaultyOverlappingRunner(runner, faults)
     return FaultyRunner(runner, faults)
 
 
 class FaultyLink:
-    """A socket that sends bytes which are no message when the fault `malformed` is due."""
+    """A socket that sends bytes that are no message when the fault `malformed` is due."""
 
     def __init__(self, link: Link, faults: Faults) -> None:
         self._link = link

@@ -1,7 +1,7 @@
-"""The messages between an engine and whoever feeds it: requests in, outputs of a step out.
+"""The messages between an engine and the host: requests in, outputs of a step out.
 
 For: every thread and process border of the engine. Does not know: text, tensors, clients. Invariant: all are frozen and
-self-contained, so that a request plus the tokens sent so far is enough to go on in another engine process.
+self-contained, so that a request and the tokens sent so far are enough to go on in another engine process.
 Names are vLLM's.
 """
 
@@ -15,21 +15,32 @@ from .load_progress import LoadProgress
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PrefixSalt = tuple[str, str, str]
-"""Tenant, LoRA adapter, the client's salt. Not joined: no separator is one that a client could not write."""
+"""Tenant, LoRA adapter, the client's salt. Not joined to one string: a client could write any separator."""
 
 
 BANNED_BIAS: Final = -1e9
-"""The bias of a token that may not be sampled: no logit makes up for it, and products with a penalty stay finite."""
+"""The bias of a token that must not be sampled: larger than any logit, and finite also when a penalty multiplies it."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens. Defaults leave the model's distribution as it is.
 
-    temperature 0 is greedy. top_k 0 = off. `seed` is always set by the caller: the draw of the token at position p
-    depends on (seed, p) alone. `logprobs` None = none, n = the sampled token's and the n most likely ones'. Logprobs
-    are those of the raw distribution (before penalties and temperature), as vLLM's default. max_tokens is cut to what
-    max_model_len leaves after the prompt. bad_words: sequences of two or more tokens that may not be completed, also
-    where they begin in the prompt; a single token is banned by its bias.
+    max_tokens          of the output; cut to what max_model_len leaves after the prompt
+    min_tokens          of the output, before which no stop token is sampled
+    temperature         0 = greedy
+    top_k               0 = off
+    top_p               1 = off
+    min_p               0 = off
+    repetition_penalty  1 = off
+    presence_penalty    0 = off
+    frequency_penalty   0 = off
+    logit_bias          by token id; BANNED_BIAS = never
+    seed                always set by the caller: the draw of the token at position p depends on (seed, p) alone
+    stop_token_ids      end the request, beside the model's end-of-sequence tokens
+    ignore_eos          whether end-of-sequence tokens are like any other
+    logprobs            None = none, n = the sampled token's and the n most likely ones', of the raw distribution
+                        (before penalties and temperature), as vLLM's default
+    bad_words           sequences of two or more tokens that must not be completed, also where they begin in the prompt
     """
 
     max_tokens: int = 16
@@ -50,11 +61,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate. `request_id` is unique in its engine.
+    """One sequence to generate. Only requests with equal tenant, cache_salt and lora_name share cached prefixes.
 
-    `output_token_ids` are tokens already generated (and sent) by an engine that died: generation goes on after them.
-    `tenant` (which the host sets), `cache_salt` (which the client may set) and `lora_name` (the adapter to use, "" =
-    none): only requests with the same three share what the prefix cache holds.
+    request_id        unique in its engine
+    prompt_token_ids  at least one
+    output_token_ids  generated (and sent) by an engine that died: generation goes on after them
+    sampling          how to choose tokens
+    priority          smaller is earlier
+    tenant            set by the host
+    cache_salt        set by the client, "" = none
+    lora_name         the adapter, "" = none
     """
 
     request_id: str
@@ -68,12 +84,18 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def prefix_salt(self) -> PrefixSalt:
-        """Whose computed prefixes it may share: an adapter changes keys and values."""
+        """Requests with an equal one may share computed prefixes: an adapter changes keys and values."""
         return self.tenant, self.lora_name, self.cache_salt
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at one output position. `top`: (token id, logprob), most likely first; `rank` from 1 on."""
+    """Log probabilities at one output position.
+
+    token_id  the sampled token
+    logprob   its log probability
+    rank      its rank, from 1 on
+    top       (token id, logprob), most likely first
+    """
 
     token_id: int
     logprob: float
@@ -84,11 +106,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """What one step did for one request.
 
-    token_ids: the new tokens, the end-of-sequence or stop token included when there is one. logprobs: one per new
-    token, or empty. stop_token_id: the token that ended the request, when finish_reason is "stop". A request whose
-    finish_reason is set is over: its KV blocks are free and no more outputs follow. num_cached_tokens: how many of the
-    prompt's tokens were not computed, because the prefix cache had them. error: a message for its client, with
-    finish_reason "error".
+    request_id
+    token_ids          the new tokens, with the end-of-sequence or stop token
+    finish_reason      None = more outputs follow; else the request's KV blocks are free
+    stop_token_id      the token that ended it, with finish_reason "stop"
+    logprobs           one for each new token, or empty
+    num_cached_tokens  tokens of the prompt that the prefix cache had
+    error              for its client, with finish_reason "error"
     """
 
     request_id: str
@@ -101,15 +125,29 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot after a step; counters count since the engine started.
+    """A snapshot after a step; "+" marks counters since the engine started.
 
-    num_free_blocks: those that the prefix cache keeps for nobody in particular are among them. prefix_cache_queries and
-    prefix_cache_hits: tokens of the requests that were admitted, and how many of them needed no computing.
-    num_host_blocks: KV blocks in host memory, of which num_cached_host_blocks hold a text; num_offloaded_blocks and
-    num_reloaded_blocks count what was copied there and back.
-    num_drafts: speculations of one row in one step; num_draft_tokens: their tokens; num_accepted_tokens: those that
-    held. last_step_s: the last step as a whole, where steps overlap from the end of the one before it; last_forward_s
-    and last_sample_s: its two computing parts.
+    num_requests_running      requests
+    num_requests_waiting      requests
+    num_blocks                KV blocks of the device
+    num_free_blocks           of them, free or cached without a request that uses them
+    num_preemptions         + requests
+    prompt_tokens           + tokens
+    generation_tokens       + tokens
+    num_drafts              + speculations of one row in one step
+    num_draft_tokens        + their tokens
+    num_accepted_tokens     + those that the model sampled, too
+    num_steps               + steps
+    last_step_s               seconds of the last step; where steps overlap, since the end of the one before
+    last_forward_s            of them, computing logits
+    last_sample_s             of them, sampling
+    num_invariant_breaches  + self-checks that failed
+    num_host_blocks           KV blocks in host memory
+    num_cached_host_blocks    of them, those that hold a text
+    num_offloaded_blocks    + blocks copied to host memory
+    num_reloaded_blocks     + blocks copied back
+    prefix_cache_queries    + tokens of requests that were admitted
+    prefix_cache_hits       + of them, those that the prefix cache had
     """
 
     num_requests_running: int = 0
@@ -141,12 +179,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_host_s(self) -> float:
-        """How much of the last step nothing was computed in: what the host's work held it up."""
+        """Seconds of the last step in which nothing was computed, because the host was at work."""
         return max(self.last_step_s - self.last_forward_s - self.last_sample_s, 0.0)
 
 
 class EngineInput(msgspec.Struct, frozen=True, array_like=True):
-    """Host → engine: requests to add and ids to abort, one message per wake-up. shutdown ends the engine after it."""
+    """Host → engine, one message per wake-up.
+
+    add       requests
+    abort     request ids
+    shutdown  whether the engine ends after this message
+    """
 
     add: tuple[InferRequest, ...] = ()
     abort: tuple[str, ...] = ()
@@ -154,7 +197,12 @@ class EngineInput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """Engine → host: all outputs of one step in one message."""
+    """Engine → host, one message per step.
+
+    step_id  counts from 1
+    outputs  of all requests that the step did something for
+    stats    after the step
+    """
 
     step_id: int
     outputs: tuple[StepOutput, ...]
@@ -162,7 +210,20 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Engine → host, once, when the model is loaded."""
+    """Engine → host, once, when the model is loaded.
+
+    model_type       transformers' name of the architecture
+    vocab_size       tokens
+    max_model_len    tokens of a request
+    eos_token_ids    end-of-sequence tokens
+    block_size       tokens of a KV block
+    num_blocks       KV blocks of the device
+    dtype            of weights and activations
+    device           "cpu", "cuda:0" …
+    load_s           seconds that the load took
+    description      for the log: device, dtype, threads, instruction set
+    num_host_blocks  KV blocks in host memory, beside num_blocks
+    """
 
     model_type: str
     vocab_size: int
@@ -174,15 +235,17 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     load_s: float
     description: str = ""
-    """One line for the log: device, dtype, threads, instruction set."""
     num_host_blocks: int = 0
-    """KV blocks in host memory, beside num_blocks."""
 
 
 class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):
-    """Engine → host, the first messages: how far the load has come, any number of times, and then the loaded model, or
-    why it cannot be loaded (and then the engine ends). is_shortage: the machine lacked memory, descriptors or
-    processes."""
+    """Engine → host, the first messages: any number with `progress`, and then one with `info` or `error`.
+
+    info         the loaded model
+    progress     how far the load has come
+    error        why the model cannot be loaded; the engine ends
+    is_shortage  whether the machine lacked memory, descriptors or processes
+    """
 
     info: ModelInfo | None = None
     progress: LoadProgress | None = None

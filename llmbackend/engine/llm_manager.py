@@ -1,9 +1,9 @@
 """The background loop of one engine: pulls requests, submits and aborts them, and hands out every step's outputs.
 
 For: the owner of a request queue (the adapter's ModelState), which it serves through callbacks, as MindIE's LlmManager
-does. Does not know: text, Triton, who waits for a token. Invariants: the loop blocks in one poll and never sleeps;
-every request that was pulled ends with exactly one output that has a finish_reason, or is given back to its owner
-because its engine is gone; at most max_num_seqs requests are live, the rest stay in their owner's queue.
+does. Does not know: text, Triton, clients. Invariants: the loop blocks in one poll and never sleeps; every request that
+was pulled ends with exactly one output that has a finish_reason, or is given back to its owner because its engine has
+ended; at most max_num_seqs requests are live, the rest stay in their owner's queue.
 
 All callbacks run on the loop's thread. `_live` and `_supervisor` belong to that thread between start() and shutdown().
 """
@@ -17,16 +17,16 @@ from concurrent.futures import Future
 from enum import IntEnum
 from typing import ParamSpec, TypeVar
 
+from . import runners
 from .config import EngineConfig
+from .errors import EngineDeadError
 from .infer_request import EngineInput, EngineStats, InferRequest, ModelInfo, StepOutput, StepResult
-from .process.supervisor import Supervisor
-from .process.wakeup import Wakeup
-from .transport import EngineDeadError
+from .process.supervisor import Supervisor, Wakeup
 
 logger = logging.getLogger(__name__)
 
 STALL_TIMEOUT_S = 60.0
-"""Work waiting and no step finished for this long = not ready."""
+"""An engine with requests that finishes no step for this long is not ready."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,12 +56,15 @@ class LlmManager:
         engine_lost: Callable[[Sequence[str], EngineDeadError], None],
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
-        """get_requests(n) drains at most n requests from the shared queue; it is called when this engine has room for
-        n more. send_responses gets all outputs of a step at once. control_signal drains the requests to stop; one that
-        is not live here is answered with an error. status_response(request_id, error_text or "", type) tells how each
-        pulled request and each control signal was taken. engine_lost(request_ids, cause): the engine is gone, and with
-        it these requests, in the order they were pulled; no more outputs come for them unless get_requests gives them
-        out again, and a new engine is on its way. An exception out of a callback is logged; the loop goes on.
+        """The callbacks, on the loop's thread. An exception of a callback is logged, and the loop goes on.
+
+        get_requests(n)                     drains at most n requests from the shared queue; this engine has room for n
+        send_responses(outputs)             gets all outputs of a step at once
+        control_signal()                    drains the requests to stop; one that is not live is answered with an error
+        stats(stats)                        after each batch of steps
+        status_response(id, error, type)    for each pulled request and control signal; error "" = accepted
+        engine_lost(request_ids, cause)     the engine has ended, and with it these requests, in the order in which they
+                                            were pulled; get_requests may give them out again, to the next engine
         """
         self._max_num_seqs = config.max_num_seqs
         self._get_requests = get_requests
@@ -72,7 +75,7 @@ class LlmManager:
         self._engine_lost = engine_lost
         self._stall_timeout_s = stall_timeout_s
         self._wakeup = Wakeup()
-        self._supervisor = Supervisor(config, self._wakeup)
+        self._supervisor = Supervisor(config, runners, self._wakeup)
         self._thread = threading.Thread(target=self._run, name="llm-manager", daemon=True)
         self._first_load: Future[ModelInfo] = Future()
         self._live: dict[str, None] = {}
@@ -80,13 +83,13 @@ class LlmManager:
 
     @property
     def is_given_up(self) -> bool:
-        """Nobody should wait for this engine: it failed too often in a row. Any thread."""
+        """Whether the engine failed too often in a row for requests to wait for it. Any thread."""
         return self._supervisor.is_given_up
 
     def start(self) -> ModelInfo:
         """Starts the loop's thread and the engine; returns when the model is loaded.
 
-        Raises RuntimeError when it cannot load, with a text for the operator; then nothing is left behind.
+        Raises RuntimeError with a text for the operator when it cannot load; then no process or thread is left.
         """
         self._thread.start()
         try:
@@ -95,16 +98,16 @@ class LlmManager:
             self.shutdown()
             if error.kind == "load":
                 raise
-            last_words = f"; its last words:\n{error.details}" if error.details else ""
-            raise RuntimeError(f"{error} while the model was loading{last_words}") from error
+            output = f"; the end of its output:\n{error.details}" if error.details else ""
+            raise RuntimeError(f"{error} while the model was loading{output}") from error
 
     def wake(self) -> None:
         """There may be new requests or control signals. Any thread, cheap; the loop blocks otherwise."""
         self._wakeup.set()
 
-    def pardon(self) -> None:
-        """From engine_lost: the death was a request's doing, not the engine's."""
-        self._supervisor.pardon()
+    def reset_failures(self) -> None:
+        """From engine_lost: a request is to blame for the failure, not the engine."""
+        self._supervisor.reset_failures()
 
     def check_ready(self) -> None:
         """Raises RuntimeError saying why, when the engine is given up or makes no progress. Any thread."""
@@ -160,7 +163,7 @@ class LlmManager:
             self._call(self._stats, results[-1].stats)
 
     def _feed(self) -> None:
-        """Pulls requests and control signals, and sends them to the engine in one message."""
+        """Pulls requests and control signals and sends them to the engine in one message."""
         add = self._pull() if self._supervisor.info is not None else []
         abort = self._pull_aborts()
         if add or abort:
@@ -201,7 +204,7 @@ class LlmManager:
         self._call(self._engine_lost, lost, error)
 
     def _call(self, callback: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """A callback's failure is its own: it must not end the loop that every other request lives on."""
+        """A callback that fails must not end the loop, which all other requests depend on."""
         try:
             return callback(*args, **kwargs)
         except Exception:

@@ -1,8 +1,8 @@
 """How far the load of a model has come: from deep in the loader to the host, which may show it.
 
-For: the loader and its parts, which report; the engine's loop, which passes on; whoever shows it, which listens to this
-module's logger. Does not know: sockets, screens. Invariants: a report costs nothing where nobody takes it; no part of
-a load depends on one.
+For: the loader and its parts, which report; the engine's loop, which passes reports on; the host, where this module's
+logger shows them. Does not know: sockets, screens. Invariants: a report without a listener costs nothing; no part of a
+load depends on one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ INTERVAL_S: Final = 0.1
 
 
 class LoadProgress(msgspec.Struct, frozen=True):
-    """stage: what is being done, for people. done, total: how much of it; total 0 = nobody knows."""
+    """A report.
+
+    stage  what is being done, for people
+    done   how much of it
+    total  of how much; 0 = unknown
+    """
 
     stage: str
     done: int = 0

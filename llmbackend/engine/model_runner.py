@@ -1,7 +1,7 @@
 """Runs one step of a `transformers` model: a plan in, sampled tokens out.
 
 For: the engine core, as its `Runner`. Does not know: why these rows were chosen, text, clients. Invariants: a request
-costs work per step only inside array operations; `execute` changes nothing but KV slots, so it can be repeated.
+costs time per step only inside array operations; `execute` changes KV slots alone, so that it can be repeated.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 
 from .config import EngineConfig
 from .cpu import cpu_memory
-from .cpu.program_forward import ProgramForward
-from .decoder_description import UnrecognisedError
+from .cpu.decoder_program import ProgramForward
+from .errors import ProgramUnsupportedError
 from .infer_request import InferRequest, ModelInfo
-from .loader import LoadedModel, load_model
-from .lora import refuse_adapter
-from .module_forward import ModuleForward
-from .sampler import Sampler
+from .model.loader import LoadedModel, load_model
+from .model.lora import refuse_adapter
+from .model.module_forward import ModuleForward
+from .sampling.sampler import Sampler
 from .step import RowTable, Runner, SampledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -51,14 +51,14 @@ def make_model_runner(config: EngineConfig) -> Runner:
 
     try:
         return start_on_cuda(config, loaded, start_s)
-    except UnrecognisedError as reason:
+    except ProgramUnsupportedError as reason:
         logger.warning("%s runs as transformers modules, one step after the other: %s", loaded.model_type, reason)
     return ModelRunner(config, loaded)
 
 
 class ModelRunner:
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
-        """Loads the model, unless it is, and allocates the KV memory. Raises ValueError or OSError with a text for the
+        """Allocates the KV memory. loaded: None = loads the model. Raises ValueError or OSError with a text for the
         user."""
         start_s = time.monotonic()
         if config.num_threads:
@@ -75,7 +75,7 @@ class ModelRunner:
         num_blocks = _num_blocks(config, loaded)
         self._loras = loaded.loras
         self._forward, how = _make_forward(config, loaded, num_blocks)
-        self._sampler = Sampler(config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids, loaded.engine)
+        self._sampler = Sampler(config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids, loaded.kernels)
         self._info = ModelInfo(
             model_type=loaded.model_type,
             vocab_size=loaded.vocab_size,
@@ -122,10 +122,10 @@ class ModelRunner:
 
 
 def _make_forward(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> tuple[Forward, str]:
-    """How this model is computed, and a word about it."""
+    """What computes this model, and its name for the log."""
     try:
         return ProgramForward(config, loaded, num_blocks), "one native program"
-    except UnrecognisedError as reason:
+    except ProgramUnsupportedError as reason:
         logger.info("%s runs as transformers modules: %s", loaded.model_type, reason)
         return ModuleForward(loaded, num_blocks, config.block_size), "modules"
 
@@ -141,7 +141,7 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
             f"engine argument 'kv_cache_memory_bytes' is {memory_bytes}, "
             f"expected at least {block_bytes}, the size of one block of {config.block_size} tokens"
         )
-    # More than every row at full length can never be used.
+    # More than all rows at full length need is never used.
     return min(num_blocks, config.max_num_seqs * -(-loaded.max_model_len // config.block_size))
 
 

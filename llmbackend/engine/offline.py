@@ -1,21 +1,22 @@
 """An engine as a plain object: requests in, an iterator of step results out, on the caller's thread.
 
-For: benchmarks, tests and programs that embed the engine. Does not know: queues, processes, callbacks.
-Invariant: when `generate` ends, even early, the engine is idle: every row and block is free.
+For: benchmarks, tests and programs that embed the engine. Does not know: queues, processes, callbacks. Invariant: when
+`generate` ends, even early, the engine is idle: every row and block is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from types import TracebackType
 
 from .config import EngineConfig
-from .engine_core import EngineCore, make_runner
+from .engine_core import EngineCore
 from .infer_request import InferRequest, ModelInfo, StepResult
+from .runners import make_runner
 
 
-class Engine:
-    """A loaded model and its core. `config.transport` does not matter here: it always runs in line."""
+class OfflineEngine:
+    """A loaded model and its core, on the caller's thread whatever `config.transport` is."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._core = EngineCore(config, make_runner(config))
@@ -24,10 +25,10 @@ class Engine:
     def info(self) -> ModelInfo:
         return self._core.info
 
-    def generate(self, requests: Iterable[InferRequest]) -> Iterator[StepResult]:
-        """Submits all requests at once and yields every step until the last one has ended.
+    def generate(self, requests: Iterable[InferRequest]) -> Generator[StepResult, None, None]:
+        """Submits all requests at once and yields every step until the last request has ended.
 
-        More than max_num_seqs are fine: they wait. Closing the iterator aborts what is not finished.
+        More than max_num_seqs requests wait for each other. Closing the iterator aborts those that are left.
         """
         request_ids = []
         try:
@@ -45,7 +46,7 @@ class Engine:
     def close(self) -> None:
         self._core.close()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> OfflineEngine:
         return self
 
     def __exit__(

@@ -3,7 +3,7 @@
 For: the control side (scheduler, engine core), which owns rows and decides, and the compute side (a `Runner`), which
 owns the weights and the KV memory and computes. Does not know: how tokens are scheduled, or how logits are made.
 Invariant: a request keeps its row from admission to its end, preemptions included, so that a step costs Python time
-only for rows that changed. Only the engine core's thread touches a table; a runner reads it, and never writes to it.
+only for rows that changed. Only the engine core's thread writes to a table; a runner reads it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ BROKEN_LOGITS: Final = "the model computed logits that are not finite for this r
 """The error of a row whose logits hold a NaN or an infinity."""
 
 NO_TOKEN: Final = -1
-"""What is sampled after a draft whose logits hold a NaN or an infinity."""
+"""The sampled token after a draft whose logits hold a NaN or an infinity."""
 
 PENDING_TOKEN: Final = -2
-"""Stands in table.token_ids for a token that a launched step samples and that nobody has read yet."""
+"""Stands in table.token_ids for a token of a launched step that is not read yet."""
 
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
@@ -61,16 +61,18 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes: for `rows[i]`, the `num_scheduled_tokens[i]` (≥ 1) tokens from num_computed_tokens on.
+    """What one step computes.
 
-    rows int32 [n], each row at most once; num_scheduled_tokens int32 [n]; sample_rows bool [n]: rows whose chunk
-    reaches num_tokens, which therefore sample. The new token's position is num_tokens[row].
+    rows                  int32 [n]  each row at most once
+    num_scheduled_tokens  int32 [n]  tokens to compute (≥ 1), from num_computed_tokens[row] on
+    sample_rows           bool  [n]  rows whose tokens reach num_tokens[row], which therefore sample; the new token's
+                                     position is num_tokens[row]
+    num_draft_tokens      int32 [n]  or None when no row has drafts, the common case
 
-    num_draft_tokens int32 [n], or None when no row has drafts, the common case. Drafts are guesses of what row i will
-    sample: they stand in table.token_ids[row, num_tokens : num_tokens + d], d = num_draft_tokens[i], and are the last d
-    of its num_scheduled_tokens[i]. Only rows with sample_rows[i] have any. Such a row samples 1 + d tokens, from the
-    logits of its last 1 + d scheduled tokens, each as if the drafts before it were output tokens: the j-th has position
-    num_tokens[row] + j. Which of them hold, the control side decides: a runner never looks at a draft's truth.
+    Drafts are guesses of what a row will sample. The d drafts of a row stand in table.token_ids[row, num_tokens :
+    num_tokens + d] and are the last d of its scheduled tokens; only rows that sample have any. Such a row samples 1 + d
+    tokens, from the logits of its last 1 + d scheduled tokens, each as if the drafts before it were output tokens: the
+    j-th has position num_tokens[row] + j. The control side decides which of them are accepted; a runner does not.
     """
 
     rows: Int32Array
@@ -111,14 +113,16 @@ class StepPlan:
 class SampledTokens:
     """What a step sampled.
 
-    token_ids: int32 [plan.num_samples], in the order of plan.rows[plan.sample_rows], and of positions inside a row
-    (without drafts: one per sampled row). logprobs: by row, exactly for the sampled rows whose request asks for them,
-    one for each of the row's tokens in token_ids. errors: by row, the text for its client; such a row ends with it (its
-    entries in token_ids are ignored) and the step goes on for the rest.
+    token_ids  int32 [plan.num_samples], in the order of plan.rows[plan.sample_rows], and of positions inside a row
+               (without drafts: one for each row that samples)
+    logprobs   by row, for the sampled rows whose request asks for them: one for each of the row's tokens in token_ids
+    errors     by row, the text for its client; such a row ends with it, its token_ids are ignored
+    forward_s  seconds that computing the logits took, by the clock of the device that computed
+    sample_s   the same of sampling
+
     Logits that are not finite: a row's first position gets the error BROKEN_LOGITS; a later one gets NO_TOKEN (its
-    logprobs entry is ignored), since the drafts before it may be wrong. If they hold, the next step meets it as first.
-    forward_s, sample_s: what the two parts of the step took where they were computed: on a device that works beside the
-    host, by the device's clock, so that the rest of a step's time is what the device waited for the host.
+    logprobs are ignored), since the drafts before it may be wrong. If those are accepted, the position is the first one
+    of the next step.
     """
 
     token_ids: Int32Array
@@ -130,8 +134,12 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class KVCopies:
-    """Whole KV blocks to copy, all at once: blocks[i] of the device and host_blocks[i] of the host, int32 [n] both.
-    to_host: from the device to the host, else back. No two have the same target."""
+    """Whole KV blocks to copy, all at once. No two copies have the same target.
+
+    to_host      from the device to the host, else back
+    blocks       int32 [n]  the device's blocks
+    host_blocks  int32 [n]  the host's blocks
+    """
 
     to_host: bool
     blocks: Int32Array
@@ -141,13 +149,13 @@ class KVCopies:
 class Runner(Protocol):
     """A loaded model with its KV memory (info.num_blocks blocks of info.block_size slots). One thread calls it.
 
-    Law 1 binds it: a row's tokens depend on that row's tokens and sampling parameters alone, never on the plan's other
-    rows, on how the tokens were split into chunks, or on its drafts being there.
+    A row's tokens depend on that row's tokens and sampling parameters alone, never on the plan's other rows, on how its
+    tokens were split into chunks, or on its drafts.
     """
 
     @property
     def info(self) -> ModelInfo:
-        """Constant. max_model_len is the limit in force: the smaller of the config's and the model's."""
+        """Constant. max_model_len is the smaller of the config's and the model's limit."""
 
     def add_row(self, row: int, request: InferRequest) -> None:
         """A request got this row: register its sampling parameters. Called once per request, not after a preemption.
@@ -165,7 +173,7 @@ class Runner(Protocol):
         per token (penalties) is read from `table.token_ids`, where num_prompt_tokens parts prompt from output: for the
         token at position p, output is token_ids[row, num_prompt_tokens[row] : p], drafts before p included.
         The KV of a draft is written to its position's slot like any other; if the draft is wrong, a later step writes
-        that slot again before anybody reads it. Slots at and beyond num_computed_tokens hold nothing that may be used.
+        that slot again before it is read. Slots at and beyond num_computed_tokens must not be read.
         Tokens in stop_token_ids, and end-of-sequence tokens unless ignore_eos, are never sampled among the first
         min_tokens output tokens. Any exception counts as the failure of the rows it was given.
         """
@@ -184,7 +192,7 @@ class OverlappingRunner(Runner, Protocol):
     back in the row's output (penalties count them) were sampled by steps that are in flight, too.
 
     `add_row` and `remove_row` may be called while steps that hold the row are in flight. Those go on with what they
-    were launched with, their results for the row are dropped, and what they write to its blocks nobody reads.
+    were launched with, their results for the row are dropped, and what they write to its blocks is never read.
     `execute` is as `launch` and `collect`, but may be given drafts; it is called only when nothing is in flight.
     `close` may be called at any time.
     """
@@ -194,18 +202,85 @@ class OverlappingRunner(Runner, Protocol):
         """How many steps may be launched and not collected; at least 1, and 2 for a device that never waits."""
 
     def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
-        """Starts a step and returns. All of plan, table and rows that it needs is read before it returns. What it
-        raises is as of `execute`: nothing was launched. Plans have no drafts."""
+        """Starts a step and returns; plan, table and rows are read before that. Plans have no drafts. Raises as
+        `execute` does: nothing was launched then."""
 
     def collect(self) -> tuple[int, SampledTokens]:
-        """Waits for the oldest launched step: its id and what it sampled. What it raises is the end of this runner:
-        the device is in an unknown state."""
+        """Waits for the oldest launched step: its id and what it sampled. An exception ends this runner, because the
+        device is in an unknown state."""
 
 
 @runtime_checkable
 class OffloadingRunner(Runner, Protocol):
-    """A runner with info.num_host_blocks KV blocks in host memory, for what the device has no room for."""
+    """A runner that has info.num_host_blocks KV blocks in host memory beside those of the device."""
 
     def copy_blocks(self, copies: KVCopies) -> None:
-        """Copies blocks in order with other copies and with steps, launched or executed: after all that came before it,
-        and before all that follow. May return before it is done. What it raises is the end of this runner."""
+        """Copies blocks, in order with other copies and with steps, launched or executed. May return before it is done.
+        An exception ends this runner."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatStep:
+    """A step's rows as one batch of tokens, one row after the other. All int32.
+
+    rows            [n]        in the order of the batch
+    query_lens      [n]        tokens that the step computes of each row
+    seq_lens        [n]        tokens of each row that have KV after the step
+    query_start     [n + 1]    where each row's tokens begin in the batch
+    token_ids       [tokens]
+    positions       [tokens]   in their rows
+    slots           [tokens]   of their KV
+    sampled_tokens  [samples]  the tokens in the batch whose logits are sampled, in the order of `plan.samples`
+    """
+
+    rows: Int32Array
+    query_lens: Int32Array
+    seq_lens: Int32Array
+    query_start: Int32Array
+    token_ids: Int32Array
+    positions: Int32Array
+    slots: Int32Array
+    sampled_tokens: Int32Array
+
+    def blocks_in_use(self, table: RowTable) -> Int32Array:
+        """The block tables of the step's rows, as wide as the longest of them needs; int32 [rows, blocks]."""
+        width = -(-int(self.seq_lens.max()) // table.block_size)
+        blocks: Int32Array = np.take(table.block_table[:, :width], self.rows, axis=0)
+        return blocks
+
+
+def flatten(plan: StepPlan, table: RowTable, order: Int32Array | None = None) -> FlatStep:
+    """The plan's rows in the given order (default: their own), and their tokens one after the other."""
+    rows, counts = plan.rows, plan.num_scheduled_tokens
+    if order is not None:
+        rows, counts = rows[order], counts[order]
+    lens = table.num_computed_tokens[rows] + counts
+    starts = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    ends = starts[1:]
+    token_rows = np.repeat(rows, counts)
+    positions = np.arange(ends[-1], dtype=np.int32) - np.repeat(ends - lens, counts)
+    last_tokens = ends - 1
+    if order is not None:
+        last_tokens = np.empty_like(ends)
+        last_tokens[order] = ends - 1
+    blocks = table.block_table[token_rows, positions // table.block_size]
+    return FlatStep(
+        rows=rows,
+        query_lens=counts,
+        seq_lens=lens,
+        query_start=starts,
+        token_ids=table.token_ids[token_rows, positions],
+        positions=positions,
+        slots=blocks * np.int32(table.block_size) + positions % table.block_size,
+        sampled_tokens=_with_drafts(plan, last_tokens[plan.sample_rows]),
+    )
+
+
+def _with_drafts(plan: StepPlan, last_tokens: Int32Array) -> Int32Array:
+    """From where each sampled row's chunk ends to where its known tokens end and to all of its drafts."""
+    if plan.num_draft_tokens is None:
+        return last_tokens
+    counts = plan.num_draft_tokens[plan.sample_rows] + 1
+    ends = np.cumsum(counts, dtype=np.int32)
+    return np.arange(ends[-1], dtype=np.int32) + np.repeat(last_tokens + 1 - ends, counts)

@@ -1,35 +1,37 @@
-"""The HTTP application: KServe v2 with Triton's extensions, and whatever routers stand beside it on the same port.
+"""The HTTP application: KServe v2 with Triton's extensions, and other protocols' routers on the same port.
 
-For: the frontend server, tests, and embedding. Does not know: sockets, other protocols' content (they come as routers).
-Invariant: a path is served exactly as written (no slash redirects, no implicit HEAD), everything else is Triton's 404
-or 405. Inference on a model is found without the routers (direct_routes.py).
+For: the frontend server, tests, and embedding. Does not know: sockets, content of other protocols (they come as
+routers). Invariant: a path is served exactly as written (no slash redirects, no implicit HEAD), everything else is
+Triton's 404 or 405. Inference on a model is found without the routers (kserve/model_paths.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from fastapi import APIRouter, FastAPI
-from starlette.types import Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.server_log import ServerLog
+from llmbackend.core.server_log import ServerLog
 
-from .body_budget import BODY_LEASE, BodyBudget, BodyLease
-from .direct_routes import DirectRoutes, serve
-from .generate import GenerateEndpoints
-from .http_errors import install_error_handlers
-from .infer_http import InferEndpoint
-from .inference import InferenceGate
-from .kserve_http import DescriptionEndpoints, HealthEndpoints, RepositoryEndpoints
+from .http.errors import install_error_handlers
+from .http.request_body import BODY_LEASE, BodyBudget, BodyLease
+from .inference_gate import InferenceGate
+from .kserve.control_http import RepositoryEndpoints, SettingsEndpoints, SharedMemoryEndpoints, StopEndpoint
+from .kserve.description_http import DescriptionEndpoints, HealthEndpoints
+from .kserve.generate import GenerateEndpoints
+from .kserve.infer_http import InferEndpoint
+from .kserve.model_paths import DirectRoutes, serve
 from .openapi import create_openapi_router
-from .probes_http import ProbeEndpoints
-from .protocol_options import DEFAULT_OPTIONS, ProtocolOptions
-from .settings_http import SettingsEndpoints
-from .shared_memory_http import SharedMemoryEndpoints
-from .stop_http import StopEndpoint
+from .operations.probes import ProbeEndpoints
+from .protocol_options import DEFAULT_OPTIONS, CorsOptions, ProtocolOptions
 
-DEFAULT_MAX_INPUT_SIZE_BYTES = 64 << 20
+DEFAULT_MAX_INPUT_SIZE_BYTES: Final = 64 << 20
+_READABLE_HEADERS: Final = ("Inference-Header-Content-Length", "Retry-After", "endpoint-load-metrics")
+"""Response headers that a page of another site may read, besides those that the Fetch standard always allows."""
 
 
 def create_http_app(
@@ -41,7 +43,7 @@ def create_http_app(
     options: ProtocolOptions | None = None,
     log: ServerLog | None = None,
 ) -> FastAPI:
-    """The app around `server`; `routers` (the OpenAI API, say) are served beside /v2.
+    """The application of `server`; `routers`, such as the OpenAI API, are served beside /v2.
 
     `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size). `gate` is
     the one that other frontends of `server` use, and so is `log`, the process's log that /v2/logging sets.
@@ -59,6 +61,8 @@ def create_http_app(
 
 
 class _App(FastAPI):
+    """Gives each request a lease of the body budget, and finds inference without the routers."""
+
     direct: DirectRoutes
     bodies: BodyBudget
 
@@ -81,6 +85,7 @@ def create_kserve_router(
     options: ProtocolOptions | None = None,
     log: ServerLog | None = None,
 ) -> APIRouter:
+    """Everything under /v2, and the probes; arguments as of `create_http_app`."""
     router = APIRouter(redirect_slashes=False)
     gate = gate or InferenceGate(server)
     options = options or DEFAULT_OPTIONS
@@ -94,3 +99,21 @@ def create_kserve_router(
     StopEndpoint(server).add_to(router)
     ProbeEndpoints(gate, options.http_metrics).add_to(router)
     return router
+
+
+def with_cors(app: ASGIApp, options: CorsOptions) -> ASGIApp:
+    """`app` with the CORS protocol of the Fetch standard; `app` itself without allowed origins.
+
+    To be put before access control: a browser's preflight carries no key, and a page may read why it was refused. A
+    request without an Origin header passes through unchanged.
+    """
+    if not options.origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=options.origins,
+        allow_credentials=options.credentials,
+        allow_methods=options.methods,
+        allow_headers=options.headers,
+        expose_headers=_READABLE_HEADERS,
+    )

@@ -1,62 +1,176 @@
-"""One inference as a frontend holds it: the way to submit, to receive and to cancel.
+"""An open inference of a frontend: receives the responses of one request on the event loop, and can cancel it.
 
-For: HTTP and gRPC handlers on the event loop. Does not know: formats. Invariant: whoever submits an inference ends
-it with `close`, which cancels it unless its FINAL response has been taken; so no way out of a handler leaves work
-running unseen, and the number of open inferences is known.
+For: HTTP and gRPC handlers; InferenceGate makes inferences. Does not know: formats, backends. Invariants: the event
+loop is woken once for all responses that arrive before it runs, so that an engine step costs one wake-up and not one
+per token; what waits for one client is bounded by its Backlog; an accepted inference ends with `close`, which cancels
+it unless its FINAL response was taken.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from functools import partial
-from pickle import PickleBuffer
-from typing import Any, Final, TypeVar
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
 
 from starlette.requests import Request
 
-from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback
-from llmbackend.core.requests.request_bounds import most_strings
-from llmbackend.core.tensors import RawTensor, Tensor
-from llmbackend.core.tracing.trace import RequestTrace
+from llmbackend.core.backend_api import ResponseFlag, is_final
+from llmbackend.core.errors import cancelled
+from llmbackend.core.messages import RESPONSE_BYTES, InferenceHandle, InferenceResponse, held_bytes
 
-from .body_budget import BodyBudget
-from .client_presence import PRESENCE, ClientPresence
-from .doors.key_shares import KeyShares
-from .doors.rate_limit import Account
-from .doors.roles import Role, role_needed
-from .doors.visit import VISIT
-from .limits import InferenceLimits, LimitReachedError, PermissionDeniedError
-from .mailbox import Backlog, Item, Mailbox, ResponseStream, are_large
-from .request_body import read_content
-from .work_threads import WorkThreads
-from .workers.pool import WorkerPool
+from .http.request_scope import PRESENCE, ClientPresence
 
-T = TypeVar("T")
-LARGE_BODY_BYTES: Final = 256 << 10
-"""A prompt of 50,000 words, or 40,000 token ids; parsed in 1 to 7 ms."""
-MANY_STRINGS: Final = 4096
-"""Decoded in about 1 ms."""
-
+Item = tuple[InferenceResponse | None, ResponseFlag]
+"""A response as the host gives it to a response callback."""
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
-class Inference:
-    """A submitted request: its responses one by one or as they come together, until FINAL."""
+class Mailbox:
+    """Carries responses from the threads of backends into one event loop."""
 
-    def __init__(self, responses: ResponseStream, handle: InferenceHandle, on_close: Callable[[], None]) -> None:
-        self._responses = responses
-        self._handle = handle
-        self._on_close = on_close
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._lock = threading.Lock()
+        self._arrived: deque[tuple[Inference, InferenceResponse | None, ResponseFlag, int]] = deque()
+        self._is_woken = False
+
+    def put(self, inference: Inference, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        """Any thread; never waits."""
+        size_bytes = response_bytes(response)  # here and not on the event loop: for many strings it takes a while
+        with self._lock:
+            self._arrived.append((inference, response, flags, size_bytes))
+            if self._is_woken:
+                return
+            self._is_woken = True
+        try:
+            self.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop is closed: its clients are gone
+            return
+
+    def _deliver(self) -> None:
+        with self._lock:
+            arrived, self._arrived = self._arrived, deque()
+            self._is_woken = False
+        for inference, response, flags, size_bytes in arrived:
+            inference.deliver(response, flags, size_bytes)
+
+
+class Backlog:
+    """The bytes that wait for one client. The inferences that it reads through one connection share a backlog."""
+
+    __slots__ = ("limit_bytes", "waiting_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.waiting_bytes = 0
+
+
+class Inference:
+    """One request to the host and its responses, in order, until FINAL.
+
+    The instance is the request's response callback, which any thread may call; everything else is used on the event
+    loop. `on_response` is called for each response that can be popped; without it, `next` waits. When `backlog` is
+    full, the request ends with an error after the responses that wait; but one response may always wait, so that the
+    limit is about streams and not about the size of a tensor.
+    """
+
+    def __init__(self, mailbox: Mailbox, backlog: Backlog, on_response: Callable[[], None] | None = None) -> None:
+        self._mailbox = mailbox
+        self._backlog = backlog
+        self._on_response = on_response
+        self._ready: deque[tuple[InferenceResponse | None, ResponseFlag, int]] = deque()
+        self._waiting_bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._takes_no_more = False
+        self._handle: InferenceHandle | None = None
+        self._on_close: Callable[[], None] | None = None
         self._presence: ClientPresence | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._closed = False
-        responses.on_overflow = handle.cancel
+        self._is_closed = False
+
+    def accepted(self, handle: InferenceHandle, on_close: Callable[[], None] | None = None) -> Inference:
+        """The host has accepted the request; `close` must follow."""
+        self._handle, self._on_close = handle, on_close
+        return self
+
+    # --- responses --------------------------------------------------------------------------------------------------
+
+    def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        self._mailbox.put(self, response, flags)
+
+    def deliver(self, response: InferenceResponse | None, flags: ResponseFlag, size_bytes: int) -> None:
+        """Called by the mailbox. Nothing is taken in after FINAL, an overflow or `close`."""
+        if self._takes_no_more:
+            return
+        backlog = self._backlog
+        if self._ready and backlog.waiting_bytes + size_bytes > backlog.limit_bytes and response is not None:
+            response, flags, size_bytes = _too_slow(response, backlog.limit_bytes), ResponseFlag.FINAL, RESPONSE_BYTES
+            if self._handle is not None:
+                self._handle.cancel()
+        self._takes_no_more = is_final(flags)
+        self._ready.append((response, flags, size_bytes))
+        self._waiting_bytes += size_bytes
+        backlog.waiting_bytes += size_bytes
+        if self._on_response is not None:
+            self._on_response()
+        elif self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def pop(self) -> Item:
+        """The oldest response that waits (`on_response` was called for it). Raises IndexError when none does."""
+        response, flags, size_bytes = self._ready.popleft()
+        self._release(size_bytes)
+        return response, flags
+
+    async def next(self) -> Item | None:
+        """Waits for one response. None after FINAL."""
+        if not self._ready and not await self._arrival():
+            return None
+        return self.pop()
+
+    async def next_responses(self) -> list[InferenceResponse]:
+        """Waits for a response, and takes all that are there, for one write to the client. Empty after FINAL."""
+        responses: list[InferenceResponse] = []
+        while not responses and await self._arrival():
+            responses = [response for response, _, _ in self._ready if response is not None]
+            self._drop_ready()
+        return responses
+
+    async def collect(self, at_most: int) -> list[InferenceResponse]:
+        """Waits for FINAL; the first `at_most` responses. The others are dropped as they come."""
+        responses: list[InferenceResponse] = []
+        while (item := await self.next()) is not None:
+            if item[0] is not None and len(responses) < at_most:
+                responses.append(item[0])
+        return responses
+
+    async def _arrival(self) -> bool:
+        """Waits for a response; False after FINAL."""
+        while not self._ready:
+            if self._takes_no_more:
+                return False
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return True
+
+    def _drop_ready(self) -> None:
+        self._ready.clear()
+        self._release(self._waiting_bytes)
+
+    def _release(self, size_bytes: int) -> None:
+        self._waiting_bytes -= size_bytes
+        self._backlog.waiting_bytes -= size_bytes
+
+    # --- end --------------------------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Asks the host to end the request; its FINAL response still comes."""
-        if not self._responses.is_over:
+        """Asks the host to end the request; its FINAL response still comes. No effect when FINAL was taken."""
+        if self._handle is not None and (self._ready or not self._takes_no_more):
             self._handle.cancel()
 
     def cancel_on_disconnect(self, request: Request) -> None:
@@ -73,205 +187,30 @@ class Inference:
         self.cancel()
 
     def close(self) -> None:
-        """Ends the watching, cancels what has not come to its end, drops what nobody will read. Idempotent."""
-        if self._closed:
+        """Cancels the request unless it has ended; drops the responses that wait and that still come. Idempotent."""
+        if self._is_closed:
             return
-        self._closed = True
+        self._is_closed = True
         if self._presence is not None:
             self._presence.forget(self.cancel)
         if self._watcher is not None:
             self._watcher.cancel()
         self.cancel()
-        self._responses.close()
-        self._on_close()
-
-    def pop(self) -> Item:
-        """A response that is here (`on_response` was called for it)."""
-        return self._responses.pop()
-
-    async def next(self) -> Item | None:
-        """Waits for one response. None after FINAL."""
-        return await self._responses.next()
-
-    async def next_batch(self) -> list[Item]:
-        """Waits for one response, then takes all that are there. Empty after FINAL."""
-        first = await self._responses.next()
-        return [] if first is None else [first, *self._responses.pop_all()]
-
-    async def collect(self, at_most: int) -> list[InferenceResponse]:
-        """The first `at_most` responses, once FINAL has come; the rest is dropped as it comes."""
-        responses: list[InferenceResponse] = []
-        while (item := await self._responses.next()) is not None:
-            if item[0] is not None and len(responses) < at_most:
-                responses.append(item[0])
-        return responses
+        self._handle = None  # it holds this object
+        self._takes_no_more = True
+        self._drop_ready()
+        if self._on_close is not None:
+            self._on_close()
 
 
-class InferenceGate:
-    """Submits requests to the host. Owns the mailbox of the event loop it is used on, and counts open inferences.
-
-    Frontends on one loop share one gate, and so its limit.
-    """
-
-    def __init__(self, server: InferenceServer, limits: InferenceLimits | None = None) -> None:
-        self.server = server
-        self._limits = limits or InferenceLimits()
-        self._mailbox: Mailbox | None = None
-        self._open = 0
-        self._shares = KeyShares()
-        self.bodies = BodyBudget(self._limits.max_body_memory_bytes)
-        self._large_body = asyncio.Lock()
-        self._threads = WorkThreads(2, "large-requests")
-        self._workers = WorkerPool()
-
-    def close(self) -> None:
-        """When no request will come any more: ends the threads and processes."""
-        self._threads.close()
-        self._workers.close()
-
-    @property
-    def open_inferences(self) -> int:
-        return self._open
-
-    def new_backlog(self) -> Backlog:
-        """For a client that reads several requests through one stream."""
-        return Backlog(self._limits.max_stream_buffer_bytes)
-
-    def check_room(self, count: int = 1) -> None:
-        """Raises LimitReachedError when `count` more inferences would be too many for the server, or for one key."""
-        most = self._limits.max_concurrent_requests
-        if self._open + count > most:
-            raise LimitReachedError(f"the server is at its limit of {most} concurrent requests")
-        visit = VISIT.get()
-        if visit is not None:
-            self._shares.check(visit.account, count, most - self._open - count)
-
-    def admit(self, count: int) -> None:
-        """For a body with `count` prompts, each of which becomes an inference: all or none. Raises LimitReachedError
-        when there is no room for them, or the key has not as many prompts left in this minute."""
-        self.check_room(count)
-        visit = VISIT.get()
-        refusal = None if visit is None else visit.pay(count)
-        if refusal is not None:
-            raise LimitReachedError(refusal.message, refusal.retry_after, refusal.kind)
-
-    async def parsed(self, size_bytes: int, decode: Callable[..., T], body: bytes, *arguments: Any) -> T:
-        """`decode(body, *arguments)`; in a worker process where `size_bytes` of the body are to be parsed and that is
-        much (see WorkerPool for what may be passed), so that no parser holds the interpreter's lock for long.
-
-        Raises what `decode` raises, TritonError UNAVAILABLE when the process can not be had or ends over the body.
-        """
-        if size_bytes <= LARGE_BODY_BYTES:
-            return decode(body, *arguments)
-        return await self._workers.run(decode, PickleBuffer(body), *arguments)
-
-    async def printed(
-        self, as_json: Sequence[Tensor], encode: Callable[..., T], response: InferenceResponse, *arguments: Any
-    ) -> T:
-        """`encode(response, *arguments)`, which makes JSON of the outputs `as_json` and copies the others; in a worker
-        process where much is to be printed, in a thread where much is to be copied."""
-        if are_large(as_json):
-            return await self._workers.run(encode, response, *arguments)
-        if are_large(response.outputs):
-            return await self._threads.run(encode, response, *arguments)
-        return encode(response, *arguments)
-
-    async def content(self, request: Request, max_bytes: int) -> bytes:
-        """The body of `request`, unpacked; raises as `request_body.read_content`."""
-        return await read_content(request, max_bytes, self._threads)
-
-    async def decoded(self, body_bytes: int, decode: Callable[[], T]) -> T:
-        """What `decode` makes of a body; of a large one in a thread, one body at a time.
-
-        JSON parsers hold the interpreter's lock, so this bounds a stall to the longest single call (measured, 8 MiB:
-        a list of numbers 190 ms instead of 600) and keeps the memory of several large bodies from adding up.
-        """
-        if body_bytes <= LARGE_BODY_BYTES:
-            return decode()
-        async with self._large_body:
-            return await self._threads.run(decode)
-
-    async def with_shared_inputs(self, request: InferenceRequest) -> InferenceRequest:
-        """`request` with its inputs read from shared memory; large ones in a thread. Raises TritonError;
-        PermissionDeniedError when the client's key may not use the regions, which belong to operators."""
-        visit = VISIT.get()
-        uses_regions = bool(request.shared_inputs or request.output_places)
-        if uses_regions and visit is not None and visit.account.role is not Role.OPERATOR:
-            raise PermissionDeniedError(role_needed(visit.account.name, visit.account.role))
-        if not request.shared_inputs:
-            return request
-        read = partial(self.server.shared_memory.with_inputs, request)
-        if sum(item.place.byte_size for item in request.shared_inputs) <= LARGE_BODY_BYTES:
-            return read()
-        return await self._threads.run(read)
-
-    async def send(
-        self, request: InferenceRequest, backlog: Backlog | None = None, trace: RequestTrace | None = None
-    ) -> Inference:
-        """`submit` for a request that was decoded with `nobody` as its callback; in a thread for one with many strings,
-        each of which becomes an object, or with large raw tensors, which may have to be copied."""
-
-        def complete(callback: ResponseCallback) -> InferenceRequest:
-            request.response_callback, request.trace = callback, trace
-            return request
-
-        raw_bytes = sum(len(tensor.raw) for tensor in request.inputs if isinstance(tensor, RawTensor))
-        if raw_bytes <= LARGE_BODY_BYTES and most_strings(request.inputs) <= MANY_STRINGS:
-            return self.submit(complete, backlog)
-        self.check_room()
-        responses = ResponseStream(self._current_mailbox(), backlog or self.new_backlog())
-        leave = self._enter()
-        submitted = asyncio.ensure_future(self._threads.run(self.server.infer_async, complete(responses)))
-        submitted.add_done_callback(partial(_leave_if_refused, leave))
-        try:
-            return Inference(responses, await asyncio.shield(submitted), leave)
-        except asyncio.CancelledError:
-            submitted.add_done_callback(partial(_close_unseen, responses, leave))
-            raise
-
-    def submit(
-        self,
-        build: Callable[[ResponseCallback], InferenceRequest],
-        backlog: Backlog | None = None,
-        on_response: Callable[[], None] | None = None,
-    ) -> Inference:
-        """Sends the request that `build` makes around the given callback.
-
-        Raises TritonError when the host refuses it, LimitReachedError when there is no room.
-        """
-        self.check_room()
-        responses = ResponseStream(self._current_mailbox(), backlog or self.new_backlog(), on_response)
-        handle = self.server.infer_async(build(responses))
-        return Inference(responses, handle, self._enter())
-
-    def _enter(self) -> Callable[[], None]:
-        """Counts one more open inference; what is returned takes it back."""
-        self._open += 1
-        visit = VISIT.get()
-        if visit is None:
-            return self._leave
-        self._shares.enter(visit.account)
-        return partial(self._leave, visit.account)
-
-    def _leave(self, account: Account | None = None) -> None:
-        self._open -= 1
-        if account is not None:
-            self._shares.leave(account)
-
-    def _current_mailbox(self) -> Mailbox:
-        loop = asyncio.get_running_loop()
-        if self._mailbox is None or self._mailbox.loop is not loop:
-            self._mailbox = Mailbox(loop)
-        return self._mailbox
+def _too_slow(response: InferenceResponse, limit_bytes: int) -> InferenceResponse:
+    """The last response to a client whose backlog is full."""
+    error = cancelled(
+        f"the request was cancelled: its client reads too slowly, more than {limit_bytes} bytes were waiting for it"
+    )
+    return InferenceResponse(response.model_name, response.model_version, response.request_id, error=error)
 
 
-def _leave_if_refused(leave: Callable[[], None], submitted: asyncio.Future[InferenceHandle]) -> None:
-    if submitted.cancelled() or submitted.exception() is not None:
-        leave()
-
-
-def _close_unseen(
-    responses: ResponseStream, leave: Callable[[], None], submitted: asyncio.Future[InferenceHandle]
-) -> None:
-    if not submitted.cancelled() and submitted.exception() is None:
-        Inference(responses, submitted.result(), leave).close()
+def response_bytes(response: InferenceResponse | None) -> int:
+    """About how much memory a response holds."""
+    return RESPONSE_BYTES if response is None else held_bytes(response.outputs)

@@ -1,110 +1,94 @@
-"""What one server lets its clients hold: requests, connections, bytes, seconds.
+"""How much the clients of one server may hold: requests, connections, bytes, seconds.
 
 For: everything in this package that could otherwise grow or wait without end. Does not know: protocols. Invariant:
-every limit has a default that a server open to strangers can live with; who sets none is still bounded.
+every limit has a default that suits a server which is open to unknown clients.
 """
 
 from __future__ import annotations
 
+import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-from llmbackend.core.errors import ErrorCode, TritonError
-
-from .connections import Network
-
-RETRY_AFTER_S: Final = "1"
-"""Retry-After of a refusal for want of room: a decoding step later there may be some."""
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-class LimitReachedError(TritonError):
-    """The server has as much to do as it was allowed to take: HTTP 429, gRPC RESOURCE_EXHAUSTED.
-
-    Triton has no code for it; where only a code crosses, it is UNAVAILABLE. `kind` is OpenAI's type of the error.
-    """
-
-    def __init__(self, message: str, retry_after: str = RETRY_AFTER_S, kind: str = "requests") -> None:
-        super().__init__(message, ErrorCode.UNAVAILABLE)
-        self.retry_after = retry_after
-        self.kind = kind
-
-
-class PermissionDeniedError(TritonError):
-    """The client may not do this: HTTP 403, gRPC PERMISSION_DENIED. Where only Triton's codes cross, UNAVAILABLE."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, ErrorCode.UNAVAILABLE)
+def networks(texts: Sequence[str]) -> tuple[Network, ...]:
+    """The addresses and networks (10.0.0.0/8) in comma-separated texts. Raises ValueError for a wrong one."""
+    return tuple(ipaddress.ip_network(part.strip()) for text in texts for part in text.split(",") if part.strip())
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceLimits:
-    """Over all protocols of one server.
-
-    max_concurrent_requests: inferences that were submitted and are not over. max_stream_buffer_bytes: responses that
-    wait for one client, over all requests of its stream; a client further behind loses its request. A streamed token
-    counts for about 600 bytes (see `mailbox.size_bytes`), so the default lets a client fall 7,000 tokens behind:
-    minutes of one stream, and with 64 such clients a quarter of a GiB. max_body_memory_bytes: HTTP bodies that arrive,
-    all together, from their first byte until what they say is handed to the host; never less than four of the largest.
-    """
+    """Over all protocols of one server."""
 
     max_concurrent_requests: int = 4096
+    """Inferences that were submitted and have not ended."""
     max_stream_buffer_bytes: int = 4 << 20
+    """Responses that wait for one client, over all requests of its stream; a client that is further behind loses its
+    request. A streamed token counts as about 600 bytes (see `messages.held_bytes`), so by default a client may be 7,000
+    tokens behind: minutes of one stream, and with 64 such clients a quarter of a GiB."""
     max_body_memory_bytes: int = 512 << 20
+    """HTTP bodies that arrive at the same time, each from its first byte until its content is handed to the host; never
+    less than four bodies of the largest size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """Of one HTTP endpoint.
-
-    max_connections_per_peer: from one address (IPv6: one /64), 0 for no limit; not for trusted_proxies, which many
-    clients come through. handshake_timeout_s: of TLS.
-    header_timeout_s: from the connection, or the first byte of the next request, to the end of the header.
-    body_timeout_s: without a byte of the body. min_body_bytes_per_s: on average, once body_timeout_s are over; 0 for
-    none. linger_s: what the rest of a body gets to arrive when its request has been answered already.
-    write_timeout_s: without a byte taken by the client. keep_alive_s: without a request.
-    """
+    """Of one HTTP endpoint."""
 
     max_connections: int = 4096
     max_connections_per_peer: int = 1024
+    """From one address (IPv6: one /64); 0: no limit."""
     trusted_proxies: tuple[Network, ...] = ()
+    """Addresses that many clients come through, for which max_connections_per_peer does not hold."""
     max_url_bytes: int = 16 << 10
     max_header_bytes: int = 64 << 10
     max_headers: int = 128
     handshake_timeout_s: float = 20.0
+    """Of TLS."""
     header_timeout_s: float = 20.0
+    """From the connection, or the first byte of the next request, to the end of the header."""
     body_timeout_s: float = 30.0
+    """Without a byte of the body."""
     min_body_bytes_per_s: int = 4096
+    """On average, checked after body_timeout_s; 0: no minimum."""
     linger_s: float = 5.0
+    """For the rest of a body whose request has been answered already."""
     write_timeout_s: float = 60.0
+    """Without a byte read by the client."""
     keep_alive_s: float = 75.0
+    """Without a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpcLimits:
-    """Of the gRPC endpoint. Names, meanings and defaults of the first group are those of Triton's flags.
-
-    A ping more often than min_recv_ping_interval_without_data_ms is a strike; more than max_ping_strikes of them close
-    the connection. max_connection_age_ms 0 = for ever. write_timeout_s: as for HTTP.
-    """
+    """Of the gRPC endpoint. Names, meanings and defaults of the first group are those of Triton's flags."""
 
     keepalive_time_ms: int = 7_200_000
     keepalive_timeout_ms: int = 20_000
     keepalive_permit_without_calls: bool = False
     http2_max_pings_without_data: int = 2
     http2_min_recv_ping_interval_without_data_ms: int = 300_000
+    """A client that pings more often gets a strike for each ping."""
     http2_max_ping_strikes: int = 2
+    """More strikes than this close the connection."""
     max_connection_age_ms: int = 0
+    """0: no limit."""
     max_connection_age_grace_ms: int = 0
 
     max_input_size_bytes: int = 64 << 20
+    """Of one message."""
     max_connections: int = 4096
     max_streams_per_connection: int = 1024
     max_metadata_bytes: int = 64 << 10
     handshake_timeout_ms: int = 20_000
     write_timeout_s: float = 60.0
+    """Without a byte read by the client."""
 
     def channel_arguments(self) -> list[tuple[str, Any]]:
-        """As gRPC's core names them."""
+        """The limits under the names of gRPC's core."""
         arguments: list[tuple[str, Any]] = [
             ("grpc.keepalive_time_ms", self.keepalive_time_ms),
             ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
@@ -131,12 +115,13 @@ class GrpcLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendLimits:
-    """The metrics endpoint has the limits of HTTP, but for its connections."""
+    """Of one server."""
 
     inference: InferenceLimits = InferenceLimits()
     http: HttpLimits = HttpLimits()
     grpc: GrpcLimits = GrpcLimits()
     metrics_max_connections: int = 64
+    """Of the metrics endpoint, whose other limits are those of HTTP."""
 
     @property
     def connections(self) -> int:

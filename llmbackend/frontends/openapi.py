@@ -1,8 +1,9 @@
 """GET /openapi.json: an OpenAPI 3.1 document of everything this server answers on HTTP.
 
 For: people, client generators, the fuzzer. Does not know: handlers. Invariant: the document's paths are the routes of
-the application: a route that nobody described can not be built into a document (KeyError), so that a test of the
-document finds it. What a path means is data in `openapi_kserve.py` and `openapi_openai.py`.
+the application: a route without a description cannot be built into a document (KeyError), so that a test of the
+document finds it. What a path means is described beside its handlers, in `kserve/openapi.py`, `openai/openapi.py` and
+`operations/probes.py`.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from starlette.routing import BaseRoute, Route
 
 from llmbackend import __version__
 
-from . import openapi_kserve, openapi_openai, probes_http
-from .doors.http_paths import OPEN_PATHS
-from .http_errors import JSON, plain
-from .openapi_parts import Json, operation, plain_response, refusals
+from .access.permissions import OPEN_PATHS
+from .http.openapi_parts import Json, operation, plain_response, refusals
+from .http.responses import JSON, plain
+from .kserve import openapi as openapi_kserve
+from .openai import openapi as openapi_openai
+from .operations import probes
 
 PATH: Final = "/openapi.json"
 _OPERATIONS: Final = (
     openapi_kserve.OPERATIONS
     | openapi_openai.OPERATIONS
-    | probes_http.OPERATIONS
+    | probes.OPERATIONS
     | {("GET", PATH): operation("This document", {"200": plain_response("OpenAPI 3.1.", JSON)})}
 )
 _VARIANTS: Final = ("/versions/{version}", "/{repository}", "/region/{region}")
-"""Parts of a path that select among the same things; their operation is that of the path without them."""
+"""Optional parts of a path; such a path has the operation of the path without them."""
 
 _PARAMETERS: Final[dict[str, Json]] = {
     "name": {"type": "string", "minLength": 1},
@@ -40,12 +43,12 @@ _PARAMETERS: Final[dict[str, Json]] = {
     "repository": {"type": "string", "minLength": 1, "description": "Accepted by the index alone."},
     "region": {"type": "string", "minLength": 1, "description": "Without it: every region."},
 }
-_AT_THE_DOOR: Final = (401, 403, 408, 413, 429, 431)
-"""What the server may answer before an operation sees its request: see doors/ and http_protocol.py."""
+_BEFORE_THE_OPERATION: Final = (401, 403, 408, 413, 429, 431)
+"""Statuses that access control and the connection may send before an operation sees its request."""
 _KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}}
 _CONVERTER: Final = re.compile(r"\{(\w+):\w+\}")
 _CATCH_ALL: Final = frozenset({"/v1/{path}"})
-"""Routes that only refuse, with 404 or 501."""
+"""Routes that refuse every request, with 404 or 501."""
 
 
 def create_openapi_router(routers: Sequence[APIRouter]) -> APIRouter:
@@ -72,14 +75,14 @@ def document(routers: Iterable[APIRouter]) -> Json:
         "info": {"title": "llmbackend", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": openapi_kserve.SCHEMAS | openapi_openai.SCHEMAS | probes_http.SCHEMAS,
+            "schemas": openapi_kserve.SCHEMAS | openapi_openai.schemas() | probes.SCHEMAS,
             "securitySchemes": _KEY_SCHEME,
         },
     }
 
 
 def _documented(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
-    """(method, path) of each route that does something."""
+    """(method, path) of each route that is documented."""
     for route in routes:
         assert isinstance(route, Route)
         path = _CONVERTER.sub(r"{\1}", route.path)
@@ -98,7 +101,7 @@ def _operation(method: str, path: str) -> Json:
     ]
     if in_path:
         described["parameters"] = [*in_path, *described.get("parameters", ())]
-    described["responses"] = refusals(_error_schema(path), *_AT_THE_DOOR) | described["responses"]
+    described["responses"] = refusals(_error_schema(path), *_BEFORE_THE_OPERATION) | described["responses"]
     described["security"] = [] if path in OPEN_PATHS else [{}, {"apiKey": []}]
     return described | {"operationId": f"{method} {path}"}
 

@@ -1,7 +1,7 @@
-"""Ways in which an operator may have the protocols behave otherwise: one frozen object for all frontends of a server.
+"""Options by which an operator changes how the protocols behave.
 
 For: the frontend server and its endpoints. Does not know: flags, limits (`limits.py`). Invariant: the defaults are
-Triton's, and ask for nothing.
+Triton's behaviour.
 """
 
 from __future__ import annotations
@@ -9,25 +9,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from .cors import NO_ORIGINS, CorsOptions
-from .header_forwarding import FORWARD_NOTHING, HeaderForward
+from .kserve.request_parameters import FORWARD_NOTHING, HeaderForward
 
 CompressionLevel = Literal["none", "low", "medium", "high"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorsOptions:
+    """Which web pages of other sites may use the HTTP port from a browser; names of the options are vLLM's."""
+
+    origins: tuple[str, ...] = ()
+    """Of the pages; "*": any; none: no page, and responses have no CORS headers."""
+    credentials: bool = False
+    """Whether browsers may send their cookies and client certificates along."""
+    methods: tuple[str, ...] = ("*",)
+    """ "*": any."""
+    headers: tuple[str, ...] = ("*",)
+    """ "*": any."""
+
+
+NO_ORIGINS: Final = CorsOptions()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProtocolOptions:
-    """grpc_response_compression: of inference's responses alone. grpc_reuse_port: several servers may share a port.
-    openai_lora_separator: stands between a model's name and its LoRA adapter's in OpenAI requests; "": nothing does.
-    cors: which web pages may use the HTTP port. http_metrics: the metrics page is on the HTTP port, too."""
+    """All frontends of one server share one object."""
 
     http_forward: HeaderForward = FORWARD_NOTHING
+    """Which headers of /infer the model sees."""
     grpc_forward: HeaderForward = FORWARD_NOTHING
+    """Which metadata of ModelInfer and ModelStreamInfer the model sees."""
     grpc_response_compression: CompressionLevel = "none"
+    """Of the responses of inference alone."""
     grpc_reuse_port: bool = False
+    """Whether several servers may share the gRPC port."""
     openai_lora_separator: str = ""
+    """Stands between the names of a model and its LoRA adapter in OpenAI requests; "": adapters have no such name."""
     cors: CorsOptions = NO_ORIGINS
     http_metrics: bool = True
+    """Whether the metrics page is served on the HTTP port, too."""
 
 
 DEFAULT_OPTIONS: Final = ProtocolOptions()

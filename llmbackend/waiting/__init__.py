@@ -1,1 +1,1 @@
-"""What every room needs that lets requests wait: Triton's queue policies, deadlines, a timer. Knows no room."""
+"""For every room whose requests wait: Triton's queue policies, deadlines, a timer. Imports no other room."""

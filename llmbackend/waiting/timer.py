@@ -1,24 +1,77 @@
 """Calls back at given times, on one thread that sleeps until the earliest of them.
 
 For: queues, whose requests must be answered when their time is over even if no instance asks for a batch. Does not
-know: requests. Invariants: one pending time per alarm; an alarm runs outside of the timer's lock and must only do short
-work; without alarms the thread sleeps without a timeout, so an idle server uses no CPU.
+know: requests. Invariants: one pending time per alarm; an alarm runs outside the timer's lock and must be short;
+without alarms the thread sleeps without a timeout, so an idle server uses no CPU.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
-
-from .deadlines import Deadlines
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
 
+Item = TypeVar("Item", bound=Hashable)
 Alarm = Callable[[], None]
-LONGEST_SLEEP_S = 3600.0
-"""A lock's wait takes no timeout of centuries, which a configuration may ask for."""
+MAX_SLEEP_S = 3600.0
+"""A configuration may ask for centuries, which a lock's timeout cannot express."""
+
+_SLACK = 64
+"""How many discarded entries the heap may hold beyond twice the number of items."""
+
+
+class Deadlines(Generic[Item]):
+    """Items by the time at which they are due. Not locked: its owner's lock guards it.
+
+    Adding, discarding and looking up the earliest are O(log n) amortised. A discarded item is not referenced any more,
+    so that no request is kept alive after it left.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, list[Item]]] = []
+        self._cells: dict[Item, list[Item]] = {}
+        self._order = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def add(self, item: Item, due_ns: int) -> None:
+        """Adds `item`, or moves it to another time."""
+        self.discard(item)
+        cell = [item]  # cleared when the item is discarded: the heap keeps no reference to it
+        self._cells[item] = cell
+        heapq.heappush(self._heap, (due_ns, next(self._order), cell))
+
+    def discard(self, item: Item) -> None:
+        cell = self._cells.pop(item, None)
+        if cell is not None:
+            cell.clear()
+            self._compact()
+
+    def earliest_ns(self) -> int | None:
+        while self._heap and not self._heap[0][2]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def pop_due(self, now_ns: int) -> list[Item]:
+        """Removes and returns what is due at `now_ns`, the earliest first."""
+        due = []
+        while (earliest_ns := self.earliest_ns()) is not None and earliest_ns <= now_ns:
+            (item,) = heapq.heappop(self._heap)[2]
+            del self._cells[item]
+            due.append(item)
+        return due
+
+    def _compact(self) -> None:
+        if len(self._heap) > 2 * len(self._cells) + _SLACK:
+            self._heap = [entry for entry in self._heap if entry[2]]
+            heapq.heapify(self._heap)
 
 
 class Timer:
@@ -37,7 +90,7 @@ class Timer:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; alarms that were set and not yet due never run."""
+        """Ends the thread; alarms that are not due yet never run."""
         if self._thread is not None:
             with self._changed:
                 self._stopped = True
@@ -50,7 +103,7 @@ class Timer:
             return len(self._alarms)
 
     def set(self, alarm: Alarm, due_ns: int) -> None:
-        """Runs `alarm` at `due_ns` (monotonic), instead of at the time it was set to before."""
+        """Runs `alarm` at `due_ns` (monotonic); replaces its earlier time."""
         with self._changed:
             earliest_ns = self._alarms.earliest_ns()
             self._alarms.add(alarm, due_ns)
@@ -68,7 +121,7 @@ class Timer:
                     alarm()
                 except Exception:
                     log.exception("an alarm failed")
-            del due, alarm  # or the last one would keep its queue alive until the next
+            del due, alarm  # else the last alarm's queue would live until the next alarm
 
     def _wait(self) -> list[Alarm] | None:
         """Sleeps until something is due; None when stopped."""
@@ -78,6 +131,6 @@ class Timer:
                 if due := self._alarms.pop_due(now_ns):
                     return due
                 earliest_ns = self._alarms.earliest_ns()
-                sleep_s = None if earliest_ns is None else min((earliest_ns - now_ns) / 1e9, LONGEST_SLEEP_S)
+                sleep_s = None if earliest_ns is None else min((earliest_ns - now_ns) / 1e9, MAX_SLEEP_S)
                 self._changed.wait(sleep_s)
             return None

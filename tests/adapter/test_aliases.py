@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 from google.protobuf import text_format
-from llm_host import ENGINE, LlmHost
 from prometheus_client import generate_latest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.adapter.engine_args import ModelArguments, check_checkpoint, read_model_arguments
 from llmbackend.core.backend_api import TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
+from llmbackend.core.server_options import ServerOptions
 from llmbackend.engine.config import EngineConfig
+from tests.helpers.llm_host import ENGINE, LlmHost
 
 GPU_TREE = """
 parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }

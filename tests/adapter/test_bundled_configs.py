@@ -12,7 +12,7 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.adapter.engine_args import read_model_arguments
-from llmbackend.adapter.vllm_schema import INPUTS, OUTPUTS
+from llmbackend.adapter.schemas.vllm import INPUTS, OUTPUTS
 from llmbackend.engine.config import EngineConfig
 
 ROOT = Path(__file__).parents[2]

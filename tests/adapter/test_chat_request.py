@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.chat_request import MAX_VALUES, ChatBounds, read_chat
+from llmbackend.adapter.text.chat import MAX_VALUES, ChatBounds, read_chat
 from llmbackend.core.backend_api import ErrorCode, TritonError
 
 BOUNDS = ChatBounds(context_tokens=10, max_chars=50)
@@ -54,7 +54,7 @@ def test_a_list_and_an_object_are_the_same_conversation() -> None:
         (b" " * (4 << 20) + b" ", "has 4194305 bytes, expected at most 4194304"),
     ],
 )
-def test_what_cannot_fit_is_refused_by_name(value: Any, expected: str) -> None:
+def test_a_conversation_that_cannot_fit_is_refused_by_name(value: Any, expected: str) -> None:
     assert expected in refusal(value)
 
 

@@ -1,4 +1,4 @@
-"""Long requests are converted beside the instance thread: nobody waits for them, and they end as any other request."""
+"""Long requests are converted beside the instance thread: others do not wait for them, and they end like any other."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from llm_host import Call, LlmHost, llm_host
 
 from llmbackend.adapter.conversion_pool import MAX_THREADS, SHORT_BYTES, Conversion, ConversionPool, is_short
 from llmbackend.adapter.request_conversion import RequestConverter
 from llmbackend.adapter.task_map import TaskMap
-from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, unavailable
+from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, TritonError, unavailable
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Timer
+from tests.helpers.llm_host import Call, LlmHost, llm_host
 
 LONG = "x" * (SHORT_BYTES + 1)
 GREEDY = {"max_tokens": 3, "temperature": 0}
-ROOM = {"max_model_len": 8192, "num_kv_blocks": 4096}
+ROOM: dict[str, Any] = {"max_model_len": 8192, "num_kv_blocks": 4096}
 
 
 class Gate:
@@ -53,6 +53,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open.set()
 
 
+def error_of(call: Call) -> TritonError:
+    error = call.wait().error
+    assert error is not None
+    return error
+
+
 def test_others_are_served_while_long_requests_are_converted(tmp_path: Path, gate: Gate) -> None:
     with llm_host(tmp_path, **ROOM) as host:
         long = gate.fill(host)
@@ -68,11 +74,11 @@ def test_a_request_ends_at_its_cancel_or_deadline_before_its_conversion_begins(t
         waiting = host.start(text_input=LONG, sampling=GREEDY)
         late = host.start(text_input=LONG, sampling=GREEDY, timeout_us=1000)
         waiting.handle.cancel()
-        assert waiting.wait().error is not None and waiting.error.code is ErrorCode.CANCELLED
-        assert late.wait().error is not None and late.error.message == "Request timeout expired"
+        assert error_of(waiting).code is ErrorCode.CANCELLED
+        assert error_of(late).message == "Request timeout expired"
         running[0].handle.cancel()
         gate.open.set()
-        assert running[0].wait().error is not None and running[0].error.code is ErrorCode.CANCELLED
+        assert error_of(running[0]).code is ErrorCode.CANCELLED
         assert running[1].wait().error is None
         assert [call.num_finals for call in (*running, waiting, late)] == [1, 1, 1, 1]
 
@@ -125,10 +131,10 @@ def start_core(host: LlmHost, request_id: str, **inputs: Any) -> Call:
 
 def test_an_unload_refuses_what_waits_and_lets_the_rest_go_on() -> None:
     tasks = TaskMap(QueuePolicies(), 10)
-    pool = ConversionPool("m", tasks, Timer(), lambda: None)
     begun, go_on = threading.Event(), threading.Event()
     refused: list[str] = []
     handed_on: list[Any] = []
+    pool = ConversionPool("m", tasks, Timer(), submit=handed_on.append, stop=lambda task: None, on_change=lambda: None)
 
     def conversion(number: int) -> Conversion:
         def convert() -> list[Any]:
@@ -138,7 +144,7 @@ def test_an_unload_refuses_what_waits_and_lets_the_rest_go_on() -> None:
 
         request: Any = SimpleNamespace(id="", tenant=Tenant(), on_cancel=lambda callback: None)
         refuse = lambda error: refused.append(error.message)  # noqa: E731
-        return Conversion(request, 0, 0, convert, refuse, handed_on.append, lambda task: None)
+        return Conversion(request, 0, 0, convert, refuse)
 
     for number in range(MAX_THREADS + 2):
         assert pool.start(conversion(number)) == ""
@@ -152,5 +158,5 @@ def test_an_unload_refuses_what_waits_and_lets_the_rest_go_on() -> None:
     pool.close()
     assert refused == ["unloaded"] * (MAX_THREADS + 2 - len(handed_on))
     assert 1 <= len(handed_on) <= MAX_THREADS
-    assert not tasks.leftovers([])
+    assert not tasks.leaked_resources([])
     assert [tasks.reserve(0) for _ in range(10)] == [""] * 10, "places were lost"

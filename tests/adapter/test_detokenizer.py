@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from tokenizers_for_tests import TEXTS, byte_fallback_tokenizer, byte_level_tokenizer
 
-from llmbackend.adapter.detokenizer import REPLACEMENT, Detokenizer
-from llmbackend.adapter.text import ByteText, HuggingFaceText
+from llmbackend.adapter.text.tokenizer import REPLACEMENT, ByteTokenizer, Detokenizer, HuggingFaceTokenizer
+from tests.helpers.tokenizers_for_tests import TEXTS, byte_fallback_tokenizer, byte_level_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()
 BYTE_FALLBACK = byte_fallback_tokenizer()
@@ -21,7 +20,7 @@ def pieces(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
 
 @given(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() - 1), max_size=40), st.booleans())
 def test_byte_level_pieces_are_the_whole_for_any_tokens(token_ids: list[int], skip: bool) -> None:
-    shown = pieces(HuggingFaceText(BYTE_LEVEL).detokenizer([], skip_special_tokens=skip), token_ids)
+    shown = pieces(HuggingFaceTokenizer(BYTE_LEVEL).detokenizer([], skip_special_tokens=skip), token_ids)
     assert "".join(shown) == BYTE_LEVEL.decode(token_ids, skip_special_tokens=skip)
 
 
@@ -30,7 +29,7 @@ def test_byte_level_pieces_are_the_whole_for_any_tokens(token_ids: list[int], sk
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
 def test_no_piece_shows_half_a_character(tokenizer: Tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text, add_special_tokens=False).ids
-    shown = pieces(HuggingFaceText(tokenizer).detokenizer([], skip_special_tokens=True), token_ids)
+    shown = pieces(HuggingFaceTokenizer(tokenizer).detokenizer([], skip_special_tokens=True), token_ids)
     whole = tokenizer.decode(token_ids)
     assert "".join(shown) == whole
     if REPLACEMENT not in whole:
@@ -39,26 +38,26 @@ def test_no_piece_shows_half_a_character(tokenizer: Tokenizer, text: str) -> Non
 
 @given(st.binary(max_size=40))
 def test_byte_text_equals_the_whole_decode_for_any_bytes(data: bytes) -> None:
-    shown = pieces(ByteText().detokenizer([], skip_special_tokens=True), list(data))
+    shown = pieces(ByteTokenizer().detokenizer([], skip_special_tokens=True), list(data))
     assert "".join(shown) == data.decode("utf-8", "replace")
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_byte_tokens_of_emoji_and_cjk_come_as_whole_characters(text: str) -> None:
-    shown = pieces(ByteText().detokenizer([], skip_special_tokens=True), list(text.encode()))
+    shown = pieces(ByteTokenizer().detokenizer([], skip_special_tokens=True), list(text.encode()))
     assert "".join(shown) == text
     assert [piece for piece in shown if piece] == list(text)
 
 
 def test_a_space_before_the_first_word_survives_when_the_prompt_comes_before_it() -> None:
-    text = HuggingFaceText(BYTE_FALLBACK)
+    text = HuggingFaceTokenizer(BYTE_FALLBACK)
     prompt, output = (BYTE_FALLBACK.encode(word, add_special_tokens=False).ids for word in ("hello", "world hello"))
     shown = pieces(text.detokenizer(prompt, skip_special_tokens=True), output)
     assert "hello" + "".join(shown) == BYTE_FALLBACK.decode(prompt + output) == "hello world hello"
 
 
 def test_special_tokens_between_words_cost_no_text() -> None:
-    text = HuggingFaceText(BYTE_FALLBACK)
+    text = HuggingFaceTokenizer(BYTE_FALLBACK)
     word = BYTE_FALLBACK.encode("hello", add_special_tokens=False).ids
     output = [*word, 1, *word, 2]
     assert "".join(pieces(text.detokenizer([], skip_special_tokens=True), output)) == "hello hello"
@@ -68,15 +67,16 @@ def test_special_tokens_between_words_cost_no_text() -> None:
 
 
 def test_a_run_of_broken_bytes_is_not_held_back_for_ever() -> None:
-    detokenizer = HuggingFaceText(BYTE_FALLBACK).detokenizer([], skip_special_tokens=True)
+    detokenizer = HuggingFaceTokenizer(BYTE_FALLBACK).detokenizer([], skip_special_tokens=True)
     broken = BYTE_FALLBACK.token_to_id("<0xFF>")
+    assert broken is not None
     shown = [detokenizer.push(broken) for _ in range(12)]
     assert any(shown)
     assert "".join(shown) + detokenizer.flush() == REPLACEMENT * 12
 
 
 def test_an_unfinished_character_is_shown_at_the_end() -> None:
-    assert pieces(ByteText().detokenizer([], skip_special_tokens=True), [0x61, 0xF0, 0x9F]) == [
+    assert pieces(ByteTokenizer().detokenizer([], skip_special_tokens=True), [0x61, 0xF0, 0x9F]) == [
         "a",
         "",
         "",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llmbackend.adapter import device_placement
 from llmbackend.adapter.device_placement import DevicePlacement
 from llmbackend.core.backend_api import InstanceGroupKind, TritonError
 from llmbackend.engine.config import EngineConfig
@@ -18,7 +18,7 @@ Kind = InstanceGroupKind
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMBACKEND_GPUS", "0,1,2,3")
-    monkeypatch.setattr(device_placement.metadata, "version", lambda _name: "2.11.0")
+    monkeypatch.setattr(metadata, "version", lambda _name: "2.11.0")
 
 
 def device(kind: Kind, gpu: int = 0, placement: DevicePlacement | None = None, **arguments: Any) -> str:
@@ -35,7 +35,7 @@ def test_the_instances_kind_decides_the_device() -> None:
 
 def test_auto_is_the_processor_without_gpus_or_without_a_torch_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(device_placement.metadata, "version", lambda _name: "2.11.0+cpu")
+        patch.setattr(metadata, "version", lambda _name: "2.11.0+cpu")
         assert device(Kind.MODEL) == "cpu" and device(Kind.MODEL, device="cuda") == "cuda:0"
         assert device(Kind.MODEL, engine_python="/other/python") == "cuda:0"
     monkeypatch.setenv("LLMBACKEND_GPUS", "")

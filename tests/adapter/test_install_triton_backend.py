@@ -12,16 +12,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from llm_host import MODEL, llm_host, write_model
 from typer.testing import CliRunner
 
 import llmbackend
 from llmbackend.adapter.inside_triton.install import install
-from llmbackend.adapter.tokenizer_files import call_in, convert, download
-from llmbackend.cli import app
+from llmbackend.adapter.text.tokenizer_files import convert, download, run_in
+from llmbackend.cli.main import app
 from llmbackend.core.backend_api import TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
+from llmbackend.core.server_options import ServerOptions
+from tests.helpers.llm_host import MODEL, llm_host, write_model
 
 OTHER_PYTHON = next(
     str(path) for path in sorted(Path(sys.executable).parent.glob("python3*")) if str(path) != sys.executable
@@ -59,6 +59,7 @@ def test_a_new_installation_replaces_the_old_one_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["llm"]
 
 
+@pytest.mark.slow
 def test_the_stubs_imports_are_light_and_come_from_the_installation(installed: Path, tmp_path: Path) -> None:
     """In an interpreter that sees numpy, the standard library and nothing else of this environment."""
     numpy_only = tmp_path / "site"
@@ -105,6 +106,7 @@ def test_another_python_version_is_told_what_to_do(installed: Path, tmp_path: Pa
     assert "-m pip install --no-deps --upgrade --target" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_engine_runs_in_another_python_with_this_very_code(tmp_path: Path) -> None:
     with llm_host(tmp_path, transport="process", engine_python=OTHER_PYTHON) as host:
         commands = [
@@ -125,13 +127,14 @@ def test_an_engine_python_that_does_not_exist_is_a_load_error(tmp_path: Path) ->
     assert server.stop(10)
 
 
+@pytest.mark.slow
 def test_a_library_that_this_environment_lacks_is_asked_of_the_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     demo = Path(__file__).parents[2] / "model_repository" / "demo" / "1"
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((demo / name).read_text())
-    assert '"model"' in call_in(OTHER_PYTHON, convert, str(tmp_path), "0")
+    assert '"model"' in run_in(OTHER_PYTHON, convert, str(tmp_path), "0")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="HF_HUB_OFFLINE"):
-        call_in(OTHER_PYTHON, download, "no-such/model")
+        run_in(OTHER_PYTHON, download, "no-such/model")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
-from llm_host import ENGINE, MODEL, LlmHost, llm_host
-
-from llmbackend.adapter.kv_block_metrics import FAMILY
+from llmbackend.adapter.metrics import KV_BLOCK_FAMILY
+from tests.helpers.llm_host import ENGINE, MODEL, LlmHost, llm_host
+from tests.helpers.waiting import eventually
 
 BLOCKS, TOKENS = ENGINE["num_kv_blocks"], ENGINE["block_size"]
 
 
 def blocks(host: LlmHost, kind: str) -> float | None:
-    return host.metric(FAMILY, kv_cache_block_type=kind)
+    return host.metric(KV_BLOCK_FAMILY, kv_cache_block_type=kind)
 
 
 def test_blocks_are_there_from_the_start_move_with_requests_and_go_with_the_model(tmp_path: Path) -> None:
@@ -23,17 +22,15 @@ def test_blocks_are_there_from_the_start_move_with_requests_and_go_with_the_mode
         ]
         call = host.start(text_input="x" * 40, stream=True, sampling={"max_tokens": 50, "ignore_eos": True})
         call.first.wait(10)
-        deadline_s = time.monotonic() + 10
-        while not (used := blocks(host, "used")):
-            assert time.monotonic() < deadline_s
-        assert used >= 40 // TOKENS and blocks(host, "free") == BLOCKS - used
+        eventually(lambda: blocks(host, "used"))
+        used, free = blocks(host, "used"), blocks(host, "free")
+        assert used is not None and used >= 40 // TOKENS and free == BLOCKS - used
         call.handle.cancel()
         call.wait()
-        while blocks(host, "used"):
-            assert time.monotonic() < deadline_s
-        samples = host.server.metric_samples(FAMILY)
+        eventually(lambda: not blocks(host, "used"))
+        samples = host.server.metric_samples(KV_BLOCK_FAMILY)
         assert {sample.labels["model"] for sample in samples} == {MODEL} and len(samples) == 5
-    assert host.server.metric_samples(FAMILY) == []
+    assert host.server.metric_samples(KV_BLOCK_FAMILY) == []
 
 
 def test_two_engines_share_one_sum(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_host import MODEL, LlmHost, llm_host
 
 from llmbackend.core.backend_api import NO_TENANT, ErrorCode, Tenant
+from tests.helpers.llm_host import MODEL, LlmHost, llm_host
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 _EXTRAS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens", "output_ids")
@@ -146,7 +146,7 @@ def test_a_prompt_that_begins_as_an_earlier_one_is_partly_cached(tmp_path: Path)
         assert host.metric("vllm:prefix_cache_hits_total") == 192
 
 
-def test_tenants_do_not_find_what_others_computed_whatever_their_salt(tmp_path: Path) -> None:
+def test_tenants_do_not_find_what_others_computed_with_any_salt(tmp_path: Path) -> None:
     prompt, flags = list(range(100)), {"return_num_cached_tokens": True}
     alice, bob = Tenant("alice", cache_name="alice"), Tenant("bob", cache_name="bob")
 

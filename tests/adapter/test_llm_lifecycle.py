@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_host import ENGINE, MODEL, Call, LlmHost, llm_host, write_model
 
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
+from llmbackend.core.server_options import ServerOptions
+from tests.helpers.llm_host import ENGINE, MODEL, Call, LlmHost, llm_host, write_model
+from tests.helpers.waiting import eventually
 
 LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 200, "ignore_eos": True}
 SHORT: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -26,8 +26,7 @@ def start_long(host: LlmHost, **inputs: Any) -> Call:
 
 def until_waiting(host: LlmHost, count: int) -> None:
     """Until `count` requests are in the model's queue: before that, a cancel is the host's own affair."""
-    while (host.metric("vllm:num_requests_waiting") or 0) < count:
-        time.sleep(0.001)
+    eventually(lambda: (host.metric("vllm:num_requests_waiting") or 0) >= count)
 
 
 def assert_cancelled(call: Call) -> None:
@@ -38,11 +37,10 @@ def assert_cancelled(call: Call) -> None:
 
 
 def assert_nothing_left(host: LlmHost) -> None:
-    """The next request is served, and then nobody waits and every KV block is free again."""
+    """The next request is served, and then no request waits and every KV block is free."""
     assert host.infer(text_input="a", sampling=SHORT).error is None
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        while host.metric(f"vllm:{name}") != 0:  # the engine's snapshot follows its last response
-            time.sleep(0.001)
+    names = [f"vllm:{name}" for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")]
+    eventually(lambda: not any(map(host.metric, names)))  # the engine's snapshot follows its last response
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -93,14 +91,14 @@ def test_an_instance_per_gpu_is_an_engine_per_gpu_for_one_queue(
     monkeypatch.setenv("LLMBACKEND_GPUS", "0,1,2")
     group = "instance_group [ { kind: KIND_GPU, gpus: [ 0, 2 ], count: 2 } ]"
     with llm_host(tmp_path, group, max_num_seqs=2) as host:
-        [model] = host.server._lifecycle.ready_models()
+        [model] = host.server._versions.ready_models()
         assert sorted(engine.config.device for engine in model.state._engines) == ["cuda:0"] * 2 + ["cuda:2"] * 2
         calls = [host.start(text_input=f"{index}", sampling=SHORT) for index in range(12)]
         assert all(call.wait().error is None for call in calls)
         assert_nothing_left(host)
 
 
-def test_whatever_is_cancelled_when_each_request_ends_once_and_nothing_stays(tmp_path: Path) -> None:
+def test_each_request_ends_once_whenever_it_is_cancelled(tmp_path: Path) -> None:
     draw = random.Random(1)
     group = "instance_group [ { kind: KIND_CPU, count: 2 } ]"
     with llm_host(tmp_path, group, max_num_seqs=4, num_kv_blocks=40, mock_step_ms=0.2) as host:
@@ -167,8 +165,7 @@ def test_unload_ends_the_series_and_the_model_loads_again(tmp_path: Path) -> Non
         assert host.infer(text_input="a", sampling=SHORT).error is None
         assert host.metric("vllm:request_success_total", finished_reason="length") == 1
         server.unload_model(MODEL)
-        while [row for row in server.repository_index() if row.state == "UNLOADING"]:
-            time.sleep(0.001)
+        eventually(lambda: all(row.state != "UNLOADING" for row in server.repository_index()))
     assert server.stop(10)
     assert host.metric("vllm:request_success_total", finished_reason="length") is None
 

@@ -1,4 +1,4 @@
-"""Text, ids and logprobs of a request: cut at the same place, whatever the engine's steps were."""
+"""Text, ids and logprobs of a request: cut at the same place, however the engine's steps were cut."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbackend.adapter.output_assembler import Chunk, OutputAssembler
-from llmbackend.adapter.sampling import GenerationParams
-from llmbackend.adapter.text import ByteText
-from llmbackend.engine.infer_request import FinishReason, SamplingParams, StepOutput, TokenLogprobs
+from llmbackend.adapter.text.output_assembler import Chunk, OutputAssembler
+from llmbackend.adapter.text.tokenizer import ByteTokenizer
+from llmbackend.engine.infer_request import FinishReason, StepOutput, TokenLogprobs
 
-EOS = ByteText.EOS
+EOS = ByteTokenizer.EOS
 
 
 def assembler(
     stop: tuple[str, ...] = (), include: bool = False, min_tokens: int = 0, skip_special: bool = True
 ) -> OutputAssembler:
-    params = GenerationParams(SamplingParams(min_tokens=min_tokens), stop, include, skip_special)
-    return OutputAssembler(params, ByteText().detokenizer([], skip_special_tokens=skip_special))
+    detokenizer = ByteTokenizer().detokenizer([], skip_special_tokens=skip_special)
+    return OutputAssembler(detokenizer, stop, include_stop_str_in_output=include, min_tokens=min_tokens)
 
 
 def outputs(ids: list[int], cuts: list[int], reason: FinishReason, stop_token: int | None) -> list[StepOutput]:

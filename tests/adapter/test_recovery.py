@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_host import MODEL, Call, LlmHost, llm_host
 
 from llmbackend.core.backend_api import ErrorCode
+from tests.helpers.llm_host import MODEL, Call, LlmHost, llm_host
+from tests.helpers.waiting import eventually
 
 POISON = 1
 """A byte that is no text: the mock model's token of chr(1)."""
@@ -20,24 +21,17 @@ TWO = "instance_group [ { kind: KIND_CPU, count: 2 } ]"
 
 
 def children() -> set[int]:
-    """The nurseries: processes that this one started and that have not ended."""
+    """The fork servers: processes that this one started and that have not ended."""
     tasks = Path("/proc/self/task").iterdir()
     return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
 
 
 def engines(before: set[int]) -> set[int]:
-    """What those nurseries that came since `before` have forked."""
+    """What those fork servers that came since `before` have forked."""
     found: set[int] = set()
-    for nursery in children() - before:
-        found |= set(map(int, Path(f"/proc/{nursery}/task/{nursery}/children").read_text().split()))
+    for fork_server in children() - before:
+        found |= set(map(int, Path(f"/proc/{fork_server}/task/{fork_server}/children").read_text().split()))
     return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come about"
-        time.sleep(0.002)
 
 
 def sampling(index: int) -> dict[str, Any]:
@@ -80,19 +74,20 @@ def run_all(host: LlmHost, count: int, disturb: Callable[[list[Call]], None] | N
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "steps_in_flight"), [("", 2), (TWO, 0)])
 def test_kills_change_no_token(tmp_path: Path, group: str, steps_in_flight: int) -> None:
     """One engine whose steps overlap, or two that compute one step at a time."""
     before = children()
-    engine = {"transport": "process", "mock_step_ms": 4.0, "max_num_seqs": 6, "num_kv_blocks": 40}
+    engine: dict[str, Any] = {"transport": "process", "mock_step_ms": 4.0, "max_num_seqs": 6, "num_kv_blocks": 40}
     engine["mock_steps_in_flight"] = steps_in_flight
 
     def kill_thrice(calls: list[Call]) -> None:
         calls[0].first.wait(10)
         for number in range(1, 4):
             os.kill(min(engines(before)), signal.SIGKILL)
-            until(lambda number=number: host.metric("llmbackend:engine_restarts_total", cause="killed") == number)  # type: ignore[misc]
-            until(lambda: len(engines(before)) == (2 if group else 1))
+            eventually(lambda number=number: host.metric("llmbackend:engine_restarts_total", cause="killed") == number)  # type: ignore[misc]
+            eventually(lambda: len(engines(before)) == (2 if group else 1))
             time.sleep(0.3)
 
     with llm_host(tmp_path, group, **engine) as host:
@@ -117,7 +112,7 @@ def test_the_other_instance_takes_over_at_once(tmp_path: Path) -> None:
 def test_a_request_that_kills_the_engine_fails_alone(tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     faults.mkdir()
-    engine = {"transport": "process", "mock_step_ms": 3.0, "fault_directory": str(faults)}
+    engine: dict[str, Any] = {"transport": "process", "mock_step_ms": 3.0, "fault_directory": str(faults)}
     with llm_host(tmp_path / "repository", **engine) as host:
         undisturbed = run_all(host, 8)
         (faults / "poison").write_text(str(POISON))
@@ -141,31 +136,36 @@ def test_a_request_that_kills_the_engine_fails_alone(tmp_path: Path) -> None:
 def test_a_model_whose_engine_stays_dead_refuses_and_comes_back(tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     faults.mkdir()
-    engine = {"transport": "process", "fault_directory": str(faults), "max_engine_failures": 2, "max_num_seqs": 1}
+    engine: dict[str, Any] = {
+        "transport": "process",
+        "fault_directory": str(faults),
+        "max_engine_failures": 2,
+        "max_num_seqs": 1,
+    }
     with llm_host(tmp_path / "repository", **engine) as host:
         (faults / "poison").write_text("32")
         calls = [host.start(text_input="a b", sampling=sampling(0)) for _ in range(3)]
         errors = [call.wait().error for call in calls]
         assert all(error is not None for error in errors)
         assert ErrorCode.UNAVAILABLE in {error.code for error in errors if error is not None}
-        until(lambda: not host.server.model_is_ready(MODEL))
+        eventually(lambda: not host.server.model_is_ready(MODEL))
         refused = host.infer(text_input="a b", sampling=sampling(0)).error
         assert refused is not None and refused.code is ErrorCode.UNAVAILABLE
         assert "failed 2 times in a row" in refused.message
         (faults / "poison").unlink()
-        until(lambda: host.server.model_is_ready(MODEL))
+        eventually(lambda: host.server.model_is_ready(MODEL))
         assert host.infer(text_input="a b", sampling=sampling(0)).error is None
 
 
 def test_a_request_is_cancelled_while_its_engine_is_down(tmp_path: Path) -> None:
     faults = tmp_path / "faults"
     faults.mkdir()
-    engine = {"transport": "process", "mock_step_ms": 3.0, "fault_directory": str(faults)}
+    engine: dict[str, Any] = {"transport": "process", "mock_step_ms": 3.0, "fault_directory": str(faults)}
     with llm_host(tmp_path / "repository", **engine) as host:
         call = host.start(text_input="a b", stream=True, sampling={"max_tokens": 200, "ignore_eos": True})
         call.first.wait(10)
         (faults / "poison").write_text("32")
-        until(lambda: (host.metric("llmbackend:engine_restarts_total", cause="signal") or 0) >= 1)
+        eventually(lambda: (host.metric("llmbackend:engine_restarts_total", cause="signal") or 0) >= 1)
         call.handle.cancel()
         error = call.wait().error
         assert error is not None and error.code is ErrorCode.CANCELLED
@@ -219,11 +219,11 @@ def test_a_level_of_its_own_goes_first_and_has_its_own_bound(tmp_path: Path) -> 
         running.first.wait(10)
         ends: list[str] = []
         ordinary = host.start(text_input="b", sampling={"max_tokens": 2}, on_final=lambda: ends.append("ordinary"))
-        until(lambda: host.metric("vllm:num_requests_waiting") == 1)
+        eventually(lambda: host.metric("vllm:num_requests_waiting") == 1)
         urgent = host.start(
             text_input="c", sampling={"max_tokens": 2}, priority=1, on_final=lambda: ends.append("urgent")
         )
-        until(lambda: host.metric("vllm:num_requests_waiting") == 2)
+        eventually(lambda: host.metric("vllm:num_requests_waiting") == 2)
         refused = host.infer(text_input="d", sampling={"max_tokens": 2}, priority=1).error
         assert refused is not None and "its queue holds 1 requests of this priority" in refused.message
         assert ordinary.wait().error is None and urgent.wait().error is None

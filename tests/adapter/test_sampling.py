@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.sampling import ACCEPTED, GenerationParams, parse_sampling_parameters
+from llmbackend.adapter.schemas.sampling import ACCEPTED, GenerationParams, parse_sampling_parameters
 from llmbackend.core.backend_api import ErrorCode, TritonError
 
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_host import LlmHost, llm_host
-from test_vllm_schema import tensor
 
-from llmbackend.adapter.sampling import parse_sampling_parameters
-from llmbackend.adapter.sampling_defaults import read_sampling_defaults
+from llmbackend.adapter.schemas.sampling import parse_sampling_parameters, read_sampling_defaults
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.engine.config import EngineConfig
+from tests.helpers.llm_host import LlmHost, llm_host
 
 FILE = {
     "do_sample": True,
@@ -73,7 +71,7 @@ def test_a_wrong_value_is_left_out_of_a_file_and_refused_of_an_operator(
         ({"generation_config": "nowhere"}, "'generation_config' is 'nowhere': expected 'auto', 'vllm' or a folder"),
     ):
         with pytest.raises(TritonError) as caught:
-            read_sampling_defaults(EngineConfig(model=model, **wrong))  # type: ignore[arg-type]
+            read_sampling_defaults(EngineConfig(model=model, **wrong))
         assert caught.value.code is ErrorCode.INVALID_ARG and expected in caught.value.message
 
 
@@ -112,6 +110,5 @@ def test_a_served_model_has_its_defaults_and_relative_folders_are_the_versions(t
 def test_tensorrtllms_tensors_keep_tensorrtllms_defaults(tmp_path: Path) -> None:
     pbtxt = 'parameters { key: "tensor_schema" value { string_value: "tensorrtllm" } }'
     with llm_host(tmp_path, pbtxt, override_generation_config={"repetition_penalty": 2.0, "max_new_tokens": 5}) as host:
-        inputs = {"text_input": "a", "max_tokens": [9], "return_num_output_tokens": True}
-        call = host.start_tensors(tuple(tensor(name, value) for name, value in inputs.items())).wait()
+        call = host.infer(text_input="a", max_tokens=[9], return_num_output_tokens=True)
         assert call.all("num_output_tokens") == [9]

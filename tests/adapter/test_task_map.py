@@ -1,4 +1,4 @@
-"""The infer-task map without engines: order, shares, bounds, and what becomes of a dead engine's requests."""
+"""The infer-task map without engines: order, shares, bounds, and what happens to a dead engine's requests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.adapter.task_map import Holder, TaskMap
+from llmbackend.adapter.task_map import EngineAssignment, TaskMap
 from llmbackend.core.backend_api import cancelled
+from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
-from llmbackend.engine.transport import DeathKind
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 
@@ -23,7 +23,7 @@ class Task:
     infer_request: InferRequest
     is_delayed: bool = False
     is_suspect: bool = False
-    trial_deaths: list[str] = field(default_factory=list)
+    isolated_deaths: list[str] = field(default_factory=list)
     lost_ns: int = 0
     request_id: str = field(init=False)
 
@@ -45,8 +45,8 @@ def make_map(pbtxt: str = "", max_queue_size: int = 100) -> TaskMap:
     return TaskMap(QueuePolicies.of(config.dynamic_batching), max_queue_size)
 
 
-def holder() -> Holder:
-    return Holder(lambda: None)
+def assignment() -> EngineAssignment:
+    return EngineAssignment(lambda: None)
 
 
 def queue(tasks: TaskMap, *names: str, priority: int = 0) -> None:
@@ -56,22 +56,24 @@ def queue(tasks: TaskMap, *names: str, priority: int = 0) -> None:
         tasks.enqueue(task)
 
 
-def take(tasks: TaskMap, engine: Holder, room: int = 10, num_engines: int = 1) -> list[str]:
+def take(tasks: TaskMap, engine: EngineAssignment, room: int = 10, num_engines: int = 1) -> list[str]:
     return [task.request_id for task in tasks.take(engine, room, num_engines)]
 
 
-def tokens(tasks: TaskMap, engine: Holder, *names: str, count: int = 2) -> None:
+def tokens(tasks: TaskMap, engine: EngineAssignment, *names: str, count: int = 2) -> None:
     for _ in range(count):
-        tasks.outputs_came(engine, [StepOutput(name, (1,)) for name in names])
+        tasks.record_outputs(engine, [StepOutput(name, (1,)) for name in names])
 
 
-def die(tasks: TaskMap, engine: Holder, *names: str, kind: DeathKind = "signal") -> tuple[list[str], str | None]:
-    loss = tasks.engine_died(engine, names, kind, 7)
-    return [task.request_id for task in loss.go_on], loss.convicted and loss.convicted.request_id
+def die(
+    tasks: TaskMap, engine: EngineAssignment, *names: str, kind: DeathKind = "signal"
+) -> tuple[list[str], str | None]:
+    lost = tasks.engine_died(engine, names, kind, 7)
+    return [task.request_id for task in lost.requeued], lost.blamed.request_id if lost.blamed else None
 
 
 def test_engines_share_the_queue_in_its_order() -> None:
-    tasks, one, two = make_map(), holder(), holder()
+    tasks, one, two = make_map(), assignment(), assignment()
     queue(tasks, *"abcde")
     assert take(tasks, one, num_engines=2) == ["a", "b", "c"]
     assert take(tasks, two, room=1) == ["d"]
@@ -84,16 +86,16 @@ def test_levels_go_in_order_and_what_was_delayed_goes_last_in_its_level() -> Non
     queue(tasks, "low", priority=2)
     queue(tasks, "late", "next", priority=1)
     assert not tasks.expired_in_queue("late")
-    assert take(tasks, holder()) == ["next", "late", "low"]
+    assert take(tasks, assignment()) == ["next", "late", "low"]
 
 
-def test_a_time_that_is_over_ends_only_what_still_waits() -> None:
-    tasks, engine = make_map(), holder()
+def test_an_expired_queue_time_ends_only_queued_requests() -> None:
+    tasks, engine = make_map(), assignment()
     queue(tasks, "a", "b")
     assert take(tasks, engine, room=1) == ["a"]
     assert not tasks.expired_in_queue("a")
     assert tasks.expired_in_queue("b")
-    assert not tasks.expired_in_queue("nobody")
+    assert not tasks.expired_in_queue("unknown")
 
 
 @pytest.mark.parametrize(("pbtxt", "size"), [("", 2), ("default_queue_policy { max_queue_size: 2 }", 100)])
@@ -102,23 +104,23 @@ def test_a_full_queue_says_so(pbtxt: str, size: int) -> None:
     queue(tasks, "a", "b")
     assert "its queue holds 2 requests" in tasks.admit(make_task("c"))
     assert "c" not in tasks
-    take(tasks, holder(), room=1)
+    take(tasks, assignment(), room=1)
     assert tasks.admit(make_task("c")) == ""
 
 
 def test_what_a_dead_engine_had_goes_first_and_in_order() -> None:
-    tasks, engine = make_map(), holder()
+    tasks, engine = make_map(), assignment()
     queue(tasks, *"abcd")
     assert take(tasks, engine, room=3) == ["a", "b", "c"]
     tokens(tasks, engine, "a", "b", "c")
     tasks.pop("b")
     assert die(tasks, engine, "a", "b", "c") == (["a", "c"], None)
     assert take(tasks, engine) == ["a", "c", "d"]
-    assert tasks.leftovers([engine]) == ""
+    assert tasks.leaked_resources([engine]) == ""
 
 
-def test_suspects_are_tried_one_at_a_time() -> None:
-    tasks, engine = make_map(), holder()
+def test_suspects_run_one_at_a_time() -> None:
+    tasks, engine = make_map(), assignment()
     queue(tasks, *"abcd")
     take(tasks, engine, room=3)
     tokens(tasks, engine, "a")
@@ -135,22 +137,22 @@ def test_suspects_are_tried_one_at_a_time() -> None:
     assert take(tasks, engine) == ["d"]
 
 
-def test_the_second_death_alone_convicts() -> None:
-    tasks, engine = make_map(), holder()
-    queue(tasks, "innocent", "poison")
+def test_the_second_death_in_isolation_blames_a_request() -> None:
+    tasks, engine = make_map(), assignment()
+    queue(tasks, "harmless", "poison")
     take(tasks, engine)
-    assert die(tasks, engine, "innocent", "poison") == (["innocent", "poison"], None)
-    assert take(tasks, engine) == ["innocent"]
-    tokens(tasks, engine, "innocent")
+    assert die(tasks, engine, "harmless", "poison") == (["harmless", "poison"], None)
+    assert take(tasks, engine) == ["harmless"]
+    tokens(tasks, engine, "harmless")
     assert take(tasks, engine) == ["poison"]
-    assert die(tasks, engine, "innocent", "poison") == (["poison", "innocent"], None)
+    assert die(tasks, engine, "harmless", "poison") == (["poison", "harmless"], None)
     assert take(tasks, engine) == ["poison"]
     assert die(tasks, engine, "poison") == ([], "poison")
     assert "poison" not in tasks
 
 
-def test_who_has_a_strike_is_tried_before_other_suspects() -> None:
-    tasks, engine = make_map(), holder()
+def test_a_suspect_with_a_death_in_isolation_runs_before_other_suspects() -> None:
+    tasks, engine = make_map(), assignment()
     queue(tasks, *"abc")
     take(tasks, engine)
     die(tasks, engine, *"abc")
@@ -163,8 +165,8 @@ def test_who_has_a_strike_is_tried_before_other_suspects() -> None:
     assert take(tasks, engine) == ["a"]
 
 
-def test_an_engine_that_was_killed_from_outside_speaks_less_against_its_request() -> None:
-    tasks, engine = make_map(), holder()
+def test_an_engine_killed_from_outside_counts_less_against_its_request() -> None:
+    tasks, engine = make_map(), assignment()
     queue(tasks, "a")
     for _ in range(4):
         take(tasks, engine)
@@ -173,8 +175,8 @@ def test_an_engine_that_was_killed_from_outside_speaks_less_against_its_request(
     assert die(tasks, engine, "a", kind="killed") == ([], "a")
 
 
-def test_tokens_acquit_of_earlier_deaths() -> None:
-    tasks, engine = make_map(), holder()
+def test_tokens_clear_a_request_of_earlier_deaths() -> None:
+    tasks, engine = make_map(), assignment()
     queue(tasks, "a")
     for _ in range(5):
         assert take(tasks, engine) == ["a"]
@@ -184,27 +186,27 @@ def test_tokens_acquit_of_earlier_deaths() -> None:
         assert die(tasks, engine, "a") == (["a"], None)
 
 
-def test_who_ends_a_request_that_is_given_up() -> None:
-    tasks, one, two = make_map(), holder(), holder()
+def test_a_stopped_request_is_ended_by_its_engine() -> None:
+    tasks, one, two = make_map(), assignment(), assignment()
     queue(tasks, "queued", "held", "moved")
     error = cancelled("x")
-    assert tasks.give_up("queued", error, one) is one
-    assert tasks.give_up("moved", error, one) is one
+    assert tasks.request_stop("queued", error, one) is one
+    assert tasks.request_stop("moved", error, one) is one
     tasks.pop("queued")
     assert take(tasks, two) == ["held", "moved"]
-    assert tasks.give_up("held", error, one) is two
-    controls = tasks.controls(one)
+    assert tasks.request_stop("held", error, one) is two
+    controls = tasks.take_controls(one)
     assert not controls.ended and controls.elsewhere == [two]
-    controls = tasks.controls(two)
+    controls = tasks.take_controls(two)
     assert [task.request_id for task, _ in controls.ended] == controls.stop == ["held", "moved"]
-    assert tasks.give_up("held", error, one) is None
-    assert tasks.leftovers([one, two]) == ""
+    assert tasks.request_stop("held", error, one) is None
+    assert tasks.leaked_resources([one, two]) == ""
 
 
-def test_the_self_check_sees_what_is_left_behind() -> None:
-    tasks, engine = make_map(), holder()
+def test_the_self_check_finds_leaked_resources() -> None:
+    tasks, engine = make_map(), assignment()
     queue(tasks, "a")
     take(tasks, engine)
     tasks.pop("a")
-    engine.probation.take(make_task("ghost"))
-    assert tasks.leftovers([engine]) == "without a task, 0 are queued, 0 owned by an engine, 1 on probation"
+    engine.isolation.add(make_task("leaked"))
+    assert tasks.leaked_resources([engine]) == "without a task, 0 are queued, 0 owned by an engine, 1 in isolation"

@@ -11,23 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 from google.protobuf import text_format
-from llm_host import Call, LlmHost, llm_host
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.adapter import tensorrtllm_tensors as tables
-from llmbackend.adapter.tensor_schema import LlmInputs
-from llmbackend.adapter.tensor_schemas import schema_for
-from llmbackend.adapter.tensorrtllm_schema import TensorRtLlmSchema
-from llmbackend.adapter.text import ByteText
-from llmbackend.adapter.token_bias import BANNED_BIAS, TokenBias
-from llmbackend.adapter.vllm_schema import VllmSchema
+from llmbackend.adapter.schemas import schema_for
+from llmbackend.adapter.schemas import tensorrtllm_tensors as tables
+from llmbackend.adapter.schemas.schema import LlmInputs
+from llmbackend.adapter.schemas.tensorrtllm import TensorRtLlmSchema
+from llmbackend.adapter.schemas.vllm import VllmSchema
+from llmbackend.adapter.text.token_bias import TokenBias
+from llmbackend.adapter.text.tokenizer import ByteTokenizer
 from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, TritonError
+from llmbackend.engine.infer_request import BANNED_BIAS
+from tests.helpers.llm_host import Call, LlmHost, llm_host
 
 SCHEMA = 'parameters {{ key: "tensor_schema" value {{ string_value: "{}" }} }}'
 USER = SCHEMA.format("tensorrtllm")
 CORE = SCHEMA.format("tensorrtllm_core")
 BATCH = "max_batch_size: 4\n"
-FREE = {"end_id": [[-1]], "request_output_len": [[12]]}
+FREE: dict[str, Any] = {"end_id": [[-1]], "request_output_len": [[12]]}
 
 
 def config_of(pbtxt: str) -> ModelConfig:
@@ -67,7 +68,7 @@ def refusal(pbtxt: str, **inputs: Any) -> TritonError:
 
 
 @pytest.mark.parametrize(
-    ("pbtxt", "schema", "needs_text"),
+    ("pbtxt", "schema", "needs_tokenizer"),
     [
         ('backend: "llm"', VllmSchema, True),
         ('backend: "vllm"', VllmSchema, True),
@@ -82,10 +83,10 @@ def refusal(pbtxt: str, **inputs: Any) -> TritonError:
         ),
     ],
 )
-def test_the_configuration_chooses_the_schema(pbtxt: str, schema: type, needs_text: bool) -> None:
+def test_the_configuration_chooses_the_schema(pbtxt: str, schema: type, needs_tokenizer: bool) -> None:
     chosen = schema_for(text_format.Parse(pbtxt, ModelConfig()))
     assert type(chosen) is schema
-    assert chosen.needs_text is needs_text
+    assert chosen.needs_tokenizer is needs_tokenizer
 
 
 def test_an_unknown_schema_is_refused_with_those_that_exist() -> None:
@@ -223,7 +224,7 @@ def test_bias_and_bad_words_are_read_in_both_forms() -> None:
 
 
 def test_what_a_bias_comes_to_is_checked_against_the_vocabulary() -> None:
-    text = ByteText()
+    text = ByteTokenizer()
     bias = TokenBias(by_id={65: 1.0, 66: 2.0}, by_word=[("AA", 3.0), ("B", 1.0)], bad_words=["C"], bad_ids=[(68,)])
     assert bias.resolve(text, 300) == ({65: 7.0, 66: 3.0, 67: BANNED_BIAS, 68: BANNED_BIAS}, ())
     assert TokenBias(bad_words=["no"], bad_ids=[(1, 2, 3)]).resolve(text, 300) == ({}, ((110, 111), (1, 2, 3)))
@@ -251,7 +252,7 @@ def test_what_a_bias_comes_to_is_checked_against_the_vocabulary() -> None:
 def test_when_the_prompt_stands_before_the_output(
     pbtxt: str, given: bool | None, in_stream: bool, prepends: bool
 ) -> None:
-    flags = {"stream": [in_stream]} | ({} if given is None else {"exclude_input_in_output": [given]})
+    flags: dict[str, Any] = {"stream": [in_stream]} | ({} if given is None else {"exclude_input_in_output": [given]})
     (inputs,) = read(pbtxt, text_input=["a"], max_tokens=[5], **flags)
     assert inputs.options.prepend_prompt is prepends
 
@@ -267,9 +268,9 @@ NOTHING: dict[str, Any] = {
 }
 
 
-def test_an_input_that_asks_for_nothing_is_no_offence() -> None:
+def test_an_input_that_asks_for_nothing_is_accepted() -> None:
     assert len(read(BATCH + USER, text_input=[["a"]], max_tokens=[[5]], **NOTHING)) == 1
-    core = {"input_ids": [[1]], "request_output_len": [[1]]}
+    core: dict[str, Any] = {"input_ids": [[1]], "request_output_len": [[1]]}
     empty: dict[str, Any] = {
         "bad_words_list": np.zeros((1, 2, 0)),
         "decoder_input_ids": [[0]],
@@ -339,7 +340,7 @@ def test_what_must_be_given() -> None:
 
 def test_without_decoupled_responses_there_is_one_prompt_and_no_stream() -> None:
     fixed = BATCH + CORE + "model_transaction_policy { decoupled: false }"
-    core = {"input_ids": [[1]], "request_output_len": [[3]]}
+    core: dict[str, Any] = {"input_ids": [[1]], "request_output_len": [[3]]}
     assert "Streaming is only supported in decoupled mode." in refusal(fixed, **core, streaming=[[True]]).message
     two = {"input_ids": [[1], [2]], "request_output_len": [[3], [3]]}
     assert "a batch of 2 gives 2 responses" in refusal(fixed, **two).message
@@ -350,8 +351,8 @@ def test_without_decoupled_responses_there_is_one_prompt_and_no_stream() -> None
 
 
 def test_every_input_is_read_refused_or_known_to_change_nothing() -> None:
-    """A tensor that is declared and then dropped in silence would be a lie."""
-    source = (Path(tables.__file__).parent / "tensorrtllm_schema.py").read_text()
+    """No tensor is declared and then ignored in silence."""
+    source = (Path(tables.__file__).parent / "tensorrtllm.py").read_text()
     flags = ("return_log_probs", "return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics")
     for name in {**tables.USER_INPUTS, **tables.CORE_INPUTS}:
         bare = name.removeprefix("runtime_")
@@ -412,7 +413,7 @@ def test_a_configuration_as_tensorrtllms_templates_make_it_is_served(tmp_path: P
     batcher = "dynamic_batching { preferred_batch_size: [ 4 ] max_queue_delay_microseconds: 1000 }"
     ids = "input { name: 'input_ids' data_type: TYPE_INT32 dims: [ -1 ] allow_ragged_batch: true optional: true }"
     with llm_host(tmp_path, f"{BATCH}{CORE}\n{declared}\n{ids}\n{batcher}") as host:
-        lengths = {"input_lengths": [[2]], "exclude_input_in_output": [[True]], "beam_width": [[1]]}
+        lengths: dict[str, Any] = {"input_lengths": [[2]], "exclude_input_in_output": [[True]], "beam_width": [[1]]}
         calls = [start(host, input_ids=[[65, 66, index]], **lengths, **FREE) for index in range(6)]
         answers = [outputs_of(call.wait(), "output_ids")[0].tolist() for call in calls]
         assert answers[0][0] and answers.count(answers[0]) == 6  # input_lengths cuts what differs
@@ -475,7 +476,7 @@ def test_a_bad_prompt_in_a_batch_refuses_the_request(core: LlmHost) -> None:
 
 def test_performance_numbers_come_with_every_response(core: LlmHost) -> None:
     prompt = [[*range(20, 40)]]
-    ask = {"input_ids": prompt, "streaming": [[True]], "return_perf_metrics": [[True]], **FREE}
+    ask: dict[str, Any] = {"input_ids": prompt, "streaming": [[True]], "return_perf_metrics": [[True]], **FREE}
     for reused in (0, 2):
         call = infer(core, **ask)
         assert all(one == {"output_ids", "sequence_length", *tables.PERF_OUTPUTS} for one in call.output_names)
@@ -490,7 +491,7 @@ def test_performance_numbers_come_with_every_response(core: LlmHost) -> None:
         assert outputs_of(call, "total_draft_tokens")[-1].item() == 0
 
 
-def test_an_engine_that_speculates_does_not_say_what_it_does_not_know(tmp_path: Path) -> None:
+def test_an_engine_that_speculates_leaves_out_the_numbers_of_drafts(tmp_path: Path) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 2}
     with llm_host(tmp_path, BATCH + CORE, speculative_config=drafts) as host:
         (names,) = infer(host, input_ids=[[65]], return_perf_metrics=[[True]], **FREE).output_names
@@ -545,7 +546,7 @@ def test_stop_ends_the_requests_with_its_id_and_gives_what_they_have(tmp_path: P
         running = start(host, "me", input_ids=[[65]], streaming=[[True]], end_id=[[-1]], request_output_len=[[200]])
         other = start(host, "you", input_ids=[[65]], end_id=[[-1]], request_output_len=[[20]])
         assert running.first.wait(20)
-        placeholder = {"input_ids": [[0]], "input_lengths": [[0]], "request_output_len": [[0]]}
+        placeholder: dict[str, Any] = {"input_ids": [[0]], "input_lengths": [[0]], "request_output_len": [[0]]}
         stop = infer(host, "me", stop=[[True]], **placeholder)
         assert [response.outputs for response in stop.responses] == [()]
         assert running.wait().responses[-1].error is None
@@ -579,7 +580,7 @@ def test_the_users_form_gives_text(user: LlmHost) -> None:
     (text,) = outputs_of(call, "text_output")
     assert text.shape == (1,)
     assert call.text.startswith("ab")
-    flags = {
+    flags: dict[str, Any] = {
         "exclude_input_in_output": [[True]],
         "return_num_input_tokens": [[True]],
         "return_num_output_tokens": [[True]],
@@ -598,7 +599,7 @@ def test_a_users_stream_is_the_whole_and_a_stop_word_stays_in_the_text(user: Llm
     assert call.num_finals == 1
 
 
-def test_a_request_that_asks_for_something_unserved_harms_nobody(user: LlmHost) -> None:
+def test_an_unsupported_request_does_not_affect_others(user: LlmHost) -> None:
     call = infer(user, text_input=[["ab"]], max_tokens=[[9]], beam_width=[[4]])
     assert call.error is not None and call.error.code is ErrorCode.UNSUPPORTED
     assert infer(user, text_input=[["ab"]], max_tokens=[[2]]).error is None

@@ -6,13 +6,13 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from tritonclient.grpc.model_config_pb2 import TYPE_INT32, TYPE_STRING, ModelConfig
 
-from llmbackend.adapter.tensor_schema import LlmInputs
-from llmbackend.adapter.vllm_schema import INPUTS, OUTPUTS, VllmSchema
-from llmbackend.core.backend_api import ErrorCode, Tensor, TritonError
+from llmbackend.adapter.schemas.schema import LlmInputs
+from llmbackend.adapter.schemas.vllm import INPUTS, OUTPUTS, VllmSchema
+from llmbackend.core.backend_api import ErrorCode, TritonError
+from tests.helpers.llm_host import tensor
 
 
 def read(
@@ -30,12 +30,6 @@ def read(
 
 def complete(config: ModelConfig) -> ModelConfig:
     return VllmSchema(config).complete(config)
-
-
-def tensor(name: str, value: Any) -> Tensor:
-    if isinstance(value, str | bytes):
-        return Tensor.text(name, value)
-    return Tensor.of(name, np.array([value], np.bool_) if isinstance(value, bool) else np.array(value, np.int32))
 
 
 def test_auto_complete_writes_vllm_backends_interface() -> None:
@@ -86,8 +80,9 @@ def test_exactly_one_prompt(inputs: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["image", "embedding_request"])
 def test_inputs_that_are_not_served_are_refused_by_name(name: str) -> None:
+    unsupported: dict[str, Any] = {name: "x"}
     with pytest.raises(TritonError, match=f"'{name}' is not supported") as caught:
-        read(text_input="a", **{name: "x"})
+        read(text_input="a", **unsupported)
     assert caught.value.code is ErrorCode.UNSUPPORTED
 
 
@@ -120,7 +115,7 @@ def test_a_model_that_is_not_decoupled_cannot_stream() -> None:
 
 def test_outputs_are_those_that_flags_enable_and_the_client_wants() -> None:
     assert read(text_input="a").options.outputs == {"text_output"}
-    flags = {"return_finish_reason": True, "return_output_ids": True, "return_logprobs": False}
+    flags: dict[str, Any] = {"return_finish_reason": True, "return_output_ids": True, "return_logprobs": False}
     assert read(text_input="a", **flags).options.outputs == {"text_output", "finish_reason", "output_ids"}
     wanted = read(text_input="a", outputs=["output_ids", "logprobs"], **flags)
     assert wanted.options.outputs == {"output_ids"}

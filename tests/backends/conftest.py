@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from python_host import Host
+
+from tests.helpers.python_host import Host
 
 
 @pytest.fixture

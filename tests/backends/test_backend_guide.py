@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from framework_host import WAIT_S, infer, texts
 
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
+from llmbackend.core.server_options import ServerOptions
+from tests.helpers.framework_host import WAIT_S, infer, texts
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "backend_authors.md"
 

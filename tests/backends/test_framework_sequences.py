@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from framework_host import WAIT_S, Array, version_directory
-from framework_host import serving as serving_repository
 from torch import nn
 
 from llmbackend.core.backend_api import RequestFlag, ResponseFlag
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
 from llmbackend.core.tensors import Tensor
+from tests.helpers.framework_host import WAIT_S, Array, version_directory
+from tests.helpers.framework_host import serving as serving_repository
 
 onnx = pytest.importorskip("onnx", reason="the test extra brings onnx and onnxruntime")
 pytest.importorskip("onnxruntime")  # before any test: it keeps a file of its own open
@@ -49,7 +49,7 @@ class Summing(nn.Module):
 def save_pytorch(directory: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.jit.script(Summing()).save(str(directory / "model.pt"))
+        torch.jit.save(torch.jit.script(Summing()), str(directory / "model.pt"))
 
 
 def save_onnx(directory: Path) -> None:
@@ -85,7 +85,7 @@ def send(server: InferenceServer, sequence: int, value: float, start: bool, end:
         answers.put(response)
 
     x = Tensor.of("x", np.full((1, 2), value, np.float32))
-    server.infer_async(InferenceRequest("m", take, inputs=(x,), correlation_id=sequence, flags=flags))
+    server.infer_async(InferenceRequest("m", inputs=(x,), correlation_id=sequence, flags=flags), take)
     response = answers.get(timeout=WAIT_S)
     assert response is not None and response.error is None, response
     return {tensor.name: tensor.data for tensor in response.outputs}

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from framework_host import begin, infer, serving, texts, version_directory
 
 from llmbackend.core.errors import TritonError
+from tests.helpers.framework_host import begin, infer, serving, texts, version_directory
 
 onnx = pytest.importorskip("onnx", reason="the test extra brings onnx and onnxruntime")
 pytest.importorskip("onnxruntime")
-from onnx import TensorProto, helper  # noqa: E402
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper  # noqa: E402
 
 
-def save(directory: Path, nodes: list[object], inputs: list[object], outputs: list[object]) -> None:
+def save(
+    directory: Path, nodes: Sequence[NodeProto], inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto]
+) -> None:
     graph = helper.make_graph(nodes, "graph", inputs, outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.save(model, directory / "model.onnx")
 
 
-def tensor(name: str, *shape: object, kind: int = TensorProto.FLOAT) -> object:
+def tensor(name: str, *shape: str | int, kind: int = TensorProto.FLOAT) -> ValueInfoProto:
     return helper.make_tensor_value_info(name, kind, shape)
 
 
-def save_sum(directory: Path, rows: object = "rows") -> None:
+def save_sum(directory: Path, rows: str | int = "rows") -> None:
     """total = a + b, double = total + total"""
     nodes = [helper.make_node("Add", ["a", "b"], ["total"]), helper.make_node("Add", ["total", "total"], ["double"])]
     save(

@@ -17,7 +17,7 @@ from llmbackend.backends.python.stub.packets import PACKET_BYTES, PacketReader, 
 from llmbackend.core.backend_api import ModelConfig
 
 
-def test_tensor_of_text_holds_bytes_whatever_it_was_made_of() -> None:
+def test_tensor_of_text_holds_bytes_from_any_source() -> None:
     for array in (np.array(["é", "b"]), np.array([b"\xc3\xa9", b"b"]), np.array(["é", b"b"], dtype=object)):
         assert pb_utils.Tensor("t", array).as_numpy().tolist() == [b"\xc3\xa9", b"b"]
 
@@ -175,7 +175,7 @@ def test_tensors_and_responses_refuse_what_triton_refuses() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(), (3,), (0, 5000), (PACKET_BYTES,), (1, 3 * PACKET_BYTES, 0, 7)])
-def test_message_survives_its_packet_whatever_its_size(sizes: tuple[int, ...]) -> None:
+def test_message_of_any_size_survives_its_packet(sizes: tuple[int, ...]) -> None:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parts = [np.full(size, index + 1, dtype=np.uint8) for index, size in enumerate(sizes)]
     with here, there:
@@ -216,7 +216,7 @@ def test_bfloat16_goes_through_numpy_and_dlpack() -> None:
     values = np.array([1.5, -2.0], dtype=ml_dtypes.bfloat16)
     tensor = pb_utils.Tensor("b", values)
     assert tensor.triton_dtype() == 14
-    shared = torch.from_dlpack(tensor.to_dlpack())
+    shared = torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
     assert shared.dtype is torch.bfloat16 and shared.tolist() == [1.5, -2.0]
     shared[0] = 3.0
     assert values.tolist() == [3.0, -2.0]

@@ -6,11 +6,21 @@ import json
 
 import numpy as np
 import pytest
-from python_host import Host
-from python_models import DECOUPLED_CONFIG, ECHO, ECHO_CONFIG, TEXT_CONFIG, answer_line, body, numbers, text, values
 
 from llmbackend.core.backend_api import ErrorCode, ParameterValue, RequestFlag, TritonError
 from llmbackend.core.tensors import CONFIG_TYPE_OF_DATATYPE, NUMPY_DTYPE, Tensor
+from tests.helpers.python_host import Host
+from tests.helpers.python_models import (
+    DECOUPLED_CONFIG,
+    ECHO,
+    ECHO_CONFIG,
+    TEXT_CONFIG,
+    answer_line,
+    body,
+    numbers,
+    text,
+    values,
+)
 
 
 def test_batching_model_answers_each_request_and_counts_its_batch_dimension(host: Host) -> None:
@@ -270,6 +280,7 @@ def test_custom_metrics_and_logger(host: Host, caplog: pytest.LogCaptureFixture)
     assert host.server.metrics_registry.get_sample_value("my_total", {"model": "m"}) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [4, 1_000, 20_000, 3_000_000])
 def test_tensors_of_any_size_and_type_come_back_unchanged(host: Host, size: int) -> None:
     names = [*NUMPY_DTYPE]

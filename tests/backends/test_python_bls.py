@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from python_host import Answers, Host
-from test_python_process import DECOUPLED, HEAD, answering, body, config, eventually, said, text
 
 from llmbackend.core.backend_api import ErrorCode
-from llmbackend.core.messages import InferenceRequest
-from llmbackend.core.tenants import NO_TENANT, Tenant
+from llmbackend.core.messages import NO_TENANT, InferenceRequest, Tenant
 from llmbackend.core.tensors import Tensor
+from tests.helpers.python_host import Answers, Host
+from tests.helpers.python_text_models import DECOUPLED, HEAD, answering, body, config, said, text
+from tests.helpers.waiting import eventually
 
 # Answers what it was asked; the words "error", "unavailable" and "wait" do what they say.
 SERVANT = (
@@ -486,7 +486,7 @@ return answers
         assert np.array_equal(output.data, given * 2)
 
 
-# --- on whose behalf --------------------------------------------------------------------------------------------------
+# --- on behalf of tenants----------------------------------------------------------------------------------------------
 
 ALICE, BOB = Tenant("alice", cache_name="alice"), Tenant("bob", is_operator=True, cache_name="bob")
 ALICES, BOBS = ["alice", False, "alice"], ["bob", True, "bob"]
@@ -502,8 +502,8 @@ def ask_for(host: Host, tenant: Tenant, words: str = "x", *, batches: bool = Fal
     if batches:
         tensor = Tensor("T", "BYTES", (1, 1), tensor.data.reshape(1, 1))
     answers = Answers()
-    request = InferenceRequest("master", answers, inputs=(tensor,), tenant=tenant)
-    answers.handle = host.server.infer_async(request)
+    request = InferenceRequest("master", inputs=(tensor,), tenant=tenant)
+    answers.handle = host.server.infer_async(request, answers)
     return answers
 
 
@@ -550,7 +550,7 @@ sender.send(response(word + words(await ask('x').async_exec())), flags=1)
     ]
 
 
-def test_a_batch_of_several_clients_asks_for_none_of_them_unless_it_says_for_whom(host: Host) -> None:
+def test_a_batch_of_several_clients_asks_for_no_tenant_unless_it_names_one(host: Host) -> None:
     execute = """
 return [response(json.dumps([words(ask('x').exec()), words(ask('x', trace=r.trace()).exec())])) for r in requests]
 """

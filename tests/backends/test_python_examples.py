@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from python_examples import (
+
+from llmbackend.core.tensors import Tensor
+from tests.helpers.python_examples import (
     ADD_SUB,
     AUTO_COMPLETE,
     BLS_ASYNC,
@@ -23,10 +25,10 @@ from python_examples import (
     SQUARE,
     SQUARE_CONFIG,
 )
-from python_host import Host
-from python_models import values
+from tests.helpers.python_host import Host
+from tests.helpers.python_models import values
 
-from llmbackend.core.tensors import Tensor
+pytestmark = pytest.mark.slow
 
 A, B = np.arange(4, dtype=np.float32), np.full(4, 10, dtype=np.float32)
 PAIR = [Tensor.of("INPUT0", A), Tensor.of("INPUT1", B)]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from python_host import ANSWER_TIMEOUT_S, Answers, Host
-from python_models import DECOUPLED_CONFIG, TEXT_CONFIG, body, text, values
 
 from llmbackend.core.backend_api import ErrorCode
+from tests.helpers.python_host import ANSWER_TIMEOUT_S, Answers, Host
+from tests.helpers.python_models import DECOUPLED_CONFIG, TEXT_CONFIG, body, text, values
+from tests.helpers.waiting import eventually
+
+pytestmark = pytest.mark.slow
 
 BATCHES = """
 max_batch_size: 8
@@ -44,9 +46,7 @@ def gate(tmp_path: Path) -> Path:
 
 
 def wait_for_executions(host: Host, count: int) -> None:
-    give_up_s = time.monotonic() + ANSWER_TIMEOUT_S
-    while host.counts("m")[1] < count and time.monotonic() < give_up_s:
-        time.sleep(0.005)
+    eventually(lambda: host.counts("m")[1] >= count, ANSWER_TIMEOUT_S)
     assert host.counts("m")[1] == count
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from python_host import Host
-from python_models import ECHO, ECHO_CONFIG, TEXT_CONFIG, answer_line, body, numbers, text, values
 
 from llmbackend.core.backend_api import TritonError
+from tests.helpers.python_host import Host
+from tests.helpers.python_models import ECHO, ECHO_CONFIG, TEXT_CONFIG, answer_line, body, numbers, text, values
 
 
 def test_auto_complete_config_completes_a_model_without_a_file(host: Host) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from python_host import Host
-from python_models import TEXT_CONFIG, answer_line, body, text, values
-
-from llmbackend.frontends.prometheus_text import render
+from llmbackend.frontends.operations.metrics import render
+from tests.helpers.python_host import Host
+from tests.helpers.python_models import TEXT_CONFIG, answer_line, body, text, values
 
 HELPERS = """
 def refused(call, *args, **named):

@@ -1,5 +1,5 @@
-"""Each python instance has a process of its own: its death hurts its own requests alone, it is started again, and
-nothing of it is left behind, whoever dies first."""
+"""Each python instance has a process of its own: its death ends its own requests alone, it is started again, and
+nothing of it is left behind, whichever process dies first."""
 
 from __future__ import annotations
 
@@ -9,33 +9,19 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
-from python_host import ANSWER_TIMEOUT_S, Host, write_model
 
 from llmbackend.core.backend_api import ErrorCode, TritonError
-from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.tensors import Tensor
+from tests.helpers.python_host import Answers, Host, write_model
+from tests.helpers.python_text_models import DECOUPLED, HEAD, answering, body, config, said, text
+from tests.helpers.waiting import eventually
 
-CONFIG = """
-backend: "python"
-input [ { name: "T" data_type: TYPE_STRING dims: [ 1 ] } ]
-output [ { name: "R" data_type: TYPE_STRING dims: [ -1 ] } ]
-instance_group [ { kind: KIND_CPU count: COUNT } ]
-"""
-HEAD = """
-import ctypes, json, os, signal, subprocess, sys, threading, time, numpy as np
-import triton_python_backend_utils as pb_utils
+pytestmark = pytest.mark.slow
 
-def text_of(request):
-    return pb_utils.get_input_tensor_by_name(request, "T").as_numpy()[0].decode()
-
-def response(text):
-    return pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([str(text)], dtype=object))])
-"""
 # Streams "0", "1", … until it is cancelled; other words do what they say. Answers "pid" with its own.
 STREAM = (
     HEAD
@@ -56,6 +42,8 @@ class TritonPythonModel:
         if text == "pid":
             sender.send(response(os.getpid()), flags=1)
             return
+        if text == "pid, then stream":
+            sender.send(response(os.getpid()))
         count = 0
         while not request.is_cancelled():
             sender.send(response(count))
@@ -64,30 +52,6 @@ class TritonPythonModel:
         sender.send(flags=1)
 """
 )
-DECOUPLED = CONFIG + "model_transaction_policy { decoupled: true }\n"
-
-
-def body(execute: str, rest: str = "") -> str:
-    lines = "".join(f"        {line}\n" for line in execute.strip("\n").splitlines())
-    return f"{HEAD}\nclass TritonPythonModel:\n    def execute(self, requests):\n{lines}{rest}"
-
-
-def answering(value: str, rest: str = "") -> str:
-    return body(f"return [response({value}) for r in requests]", rest)
-
-
-def config(template: str = CONFIG, count: int = 1) -> str:
-    return template.replace("COUNT", str(count))
-
-
-def text(value: str) -> list[Tensor]:
-    return [Tensor.text("T", value)]
-
-
-def said(response: InferenceResponse) -> str:
-    assert response.error is None, response.error
-    word: bytes = response.outputs[0].data.tolist()[0]
-    return word.decode()
 
 
 def is_alive(pid: int) -> bool:
@@ -97,13 +61,6 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    give_up_s = time.monotonic() + ANSWER_TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < give_up_s, "it did not happen"
-        time.sleep(0.01)
 
 
 def test_instances_run_in_processes_of_their_own(host: Host) -> None:
@@ -141,12 +98,10 @@ def test_crash_ends_the_requests_of_its_instance_with_an_error_and_the_model_ser
 
 def test_crash_leaves_other_instances_alone(host: Host) -> None:
     host.load("m", config(DECOUPLED, count=2), STREAM)
-    streams = [host.infer("m", text("stream")) for _ in range(2)]
-    for stream in streams:
-        stream.next()
+    streams = _one_stream_in_each_process(host)
     host.infer("m", text("exit")).one()
-    hurt = [stream for stream in streams if _ends_with_error(stream)]
-    (well,) = [stream for stream in streams if stream not in hurt]
+    failed = [stream for stream in streams if _ends_with_error(stream)]
+    (well,) = [stream for stream in streams if stream not in failed]
     for _ in range(5):
         response, _ = well.next()
         assert response is not None and response.error is None
@@ -155,9 +110,23 @@ def test_crash_leaves_other_instances_alone(host: Host) -> None:
     assert all(response.error is None for response in well.all())
 
 
-def _ends_with_error(stream: object) -> bool:
+def _one_stream_in_each_process(host: Host) -> list[Answers]:
+    """Of two. `execute` returns at once, so that either process may get any request."""
+    streams: dict[int, Answers] = {}
+    while len(streams) < 2:
+        stream = host.infer("m", text("pid, then stream"))
+        first, _ = stream.next()
+        assert first is not None
+        if streams.setdefault(int(said(first)), stream) is not stream:
+            assert stream.handle is not None
+            stream.handle.cancel()
+            stream.all()
+    return list(streams.values())
+
+
+def _ends_with_error(stream: Answers) -> bool:
     for _ in range(100):
-        response, flags = stream.next()  # type: ignore[attr-defined]
+        response, flags = stream.next()
         if flags:
             return response is not None and response.error is not None
     return False
@@ -290,8 +259,8 @@ HOST_PROGRAM = """
 import sys, time
 from pathlib import Path
 from random import Random
-sys.path.insert(0, {tests!r})
-from python_host import Host
+sys.path.insert(0, {root!r})
+from tests.helpers.python_host import Host
 host = Host(Path({repository!r}))
 host.server.load_model("m")
 time.sleep(600)
@@ -310,7 +279,7 @@ def test_no_process_outlives_its_host(tmp_path: Path, lock: str) -> None:
         {lock or "pass"}
 """
     write_model(tmp_path / "repo", "m", config(), answering("1", rest))
-    program = HOST_PROGRAM.format(tests=str(Path(__file__).parent), repository=str(tmp_path / "repo"))
+    program = HOST_PROGRAM.format(root=str(Path(__file__).parents[2]), repository=str(tmp_path / "repo"))
     with subprocess.Popen([sys.executable, "-c", program]) as process:
         eventually(told.exists)
         pid = int(told.read_text())
@@ -420,7 +389,7 @@ def test_more_processes_than_the_machine_can_bear_are_refused(host: Host) -> Non
 
 
 def test_every_request_ends_once_while_processes_are_killed(host: Host) -> None:
-    """Streams, cancellations and kills at random; whatever comes, each request has one last response."""
+    """Streams, cancellations and kills at random; each request has exactly one last response."""
     random = Random(7)
     host.load("m", config(DECOUPLED, count=2), STREAM)
     pids = {int(said(host.infer("m", text("pid")).one())) for _ in range(6)}

@@ -8,10 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from python_host import ANSWER_TIMEOUT_S, Host
-from python_models import TEXT_CONFIG, answer_line, body, text, values
 
-from llmbackend.backends.python import stub_readiness
+from llmbackend.backends.python import stub_services
+from tests.helpers.python_host import ANSWER_TIMEOUT_S, Host
+from tests.helpers.python_models import TEXT_CONFIG, answer_line, body, text, values
+from tests.helpers.waiting import eventually
+
+pytestmark = pytest.mark.slow  # limits of time run out
 
 # What stands in the file SAYS decides; each question adds a line to the file ASKED.
 IS_READY = """
@@ -44,7 +47,7 @@ class Model:
         return len(self.asked.read_text().splitlines()) if self.asked.exists() else 0
 
     def is_ready(self) -> bool:
-        time.sleep(2 * stub_readiness.FRESH_S)  # until what it said before does not hold any more
+        time.sleep(2 * stub_services.FRESH_S)  # until what it said before does not hold any more
         return self.host.server.model_is_ready("m")
 
     def reason(self) -> str:
@@ -75,7 +78,7 @@ def test_a_model_is_ready_when_it_says_so_and_executes_anyway(host: Host, tmp_pa
 def test_a_model_that_hangs_is_asked_once_and_is_not_ready(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stub_readiness, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(stub_services, "TIMEOUT_S", 0.2)
     model = Model(host, tmp_path)
     model.says.write_text("hang")
     for _ in range(2):
@@ -97,7 +100,7 @@ def test_a_storm_of_probes_costs_the_model_little(host: Host, tmp_path: Path) ->
     start_s = time.monotonic()
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(lambda _: host.server.model_is_ready("m"), range(2000)))
-    assert 1 <= model.questions <= 1 + (time.monotonic() - start_s) / stub_readiness.FRESH_S
+    assert 1 <= model.questions <= 1 + (time.monotonic() - start_s) / stub_services.FRESH_S
 
 
 def test_a_process_that_dies_ends_the_question(host: Host, tmp_path: Path) -> None:
@@ -108,11 +111,9 @@ def test_a_process_that_dies_ends_the_question(host: Host, tmp_path: Path) -> No
     host.load("dies", TEXT_CONFIG, code.replace("time.sleep(1)", "__import__('os')._exit(3)"))
     answers: list[bool] = []
     asking = threading.Thread(target=lambda: answers.append(host.server.model_is_ready("dies")))
-    start_s = time.monotonic()
     asking.start()
-    while not model.questions and time.monotonic() - start_s < ANSWER_TIMEOUT_S:
-        time.sleep(0.01)
+    eventually(lambda: model.questions, ANSWER_TIMEOUT_S)
     model.says.write_text("yes")
     assert host.infer("dies", text("block")).one().error is not None
-    asking.join(stub_readiness.TIMEOUT_S - 1)
+    asking.join(stub_services.TIMEOUT_S - 1)
     assert answers == [False]

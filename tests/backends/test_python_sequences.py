@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from python_host import Host
 
 from llmbackend.core.backend_api import ErrorCode, RequestFlag
 from llmbackend.core.tensors import Tensor
+from tests.helpers.python_host import Host
 
 BATCHING = "max_sequence_idle_microseconds: 60000000"
 STATES = """

@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from framework_host import begin, infer, serving, texts, version_directory
 from torch import nn
 
 from llmbackend.core.errors import ErrorCode, TritonError
+from tests.helpers.framework_host import begin, infer, serving, texts, version_directory
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -50,7 +50,7 @@ def two_tensors(a: str = "left", b: str = "right", y: str = "sum", z: str = "dif
 def save_script(module: nn.Module, directory: Path, name: str = "model.pt") -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.jit.script(module).save(str(directory / name))
+        torch.jit.save(torch.jit.script(module), str(directory / name))
 
 
 def row(*values: float) -> np.ndarray:
@@ -82,6 +82,7 @@ def test_torchscript_inputs_are_matched_by_their_index(tmp_path: Path) -> None:
         assert got["OUTPUT__0"].tolist() == [[11]] and got["OUTPUT__1"].tolist() == [[9]]
 
 
+@pytest.mark.slow
 def test_an_exported_program_serves_batches(tmp_path: Path) -> None:
     directory = version_directory(tmp_path, "exported", two_tensors())
     example = (torch.ones(2, 3), torch.ones(2, 3))

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import framework_host
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-
-from core_host import STAGE, Repository, eventually, send, serving
 
 from llmbackend.backends.ragged import batch_inputs, ragged_input, scattered_output
 from llmbackend.core.backend_api import Tensor
 from llmbackend.core.config.model_config import parse_text
 from llmbackend.core.errors import TritonError
+from tests.helpers import framework_host
+from tests.helpers.core_host import STAGE, Repository, send, serving
+from tests.helpers.waiting import eventually
 
 try:  # before any test: what onnxruntime opens when it is imported stays open
     import onnx
     import onnxruntime  # noqa: F401
 except ImportError:
-    onnx = None
+    onnx = None  # type: ignore[assignment]
 
 # A "model" that takes all rows of a batch as one vector: Y = X * 2, cut back by the shapes of X.
 RAGGED_BACKEND = """
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.backends.ragged import batch_inputs, ragged_input, scattered_output
 from llmbackend.core.backend_api import ResponseFlag, Tensor
 

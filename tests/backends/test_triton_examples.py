@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from framework_host import Pending, infer, serving, texts, version_directory
 
 from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import TritonError
+from tests.helpers.framework_host import Pending, infer, serving, texts, version_directory
 
 onnx = pytest.importorskip("onnx", reason="the test extra brings onnx and onnxruntime")
 pytest.importorskip("onnxruntime")
-from onnx import TensorProto, helper, numpy_helper  # noqa: E402
+from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper  # noqa: E402
 
 CPU = "instance_group [ { kind: KIND_CPU } ]"
 
@@ -34,11 +34,17 @@ def onnx_config(inputs: Sequence[str], outputs: Sequence[str], more: str = "max_
     return f'platform: "onnxruntime_onnx"\n{more}\ninput [ {", ".join(inputs)} ]\noutput [ {", ".join(outputs)} ]\n'
 
 
-def value(name: str, shape: Sequence[object], kind: int = TensorProto.INT32) -> object:
+def value(name: str, shape: Sequence[str | int], kind: int = TensorProto.INT32) -> ValueInfoProto:
     return helper.make_tensor_value_info(name, kind, shape)
 
 
-def save(directory: Path, nodes: list[object], inputs: list[object], outputs: list[object], *weights: object) -> None:
+def save(
+    directory: Path,
+    nodes: Sequence[NodeProto],
+    inputs: Sequence[ValueInfoProto],
+    outputs: Sequence[ValueInfoProto],
+    *weights: TensorProto,
+) -> None:
     graph = helper.make_graph(nodes, "graph", inputs, outputs, list(weights))
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.save(model, directory / "model.onnx")
@@ -48,7 +54,7 @@ def save_sums(directory: Path, kind: int = TensorProto.INT32) -> None:
     """OUTPUT0 = INPUT0 + INPUT1, OUTPUT1 = INPUT0 - INPUT1."""
     pair = ["INPUT0", "INPUT1"]
     nodes = [helper.make_node("Add", pair, ["OUTPUT0"]), helper.make_node("Sub", pair, ["OUTPUT1"])]
-    rows = ["batch", 16]
+    rows: list[str | int] = ["batch", 16]
     save(directory, nodes, [value(n, rows, kind) for n in pair], [value(f"OUTPUT{i}", rows, kind) for i in (0, 1)])
 
 
@@ -72,7 +78,7 @@ def save_sequence(directory: Path) -> None:
         helper.make_node("Add", ["INPUT", "START"], ["sum"]),
         helper.make_node("Mul", ["sum", "READY"], ["OUTPUT"]),
     ]
-    row = ["batch", 1]
+    row: list[str | int] = ["batch", 1]
     save(directory, nodes, [value(name, row) for name in ("INPUT", "START", "READY")], [value("OUTPUT", row)])
 
 
@@ -110,13 +116,13 @@ def test_densenet_onnx(tmp_path: Path) -> None:
         helper.make_node("GlobalAveragePool", ["data_0"], ["mean"]),
         helper.make_node("Conv", ["mean", "weights"], ["fc6_1"]),
     ]
-    image, classes = [1, 3, 224, 224], [1, 1000, 1, 1]
+    pixels, classes = [1, 3, 224, 224], [1, 1000, 1, 1]
     kind = TensorProto.FLOAT
-    save(directory, nodes, [value("data_0", image, kind)], [value("fc6_1", classes, kind)], weights)
+    save(directory, nodes, [value("data_0", pixels, kind)], [value("fc6_1", classes, kind)], weights)
     with serving(tmp_path) as server:
         server.load_model("densenet_onnx")
-        inputs = {"data_0": np.ones((3, 224, 224), np.float32)}
-        (top,) = Pending(server, "densenet_onnx", inputs, classes={"fc6_1": 1}).outputs()["fc6_1"]
+        image = {"data_0": np.ones((3, 224, 224), np.float32)}
+        (top,) = Pending(server, "densenet_onnx", image, classes={"fc6_1": 1}).outputs()["fc6_1"]
         assert top == b"8994.000000:999:label 999"
 
 

@@ -1,1 +1,1 @@
-"""Chaos, soak, overload and idle: a real server over real sockets, hurt on purpose. `python -m tests.chaos --help`."""
+"""Chaos, soak, overload, idle: faults injected into a real server over real sockets. `python -m tests.chaos --help`."""

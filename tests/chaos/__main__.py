@@ -1,4 +1,4 @@
-"""`python -m tests.chaos [chaos|soak|overload|idle]`: hurts a real server and says what came of it.
+"""`python -m tests.chaos [chaos|soak|overload|idle]`: injects faults into a real server and reports what clients saw.
 
 chaos (the default) prints a table and `chaos: N faults, N streams, 0 lost`; with --quick it is a bounded half minute.
 Every command exits 1 when anything is not as it should be.
@@ -64,7 +64,7 @@ def overload(
 def idle(
     seconds: Annotated[float, typer.Option(min=5, help="How long to watch.")] = 60,
 ) -> None:
-    """CPU use of a whole server that nobody uses."""
+    """CPU use of a whole idle server."""
     from .idle import run_idle
 
     raise typer.Exit(asyncio.run(run_idle(seconds)))

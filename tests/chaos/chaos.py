@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .engine_rounds import (
     EngineRound,
+    break_engine,
     cancel_while_restarting,
     give_up,
-    hurt_engine,
     kill_while_starting,
     poison,
 )
@@ -24,7 +25,7 @@ from .faults import (
     EXIT,
     HANG,
     KILL,
-    KILL_WITH_NURSERY,
+    KILL_WITH_FORK_SERVER,
     MALFORMED,
     NAN_LOGITS,
     OUT_OF_MEMORY,
@@ -62,7 +63,7 @@ class Act:
 
 def _hurt(model: str, fault: Fault, times: int, seed: int, **more: bool | int | tuple[float, float]) -> Round:
     round_ = EngineRound(model, fault, times, seed, **more)  # type: ignore[arg-type]
-    return Round(f"{fault.name} {model}", lambda stage: hurt_engine(stage, round_))
+    return Round(f"{fault.name} {model}", lambda stage: break_engine(stage, round_))
 
 
 def acts() -> list[Act]:
@@ -71,7 +72,7 @@ def acts() -> list[Act]:
 
 def _mock_act() -> Act:
     """`num_kv_blocks` is less than 40 long streams need: preemption is part of what goes on."""
-    common = {"mock_step_ms": 15, "step_timeout_s": 2.0, "block_size": 8}
+    common: dict[str, Any] = {"mock_step_ms": 15, "step_timeout_s": 2.0, "block_size": 8}
     models = [
         mock("mock", num_kv_blocks=900, **common),
         mock("pair", instances=2, **common),
@@ -80,7 +81,7 @@ def _mock_act() -> Act:
     rounds = [
         _hurt("mock", KILL, 40, seed=11),
         Round("SIGKILL twice mock", lambda stage: kill_while_starting(stage, "mock", seed=12)),
-        _hurt("mock", KILL_WITH_NURSERY, 4, seed=27),
+        _hurt("mock", KILL_WITH_FORK_SERVER, 4, seed=27),
         _hurt("mock", STOP, 3, seed=13),
         _hurt("mock", HANG, 3, seed=14),
         _hurt("mock", EXCEPTION, 5, seed=15),
@@ -106,7 +107,7 @@ def _demo_act() -> Act:
     specs = [*make_specs(2, 40, "demo", DEMO_LENGTHS), *make_specs(3, 8, "fragile", DEMO_LENGTHS)]
     rounds = [
         _hurt("demo", KILL, 8, seed=31, concurrency=36),
-        _hurt("demo", KILL_WITH_NURSERY, 1, seed=35, concurrency=36),
+        _hurt("demo", KILL_WITH_FORK_SERVER, 1, seed=35, concurrency=36),
         _hurt("demo", EXCEPTION, 2, seed=32, concurrency=36),
         _hurt("demo", SEGFAULT, 1, seed=33, concurrency=36),
         _hurt("demo", NAN_LOGITS, 2, seed=34, concurrency=36, fails=True),

@@ -1,4 +1,4 @@
-"""Rounds in which an engine is hurt under live streams.
+"""Rounds in which an engine fails under live streams.
 
 For: the runner. Does not know: protocols, servers' set-up. Invariant: each round notes as many faults as it injected,
 and judges every stream it began.
@@ -37,7 +37,7 @@ class EngineRound:
     fails: bool = False
 
 
-async def hurt_engine(stage: Stage, round_: EngineRound) -> Row:
+async def break_engine(stage: Stage, round_: EngineRound) -> Row:
     row = Row(f"{round_.fault.name} ({round_.model})", how="failed" if round_.fails else "")
     rng = random.Random(round_.seed)
     async with stage.load(round_.model, round_.concurrency) as load:

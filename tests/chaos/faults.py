@@ -61,16 +61,16 @@ class Signal:
 
 
 @dataclass(frozen=True)
-class KillWithNursery:
+class KillWithForkServer:
     """SIGKILL to an engine and to the process from which the next one would be forked, in either order."""
 
-    name: str = "SIGKILL of engine and nursery"
+    name: str = "SIGKILL of engine and fork server"
     ends_engine: bool = True
 
     async def inject(self, server: ServerUnderTest, model: str, rng: random.Random) -> Injected:
         await server.engine_pid(model)
         engines = server.engine_pids(model)
-        both = [engines[-1], server.nursery_pids(model)[-1]]
+        both = [engines[-1], server.fork_server_pids(model)[-1]]
         for pid in rng.sample(both, 2):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -97,7 +97,7 @@ class InStep:
 
 
 KILL = Signal(signal.SIGKILL)
-KILL_WITH_NURSERY = KillWithNursery()
+KILL_WITH_FORK_SERVER = KillWithForkServer()
 STOP = Signal(signal.SIGSTOP)
 HANG = InStep("hang", ends_engine=True)
 EXCEPTION = InStep("exception", ends_engine=False)

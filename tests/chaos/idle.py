@@ -1,4 +1,4 @@
-"""`make idle`: the CPU use of a whole server that nobody uses.
+"""`make idle`: the CPU use of a whole idle server.
 
 For: the law that an idle server blocks. Does not know: why CPU is used. Invariant: every protocol listens and the demo
 model's engine process is loaded while it is watched.

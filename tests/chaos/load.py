@@ -177,13 +177,13 @@ class Load:
                 run = await stream.ended()
             finally:
                 self._live.discard(stream)
-            self.runs.append(run)  # whoever judges while the load goes on puts a new list there
+            self.runs.append(run)  # a judge that runs while the load goes on puts a new list there
 
 
 async def undisturbed(
     clients: Clients, specs: Iterable[StreamSpec], concurrency: int = 32
 ) -> dict[StreamSpec, Outcome]:
-    """What each request gives on a server that nobody hurts. Raises RuntimeError when one fails."""
+    """What each request gives on an undisturbed server. Raises RuntimeError when one fails."""
     expected: dict[StreamSpec, Outcome] = {}
     left = iter(list(specs))
 

@@ -1,4 +1,4 @@
-"""One request of an open-loop load: sent when it is due, whatever became of the ones before.
+"""One request of an open-loop load: sent when it is due, independent of the earlier ones.
 
 For: overload. Does not know: how many there are. Invariant: the generator costs little (raw sockets for HTTP), so that
 what is measured is the server.

@@ -20,8 +20,8 @@ RSS_TOLERANCE_MIB = 20.0
 
 @dataclass(frozen=True)
 class Sample:
-    """At one moment. host: the server process; engines: all processes below it, together (engines and nurseries).
-    kv_usage: share of KV blocks in use, summed over models; 0 when nobody asked for it."""
+    """At one moment. host: the server process; engines: all processes below it, together (engines and fork servers).
+    kv_usage: share of KV blocks in use, summed over models; 0 when it was not asked for."""
 
     time_s: float
     host_rss_mib: float
@@ -58,7 +58,7 @@ def differences(begin: Sample, end: Sample) -> list[str]:
 
     Descriptors, threads, processes and KV blocks must be equal. Memory may grow by 5 % or 20 MiB, whichever is more:
     allocators keep arenas, and a leak of 100 bytes a token would be over 100 MiB in 20 minutes of load. The engines' is
-    compared at the same age, since each kill replaces the process: whoever takes the samples kills them as long before
+    compared at the same age, since each kill replaces the process: the sampling code kills them as long before
     both.
     """
     found = []

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from tests.e2e.server_process import ROOT, ServerProcess, start_server, write_mock_model
+from tests.helpers.server_process import ROOT, ServerProcess, start_server, write_mock_model
 
 EXIT_TIMEOUT_S = 45.0
 
@@ -68,10 +68,10 @@ class ServerUnderTest:
     # --- processes ----------------------------------------------------------------------------------------------------
 
     def engine_pids(self, model: str) -> list[int]:
-        """Of the engine processes of a model that run now, oldest first. They are children of its nursery."""
+        """Of the engine processes of a model that run now, oldest first. They are children of its fork server."""
         return [process.pid for process, parent in self._processes_of(model) if parent != self.pid]
 
-    def nursery_pids(self, model: str) -> list[int]:
+    def fork_server_pids(self, model: str) -> list[int]:
         """Of the processes from which a model's engines are forked, oldest first."""
         return [process.pid for process, parent in self._processes_of(model) if parent == self.pid]
 
@@ -113,7 +113,7 @@ class ServerUnderTest:
         return self._process.poll() is None
 
     async def processes_left(self, timeout_s: float = 5.0) -> list[int]:
-        """Engines and nurseries ever seen that still live `timeout_s` after the server has ended."""
+        """Engines and fork servers ever seen that still live `timeout_s` after the server has ended."""
         deadline_s = time.monotonic() + timeout_s
         while (left := [one.pid for one in self._seen if _is_alive(one)]) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.1)
@@ -201,7 +201,7 @@ def _write_model(directory: Path, model: ModelSetup) -> None:
 
 def _is_alive(process: psutil.Process) -> bool:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

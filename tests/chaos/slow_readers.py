@@ -1,5 +1,5 @@
-"""A round of clients that stop reading: they get everything if they come back in time, else an error; nobody else
-notices.
+"""A round of clients that stop reading: they get everything if they come back in time, else an error; no other
+client is affected.
 
 For: the runner. Does not know: where the server keeps what waits. Invariant: a slow reader of each protocol is judged,
 and so is the load beside them.
@@ -73,7 +73,7 @@ async def _whole(stage: Stage, specs: Sequence[StreamSpec]) -> dict[StreamSpec, 
 
 
 async def _all_too_slow(stage: Stage, row: Row, specs: Sequence[StreamSpec], model: str) -> list[Run]:
-    """Nobody reads until the server has ended the requests."""
+    """No client reads until the server has ended the requests."""
     gone = asyncio.Event()
     readers = [asyncio.create_task(_read_late(stage, spec, gone.wait())) for spec in specs]
     await asyncio.sleep(PAUSE_S)

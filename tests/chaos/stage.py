@@ -40,15 +40,15 @@ class Stage:
         for run in runs:
             row.streams += 1
             spec, seen = run.spec, run.outcome
-            who = f"{spec.protocol} stream {spec.index} of {spec.model}"
+            name = f"{spec.protocol} stream {spec.index} of {spec.model}"
             if run.abandoned or (seen.error is not None and may_fail > 0):
                 may_fail -= not run.abandoned
                 row.otherwise += 1
-                row.add(judge_prefix(self.expected[spec], seen), who=who)
+                row.add(judge_prefix(self.expected[spec], seen), name=name)
                 continue
             verdict = judge(self.expected[spec], seen)
             row.completed += verdict.is_clean
-            row.add(verdict, who=who)
+            row.add(verdict, name=name)
 
     async def check_idle(self, row: Row, model: str) -> None:
         """All requests gone and all blocks back."""

@@ -34,12 +34,12 @@ class Row:
     recoveries_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def add(self, verdict: Verdict, *, who: str) -> None:
+    def add(self, verdict: Verdict, *, name: str) -> None:
         self.lost += verdict.lost
         self.repeated += verdict.repeated
         self.changed += verdict.changed
         if not verdict.is_clean:
-            self.problems.append(f"{who}: {verdict.reason}")
+            self.problems.append(f"{name}: {verdict.reason}")
 
     def check(self, is_right: bool, problem: str) -> None:
         if not is_right:
@@ -53,7 +53,7 @@ class Row:
 
 
 def print_row(row: Row, took_s: float) -> None:
-    """As soon as a round is over, for whoever watches; the table follows at the end."""
+    """As soon as a round is over; the table follows at the end."""
     verdict = "ok" if not row.problems else f"{len(row.problems)} PROBLEMS"
     print(f"{row.fault}: {row.injected} faults, {row.streams} streams, {verdict} ({took_s:.0f} s)", flush=True)
     for problem in row.problems[:MAX_PROBLEMS_SHOWN]:

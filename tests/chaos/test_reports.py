@@ -30,7 +30,7 @@ def test_a_clean_run(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("verdict", [Verdict(lost=2), Verdict(repeated=2), Verdict(changed=2)])
 def test_a_run_that_lost_something(capsys: pytest.CaptureFixture[str], verdict: Verdict) -> None:
     row = Row("kill", injected=1, streams=1)
-    row.add(verdict, who="stream 1")
+    row.add(verdict, name="stream 1")
     assert print_report([Row("exception"), row]) == 1
     assert last_line(capsys) == "chaos: 1 faults, 1 streams, 2 lost, 1 problems"
 

@@ -6,12 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from replayer.by_design import read_rules
-from replayer.compare import compare
-from replayer.normalise import normalise
-from replayer.report import print_report
-from replayer.run import GOLDEN, RULES, Report, replay_all
-from replayer.transcript import Command, read_transcript
+
+from tests.conformance.replayer.by_design import read_rules
+from tests.conformance.replayer.compare import compare
+from tests.conformance.replayer.normalise import normalise
+from tests.conformance.replayer.report import print_report
+from tests.conformance.replayer.run import GOLDEN, RULES, Report, replay_all
+from tests.conformance.replayer.transcript import Command, read_transcript
 
 
 def test_reading_a_transcript_loses_no_character_of_an_answer() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from core_host import STAGE, Repository
+from tests.helpers.core_host import STAGE, Repository
 
 
 @pytest.fixture

@@ -1,27 +1,20 @@
-"""Finding, binding, initialising and finalising backends (backend API contract §2.1 to §2.4)."""
+"""Finding, binding, initialising and finalising backends."""
 
 from __future__ import annotations
 
 import threading
 
 import pytest
-from core_host import ECHO_BACKEND, STAGE, Client, Repository, noting_backend, send, serving
 
-from llmbackend.core.errors import TritonError
-from llmbackend.core.inference_server import InferenceServer
+from tests.helpers.core_backends import load_error
+from tests.helpers.core_host import ECHO_BACKEND, STAGE, Client, Repository, noting_backend, send, serving
 
 NAMING_BACKEND = """
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 def TRITONBACKEND_Initialize(backend):
     STAGE.note(WHO + " " + backend.name)
 def TRITONBACKEND_ModelInstanceExecute(instance, requests): pass
 """
-
-
-def load_error(server: InferenceServer, name: str) -> str:
-    with pytest.raises(TritonError) as caught:
-        server.load_model(name)
-    return caught.value.message
 
 
 def test_version_directory_comes_before_model_before_backend_directory(repository: Repository) -> None:
@@ -149,7 +142,7 @@ def test_model_finalize_follows_an_invalid_auto_completed_config(repository: Rep
     repository.backend(
         "b",
         """
-        from core_host import STAGE
+        from tests.helpers.core_host import STAGE
         def TRITONBACKEND_ModelInitialize(model):
             config = model.config
             config.input.add(name="X")
@@ -189,7 +182,9 @@ def test_an_error_of_get_backend_attribute_is_ignored(repository: Repository) ->
 def test_backend_config_merges_global_then_own_settings_then_defaults(repository: Repository) -> None:
     repository.backend(
         "b",
-        ECHO_BACKEND + "\ndef TRITONBACKEND_Initialize(b):\n    import core_host\n    core_host.STAGE.kept.append(b)\n",
+        ECHO_BACKEND
+        + "\ndef TRITONBACKEND_Initialize(b):\n"
+        + "    from tests.helpers.core_host import STAGE\n    STAGE.kept.append(b)\n",
     )
     repository.model("m", "b")
     settings = {"": {"a": "1", "b": "1"}, "b": {"b": "2"}, "other": {"c": "3"}}
@@ -228,7 +223,7 @@ def test_initialize_is_serial_across_models(repository: Repository) -> None:
             ECHO_BACKEND
             + """
 def TRITONBACKEND_Initialize(backend):
-    import core_host
+    from tests.helpers import core_host
     (lock,) = core_host.STAGE.kept
     assert lock.acquire(blocking=False), "two backends initialise at once"
     time.sleep(0.02)
@@ -277,7 +272,7 @@ def TRITONBACKEND_Initialize(backend):
 """,
     )
     repository.model("m", "b")
-    from llmbackend.frontends.prometheus_text import render
+    from llmbackend.frontends.operations.metrics import render
 
     with serving(repository, "m") as server:
         text = render(server.metrics_registry).decode()

@@ -1,4 +1,4 @@
-"""A model's own batching strategy (reference §2.1, TRITONBACKEND_ModelBatch*)."""
+"""A model's own batching strategy (TRITONBACKEND_ModelBatch*)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_host import STAGE, Repository, eventually, send, serving
 
 from llmbackend.core.errors import TritonError
 from llmbackend.core.tensors import Tensor
+from tests.helpers.core_host import STAGE, Repository, send, serving
+from tests.helpers.waiting import eventually
 
 STEPPED_BACKEND = """
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.backend_api import ResponseFlag
 
 def TRITONBACKEND_ModelInstanceExecute(instance, requests):
@@ -25,7 +26,7 @@ def TRITONBACKEND_ModelInstanceExecute(instance, requests):
 """
 # At most MAX_BATCH_VOLUME_BYTES of inputs in one batch.
 VOLUME_STRATEGY = """
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 
 def TRITONBACKEND_ModelBatcherInitialize(model):
     STAGE.kept.append("batcher of " + model.name)

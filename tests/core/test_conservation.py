@@ -5,11 +5,22 @@ from __future__ import annotations
 import random
 
 import pytest
-from core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, Client, Repository, eventually, send, serving, x
 
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import TritonError
-from llmbackend.frontends.prometheus_text import render
+from llmbackend.frontends.operations.metrics import render
+from tests.helpers.core_host import (
+    ECHO_BACKEND,
+    KEEPING_BACKEND,
+    STAGE,
+    Client,
+    Repository,
+    send,
+    serving,
+    version_of,
+    x,
+)
+from tests.helpers.waiting import eventually
 
 METRIC = 'llmbackend:core_invariant_breaches_total{model="m",version="1"}'
 
@@ -18,7 +29,7 @@ def test_a_breach_is_logged_and_counted_once(repository: Repository, caplog: pyt
     repository.backend("echo", ECHO_BACKEND)
     repository.model("m", "echo")
     with serving(repository, "m") as server:
-        model = server._lifecycle.get("m")
+        model = version_of(server, "m")
         model.statistics.add_pending(2)
         for _ in range(3):
             send(server, "m").responses()

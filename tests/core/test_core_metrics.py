@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import prometheus_client
 import pytest
-from core_host import ECHO_BACKEND, Repository, eventually, send, serving
 
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.frontends.prometheus_text import render
+from llmbackend.frontends.operations.metrics import render
+from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving
+from tests.helpers.waiting import eventually
 
 MODEL_FAMILIES = [
     ("nv_inference_request_success", "counter"),

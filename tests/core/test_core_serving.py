@@ -1,12 +1,12 @@
-"""A backend file is found, loaded and served through the server's one door."""
+"""A backend file is found, loaded and served through InferenceServer."""
 
 from __future__ import annotations
 
 import pytest
-from core_host import ECHO_BACKEND, Repository, send, serving, x
 
 from llmbackend.core.models.served_config import ServedConfig
-from llmbackend.frontends.prometheus_text import render
+from llmbackend.frontends.operations.metrics import render
+from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving, x
 
 
 def test_a_request_is_answered_by_the_backend(repository: Repository) -> None:

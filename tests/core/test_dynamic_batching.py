@@ -1,4 +1,4 @@
-"""Which requests share a batch, when it is sent, and in which order answers come (reference §1.5; golden 59)."""
+"""Which requests share a batch, when it is sent, and in which order answers come (golden 59)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, Client, Repository, eventually, send, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -18,20 +17,22 @@ from llmbackend.core.config.model_config_rules import validate_config
 from llmbackend.core.errors import ErrorCode, TritonError, internal
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.requests.infer_request import InferRequest
-from llmbackend.core.requests.reaper import Reaper
-from llmbackend.core.requests.response_channel import ResponseChannel
+from llmbackend.core.metrics.statistics import FailureReason, Statistics
+from llmbackend.core.requests.queued_request import QueuedRequest
+from llmbackend.core.requests.request_validation import ValidRequest
+from llmbackend.core.requests.response_channel import Reaper, ResponseChannel
 from llmbackend.core.scheduling.dynamic_batcher import DynamicBatcher
 from llmbackend.core.scheduling.request_queue import RequestQueue
 from llmbackend.core.scheduling.response_order import ResponseOrder
-from llmbackend.core.statistics import FailureReason, Statistics
 from llmbackend.core.tensors import Tensor
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Timer
+from tests.helpers.core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, Client, Repository, send, serving, version_of
+from tests.helpers.waiting import eventually
 
 # Notes each batch, and executes one whose first request is called X when the test opens the gate "X".
 STEPPED_BACKEND = """
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.backend_api import ResponseFlag, internal
 
 def TRITONBACKEND_ModelInstanceExecute(instance, requests):
@@ -156,15 +157,20 @@ def test_without_a_delay_the_best_preferred_size_is_taken(stepped: Repository) -
 
 
 class Owner:
-    name, version, reaper, statistics = "m", 1, Reaper(), Statistics()
+    name = "m"
+    version = 1
+    reaper = Reaper()
+    statistics = Statistics()
+    may_block_in_send = False
 
     def request_done(self, channel: ResponseChannel) -> None: ...
 
 
 def queued(batcher: DynamicBatcher, rows: int, width: int) -> None:
-    message = InferenceRequest("m", lambda response, flags: None)
+    message = InferenceRequest("m")
     inputs = {"X": tensor(rows=rows, width=width)}
-    batcher.enqueue(InferRequest(message, ResponseChannel(message, Owner()), inputs, ("Y",), rows))
+    channel = ResponseChannel(message, lambda response, flags: None, Owner())
+    batcher.enqueue(QueuedRequest(message, ValidRequest(inputs, ("Y",), rows), channel))
 
 
 def batch_of_triton(rows: list[int], widths: list[int], preferred: set[int], most: int, is_late: bool) -> int:
@@ -204,9 +210,9 @@ def test_batches_are_those_of_tritons_algorithm(
         queued(batcher, rows, width)
     if is_late:
         time.sleep(2e-6)
-    rows, widths = [rows for rows, _ in requests], [width for _, width in requests]
     batch = batcher.take_batch()
-    assert len(batch) == batch_of_triton(rows, widths, preferred, 8, is_late)
+    all_rows, widths = [rows for rows, _ in requests], [width for _, width in requests]
+    assert len(batch) == batch_of_triton(all_rows, widths, preferred, 8, is_late)
     for request in (*batch, *batcher._queue):
         request.fail(internal("the example is over"), FailureReason.OTHER)
 
@@ -230,8 +236,8 @@ class Arrivals:
             self.order.append(name)
             client(response, flags)
 
-        message = InferenceRequest("m", noted, id=name, inputs=(tensor(),), **fields)
-        client.handle = server.infer_async(message)
+        message = InferenceRequest("m", id=name, inputs=(tensor(),), **fields)
+        client.handle = server.infer_async(message, noted)
 
 
 def test_answers_come_in_the_order_of_their_requests(stepped: Repository) -> None:
@@ -243,7 +249,7 @@ def test_answers_come_in_the_order_of_their_requests(stepped: Repository) -> Non
         eventually(lambda: len(STAGE.events) == 3)  # three instances execute at once
         for name in ("c", "bad"):
             STAGE.open(name)
-        eventually(lambda: server._lifecycle.get("m").in_flight.count == 1)  # both have ended, and wait for "a"
+        eventually(lambda: version_of(server, "m").in_flight.count == 1)  # both have ended, and wait for "a"
         assert arrivals.order == []
         STAGE.open("a")
         assert arrivals.clients["c"].responses()[0].error is None
@@ -251,7 +257,7 @@ def test_answers_come_in_the_order_of_their_requests(stepped: Repository) -> Non
         assert arrivals.clients["bad"].error().message == "no"
 
 
-def test_a_request_that_is_refused_in_the_queue_waits_for_nobody(stepped: Repository) -> None:
+def test_a_request_that_is_refused_in_the_queue_does_not_wait(stepped: Repository) -> None:
     policy = "default_queue_policy { allow_timeout_override: true default_timeout_microseconds: 60000000 }"
     stepped.model("m", "stepped", (ORDERED % policy).replace("count: 3", "count: 1"))
     arrivals = Arrivals()
@@ -330,20 +336,22 @@ def test_a_request_that_was_refused_at_once_leaves_no_place_in_the_line(stepped:
         st.tuples(st.sampled_from(["enqueue", "enqueue", "take", "finish", "cancel"]), st.integers(0, 9)), max_size=40
     )
 )
-def test_the_line_passes_every_answer_on_once_and_in_order_whatever_happens(steps: list[tuple[str, int]]) -> None:
+def test_answers_are_passed_on_once_and_in_order(steps: list[tuple[str, int]]) -> None:
     order = ResponseOrder(RequestQueue(QueuePolicies(), Statistics(), Timer()))
-    source = order.source("instance")
+    source = order.source()
     answered: list[tuple[int, bool]] = []
     channels: list[ResponseChannel] = []
-    running: list[InferRequest] = []
+    running: list[QueuedRequest] = []
 
     def enqueue() -> None:
         number = len(channels)
-        message = InferenceRequest(
-            "m", lambda response, flags: answered.append((number, response is not None and response.error is None))
-        )
-        channels.append(ResponseChannel(message, Owner()))
-        order.enqueue(InferRequest(message, channels[-1], {"X": tensor()}, ("Y",), 1))
+        message = InferenceRequest("m")
+
+        def noted(response: InferenceResponse | None, flags: ResponseFlag) -> None:
+            answered.append((number, response is not None and response.error is None))
+
+        channels.append(ResponseChannel(message, noted, Owner()))
+        order.enqueue(QueuedRequest(message, ValidRequest({"X": tensor()}, ("Y",), 1), channels[-1]))
 
     def finish(index: int) -> None:
         request = running.pop(index % len(running))
@@ -366,7 +374,7 @@ def test_the_line_passes_every_answer_on_once_and_in_order_whatever_happens(step
     assert sorted(number for number, _ in answered) == list(range(len(channels)))
     served = [number for number, is_answer in answered if is_answer]
     assert served == sorted(served)
-    assert not any(order.left_behind().values())
+    assert not any(order.leaked_resources().values())
 
 
 # --- what whole batches need of the configuration --------------------------------------------------------------------

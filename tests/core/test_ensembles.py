@@ -1,4 +1,4 @@
-"""Ensembles: flow, decoupled steps, errors, cancellation, limits, statistics (reference §1.5; golden 43)."""
+"""Ensembles: flow, decoupled steps, errors, cancellation, limits, statistics (golden 43)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from functools import partial
 
 import numpy as np
 import pytest
-from core_host import STAGE, WAIT_S, Client, Repository, eventually, send, serving, x
-from ensemble_host import AB_TO_Y, X_TO_YZ, chain, ensemble, part, step, tensors
 
 from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import InferenceResponse
-from llmbackend.core.requests.held_bytes import RESPONSE_BYTES
-from llmbackend.core.scheduling.ensembles.step_launcher import StepLauncher
-from llmbackend.core.tenants import Tenant
+from llmbackend.core.messages import RESPONSE_BYTES, InferenceResponse, Tenant
+from llmbackend.core.scheduling.ensembles.steps import StepLauncher
 from llmbackend.core.tensors import Tensor
+from tests.helpers.core_host import STAGE, WAIT_S, Client, Repository, send, serving, version_of, x
+from tests.helpers.ensemble_host import AB_TO_Y, X_TO_YZ, chain, ensemble, part, step, tensors
+from tests.helpers.waiting import eventually
 
 
 def values(response: InferenceResponse, name: str = "Y") -> list[float]:
@@ -162,20 +161,20 @@ def random_flow(repository: Repository, name: str, chance: random.Random) -> dic
         known |= {names[output]: line for output, line in outputs.items()}
         unread |= set(names.values())
         steps.append(step(kind, inputs, names))
-    outputs = sorted(unread - {"X"}) or [next(iter(names.values()))]
+    results = sorted(unread - {"X"}) or [next(iter(names.values()))]
     chance.shuffle(steps)
-    ensemble(repository, name, *steps, io=tensors("input", "X") + tensors("output", *outputs))
-    return {output: known[output] for output in outputs}
+    ensemble(repository, name, *steps, io=tensors("input", "X") + tensors("output", *results))
+    return {output: known[output] for output in results}
 
 
 def test_optional_inputs_may_be_absent(repository: Repository) -> None:
     optional = tensors("input", "A") + tensors("input", "B", more="optional: true")
     part(repository, "sum", "sum", optional + tensors("output", "Y"))
     ensemble(repository, "e", step("sum", {"A": "A", "B": "B"}, {"Y": "Y"}), io=optional + tensors("output", "Y"))
-    a = Tensor.of("A", np.float32([1]))
+    a = Tensor.of("A", np.array([1], np.float32))
     with serving(repository, "e") as server:
         assert one(send(server, "e", a)) == [1]
-        assert one(send(server, "e", a, Tensor.of("B", np.float32([5])))) == [6]
+        assert one(send(server, "e", a, Tensor.of("B", np.array([5], np.float32)))) == [6]
 
 
 def test_an_output_that_a_step_leaves_out_is_an_absent_input_of_the_next(repository: Repository) -> None:
@@ -238,13 +237,13 @@ def test_tensors_pass_between_models_that_batch_and_models_that_do_not(repositor
     chain(repository, "e", "batched", "single", "batched", io=fixed, config="max_batch_size: 4")
     chain(repository, "flat", "single", "batched", "single", io=fixed)
     with serving(repository, "e", "flat") as server:
-        (response,) = send(server, "e", Tensor.of("X", np.float32([[1, 2]]))).responses()
+        (response,) = send(server, "e", Tensor.of("X", np.array([[1, 2]], np.float32))).responses()
         assert values(response) == [1, 2] and response.outputs[0].shape == (1, 2)
         assert [kept["shapes"]["X"] for kept in STAGE.kept] == [(1, 2), (2,), (1, 2)]
         (response,) = send(server, "flat", x(1, 2)).responses()
         assert values(response) == [1, 2] and response.outputs[0].shape == (2,)
         # A larger batch can not go through a model that does not batch.
-        error = send(server, "e", Tensor.of("X", np.float32([[1, 2], [3, 4]])), id="big").error()
+        error = send(server, "e", Tensor.of("X", np.array([[1, 2], [3, 4]], np.float32)), id="big").error()
         assert error.code is ErrorCode.INVALID_ARG
         assert error.message.startswith(
             "in ensemble 'e', [request id: big] unexpected shape for input 'X' for model 'single'. "
@@ -564,10 +563,14 @@ def test_the_launcher_keeps_the_order_and_takes_nothing_after_its_end() -> None:
     launcher = StepLauncher("e")
     launcher.stop()  # no thread yet
     launcher = StepLauncher("e")
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
     done: list[int] = []
     for number in range(100):
         launcher.submit(partial(done.append, number))
-    launcher.submit(lambda: 1 / 0)  # logged, and no harm to the next
+    launcher.submit(fail)  # logged, and no harm to the next
     launcher.submit(partial(done.append, 100))
     launcher.stop()
     launcher.submit(partial(done.append, 101))
@@ -626,7 +629,7 @@ def test_a_send_blocks_no_backend_that_did_not_ask_for_it(repository: Repository
 def test_a_stream_too_far_ahead_of_its_ensemble_ends_alone_after_what_was_kept(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("llmbackend.core.scheduling.ensembles.ensemble_run.MAX_WAITING_BYTES", 100 * RESPONSE_BYTES)
+    monkeypatch.setattr("llmbackend.core.scheduling.ensembles.run.MAX_WAITING_BYTES", 100 * RESPONSE_BYTES)
     part(repository, "repeat", "repeat")
     part(repository, "gate", "gate")
     chain(repository, "e", "repeat", "gate", scheduling="max_inflight_requests: 1")
@@ -698,7 +701,7 @@ def test_an_ensemble_counts_its_requests_and_adds_up_the_times_of_its_steps(repo
             assert totals.compute_input.ns == batch.compute_input.ns == steps * 1000
             assert totals.compute_infer.ns == steps * 2000 and totals.compute_output.ns == steps * 3000
             assert totals.queue.count == 1 and totals.success.ns > 0
-        failures = server._lifecycle.get("broken").statistics.failures
+        failures = version_of(server, "broken").statistics.failures
         assert {reason.value: count for reason, count in failures.items() if count} == {"OTHER": 1}
 
 
@@ -708,7 +711,7 @@ def test_an_ensembles_request_is_in_flight_but_never_pending(repository: Reposit
     with serving(repository, "e") as server:
         client = send(server, "e", x(1))
         eventually(lambda: executed("gate"))
-        model = server._lifecycle.get("e")
+        model = version_of(server, "e")
         assert model.in_flight.count == 1 and model.statistics.pending_count == 0
         STAGE.open("gate")
         assert one(client) == [2]

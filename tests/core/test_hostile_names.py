@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from core_host import ECHO_BACKEND, Repository, eventually, send, serving, x
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -14,8 +13,11 @@ from llmbackend.core.config.model_config import config_to_json, parse_json, pars
 from llmbackend.core.config.model_config_rules import validate_config
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.json_text import json_depth
 from llmbackend.core.messages import LoadParameters
-from llmbackend.core.repository.load_parameters import check_load_parameters, check_model_name, json_depth
+from llmbackend.core.repository.model_repository import check_load_parameters, check_model_name
+from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving, version_of, x
+from tests.helpers.waiting import eventually
 
 CONFIG = '{"backend":"echo"}'
 BAD_NAMES = {
@@ -104,7 +106,7 @@ def test_bad_paths_are_refused_for_what_they_are(echo: Repository) -> None:
 def test_uploads_lie_in_one_directory_that_goes_with_the_server(echo: Repository) -> None:
     with serving(echo) as server:
         server.load_model("up", {"config": CONFIG + " ", "file:1/a/b.txt": b"x", "file:config.pbtxt": b"garbage {"})
-        directory = server._lifecycle.get("up").directory
+        directory = version_of(server, "up").directory
         assert (directory / "1" / "a" / "b.txt").read_bytes() == b"x"
         refused(server, "up", {"config": CONFIG, "file:1/a": b"x", "file:1/a/b": b"x"})
         uploads = directory.parent.parent

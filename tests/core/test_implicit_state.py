@@ -1,4 +1,4 @@
-"""Implicit state: what the host keeps for a sequence between its requests (reference §1.5)."""
+"""Implicit state: what the host keeps for a sequence between its requests."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from core_host import KEEPING_BACKEND, STAGE, Client, Repository, eventually, serving
-from sequence_host import NO_IDLENESS, sequences, serving_sequences, step
 
 from llmbackend.core.backend_api import Request, ResponseFlag, Tensor
 from llmbackend.core.config.model_config import parse_text
 from llmbackend.core.errors import TritonError
-from llmbackend.core.scheduling.sequences.sequence_state import StateRules
+from llmbackend.core.scheduling.sequences.inputs import StateRules
 from llmbackend.core.tensors import to_wire
+from tests.helpers.core_host import KEEPING_BACKEND, STAGE, Client, Repository, serving
+from tests.helpers.sequence_host import NO_IDLENESS, sequences, serving_sequences, step
+from tests.helpers.waiting import eventually
 
 # Adds the input's sum to the state and answers with it. An id that ends in "!" sets no state.
 SUMMING_BACKEND = """
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.backend_api import ResponseFlag, Tensor
 
 def TRITONBACKEND_ModelInstanceExecute(instance, requests):
@@ -178,7 +179,7 @@ def test_a_state_must_be_configured(repository: Repository) -> None:
         del request
 
 
-def test_a_state_is_a_copy_that_nobody_can_change(repository: Repository) -> None:
+def test_a_state_is_a_copy_that_can_not_be_changed(repository: Repository) -> None:
     repository.backend("keep", KEEPING_BACKEND)
     repository.model("m", "keep", sequences(NO_IDLENESS + STATE % ""))
     with serving_sequences(repository) as server:

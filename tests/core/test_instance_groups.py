@@ -4,14 +4,14 @@ ValidateInstanceGroup of Triton's core have them. The host's GPUs are a stand-in
 from __future__ import annotations
 
 import pytest
-from core_host import Repository, eventually, send, serving
-from test_backend_loading import load_error
-from test_instance_updates import BACKEND
 
 from llmbackend.core.backend_api import InstanceGroupKind
 from llmbackend.core.config.model_config import parse_text, set_instance_groups
+from llmbackend.core.gpus import supported_gpus, visible_gpu_indexes
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.gpus import supported_gpus, visible_places
+from tests.helpers.core_backends import INSTANCE_BACKEND, load_error
+from tests.helpers.core_host import Repository, send, serving, version_of
+from tests.helpers.waiting import eventually
 
 Group = tuple[str, str, int, list[int]]
 
@@ -42,7 +42,7 @@ def test_kind_auto_is_gpu_only_where_all_listed_gpus_are() -> None:
 
 @pytest.fixture
 def repository(repository: Repository) -> Repository:
-    repository.backend("b", BACKEND)
+    repository.backend("b", INSTANCE_BACKEND)
     return repository
 
 
@@ -78,7 +78,7 @@ def test_what_the_host_has_not_is_refused_in_tritons_words(
 
 
 def places(server: InferenceServer) -> list[tuple[str, int]]:
-    return sorted((instance.name, instance.device_id) for instance in server._lifecycle.get("m").instances)
+    return sorted((instance.name, instance.device_id) for instance in version_of(server, "m").instances)
 
 
 def test_instances_of_listed_gpus_come_go_and_serve(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,23 +86,23 @@ def test_instances_of_listed_gpus_come_go_and_serve(repository: Repository, monk
     repository.model("m", "b", "instance_group { kind: KIND_GPU gpus: [0, 2] count: 2 }")
     with serving(repository, "m") as server:
         assert places(server) == [("m_0_0", 0), ("m_0_0", 2), ("m_0_1", 0), ("m_0_1", 2)]
-        kept = {id(instance) for instance in server._lifecycle.get("m").instances if instance.name == "m_0_0"}
+        kept = {id(instance) for instance in version_of(server, "m").instances if instance.name == "m_0_0"}
         repository.model("m", "b", "instance_group { kind: KIND_GPU gpus: [0, 1, 2] }")
         server.load_model("m")
         assert places(server) == [("m_0_0", 0), ("m_0_0", 1), ("m_0_0", 2)]
-        assert kept < {id(instance) for instance in server._lifecycle.get("m").instances}
+        assert kept < {id(instance) for instance in version_of(server, "m").instances}
         (response,) = send(server, "m").responses()
         assert response.error is None
-        eventually(lambda: not server._lifecycle.get("m").removal_count)
+        eventually(lambda: not version_of(server, "m").removal_count)
 
 
 def test_visible_devices_are_read_as_cuda_reads_them() -> None:
     uuids = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
 
     def visible(text: str) -> list[int]:
-        return visible_places(uuids, {"CUDA_VISIBLE_DEVICES": text})
+        return visible_gpu_indexes(uuids, {"CUDA_VISIBLE_DEVICES": text})
 
-    assert visible_places(uuids, {}) == [0, 1, 2]
+    assert visible_gpu_indexes(uuids, {}) == [0, 1, 2]
     assert visible("2,0") == [2, 0] and visible("GPU-cc, GPU-aabb-2") == [2, 1]
     assert visible("") == visible("-1") == visible("GPU-aa") == []
     assert visible("1,9,0") == [1] and visible("1,1") == [1]

@@ -1,4 +1,4 @@
-"""In-place updates: other instances without an unload (reference §1.5, §2.2)."""
+"""In-place updates: other instances without an unload."""
 
 from __future__ import annotations
 
@@ -8,38 +8,29 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 import pytest
-from core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, WAIT_S, Client, Repository, eventually, send, serving
-from sequence_host import NO_IDLENESS, SHOWING_BACKEND, sequences, step
-from test_model_lifecycle import states
 
 from llmbackend.core.backend_api import InstanceGroupKind, ResponseFlag
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
-
-# Notes every entry point; an instance whose name is in STAGE.kept fails, the others echo their name.
-BACKEND = """
-from core_host import STAGE
-from llmbackend.core.backend_api import ResponseFlag, Tensor, internal
-
-def TRITONBACKEND_ModelInitialize(model): STAGE.note("model")
-def TRITONBACKEND_ModelFinalize(model): STAGE.note("no model")
-def TRITONBACKEND_ModelInstanceInitialize(instance):
-    STAGE.note("+" + instance.name)
-    if instance.name in STAGE.kept:
-        raise internal("no room for " + instance.name)
-def TRITONBACKEND_ModelInstanceFinalize(instance): STAGE.note("-" + instance.name)
-def TRITONBACKEND_ModelInstanceExecute(instance, requests):
-    for request in requests:
-        response = request.new_response()
-        response.add_output(Tensor.text("Y", instance.name))
-        response.send(ResponseFlag.FINAL)
-        request.release()
-"""
+from tests.helpers.core_backends import INSTANCE_BACKEND, states
+from tests.helpers.core_host import (
+    ECHO_BACKEND,
+    KEEPING_BACKEND,
+    STAGE,
+    WAIT_S,
+    Client,
+    Repository,
+    send,
+    serving,
+    version_of,
+)
+from tests.helpers.sequence_host import NO_IDLENESS, SHOWING_BACKEND, sequences, step
+from tests.helpers.waiting import eventually
 
 
 @pytest.fixture
 def repository(repository: Repository) -> Repository:
-    repository.backend("b", BACKEND)
+    repository.backend("b", INSTANCE_BACKEND)
     return repository
 
 
@@ -48,7 +39,7 @@ def groups(*counts: int, more: str = "") -> str:
 
 
 def instances(server: InferenceServer) -> list[str]:
-    return sorted(instance.name for instance in server._lifecycle.get("m").instances)
+    return sorted(instance.name for instance in version_of(server, "m").instances)
 
 
 def answered_by(server: InferenceServer) -> str:
@@ -70,7 +61,7 @@ def all_answer(server: InferenceServer) -> Callable[[], bool]:
 @contextmanager
 def adding_an_instance(repository: Repository) -> Iterator[tuple[InferenceServer, Future[None]]]:
     """A server with m_0_0, and the load that adds m_0_1, which stands at the gate "add" in its initialisation."""
-    gated = BACKEND.replace(
+    gated = INSTANCE_BACKEND.replace(
         "    if instance.name in STAGE.kept:", '    if instance.name == "m_0_1": STAGE.wait("add")\n    if False:'
     )
     repository.backend("b", gated)
@@ -85,10 +76,10 @@ def adding_an_instance(repository: Repository) -> Iterator[tuple[InferenceServer
 def test_more_instances_are_added_live(repository: Repository) -> None:
     repository.model("m", "b", groups(1))
     with serving(repository, "m") as server:
-        model = server._lifecycle.get("m")
+        model = version_of(server, "m")
         repository.model("m", "b", groups(3))
         server.load_model("m")
-        assert server._lifecycle.get("m") is model and STAGE.events == ["model", "+m_0_0", "+m_0_1", "+m_0_2"]
+        assert version_of(server, "m") is model and STAGE.events == ["model", "+m_0_0", "+m_0_1", "+m_0_2"]
         assert instances(server) == ["m_0_0", "m_0_1", "m_0_2"]
         assert server.model_config("m").instance_group[0].count == 3
         eventually(all_answer(server))
@@ -138,7 +129,7 @@ def test_instances_of_other_settings_are_other_instances(repository: Repository)
     with serving(repository, "m") as server:
         repository.model("m", "b", groups(1) + 'instance_group { count: 1 kind: KIND_MODEL name: "big" }')
         server.load_model("m")
-        kinds = {instance.name: instance.kind for instance in server._lifecycle.get("m").instances}
+        kinds = {instance.name: instance.kind for instance in version_of(server, "m").instances}
         assert kinds == {"m_0_0": InstanceGroupKind.CPU, "big_0": InstanceGroupKind.MODEL}
         eventually(lambda: "-m_0_1" in STAGE.events)
         repository.model("m", "b", groups(1, more='profile: ["p"]'))
@@ -158,10 +149,10 @@ def test_a_renamed_group_keeps_its_instances(repository: Repository) -> None:
 def test_a_policy_for_more_versions_leaves_those_that_serve_alone(repository: Repository) -> None:
     repository.model("m", "b", "version_policy { specific { versions: [1, 2] } }", versions=(1, 2, 3))
     with serving(repository, "m") as server:
-        kept = server._lifecycle.get("m", 2)
+        kept = version_of(server, "m", 2)
         repository.model("m", "b", "version_policy { latest { num_versions: 2 } }", versions=())
         server.load_model("m")
-        assert server.model_metadata("m").versions == ("2", "3") and server._lifecycle.get("m", 2) is kept
+        assert server.model_metadata("m").versions == ("2", "3") and version_of(server, "m", 2) is kept
         eventually(lambda: STAGE.events.count("no model") == 1)
 
 

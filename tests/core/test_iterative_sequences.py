@@ -1,4 +1,4 @@
-"""Iterative sequences: a backend releases a request with RESCHEDULE and gets it again (reference §1.5, §2.5)."""
+"""Iterative sequences: a backend releases a request with RESCHEDULE and gets it again."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_host import KEEPING_BACKEND, STAGE, Client, Repository, eventually, send
-from sequence_host import CONTROLS, NO_IDLENESS, sequences, serving_sequences, step
 
 from llmbackend.core.backend_api import ReleaseFlag, Request, RequestFlag, ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tensors import Tensor
+from tests.helpers.core_host import KEEPING_BACKEND, STAGE, Client, Repository, send, version_of
+from tests.helpers.sequence_host import CONTROLS, NO_IDLENESS, sequences, serving_sequences, step
+from tests.helpers.waiting import eventually
 
 # The input says how many responses are wanted; each execution sends one, with how many are left, and reschedules.
 COUNTDOWN_BACKEND = """
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.backend_api import ReleaseFlag, ResponseFlag, Tensor
 import numpy as np
 
@@ -97,7 +98,7 @@ def test_one_request_is_a_sequence_with_start_and_without_an_id(counting: Reposi
 
 
 def test_running_requests_share_batches_with_new_ones(counting: Repository) -> None:
-    """Continuous batching: who comes while another runs is in the next batch with it."""
+    """Continuous batching: a request that comes while another runs is in the next batch with it."""
     counting.model("m", "count", sequences(f"{ITERATIVE} oldest {{ max_candidate_sequences: 8 }}", 4, DECOUPLED))
     STAGE.gates.clear()
     with serving_sequences(counting) as server:
@@ -125,7 +126,7 @@ def test_each_execution_is_counted(counting: Repository) -> None:
         eventually(lambda: server.model_statistics("m")[0].execution_count == 3)
         (statistics,) = server.model_statistics("m")
         assert (statistics.inference_count, statistics.inference_stats.success.count) == (3, 3)
-        assert server._lifecycle.get("m").statistics.pending_count == 0
+        assert version_of(server, "m").statistics.pending_count == 0
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_a_request_that_was_idle_for_too_long_can_not_be_rescheduled(counting: R
     with serving_sequences(counting) as server:
         client = count_down(server, 1, "a", batched=False)
         request = kept("a")
-        batcher = server._lifecycle.get("m").sequences
+        batcher = version_of(server, "m").sequences
         assert batcher is not None
         eventually(lambda: batcher.open_count == 0)
         with pytest.raises(TritonError, match="must specify the START flag on the first request of the sequence"):

@@ -11,17 +11,19 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import typer
-from core_host import ECHO_BACKEND, Repository, eventually, send, serving
 
-from llmbackend.cli_flags import MetricsConfigFlags, SharedMemoryFlags
+from llmbackend.cli.observability_flags import MetricsConfigFlags
+from llmbackend.cli.protocol_flags import SharedMemoryFlags
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.metrics import latencies, machine_metrics
-from llmbackend.core.metrics.latencies import SAMPLES_PER_SLICE, SLICES, Summary
-from llmbackend.core.metrics.machine_metrics import CpuMetrics
+from llmbackend.core.metrics import model_metrics, nv_metrics
 from llmbackend.core.metrics.metrics_options import DEFAULT_QUANTILES, MetricsOptions, Quantile, with_metrics_config
-from llmbackend.frontends.prometheus_text import render
-from llmbackend.settings import Endpoint
+from llmbackend.core.metrics.model_metrics import SAMPLES_PER_SLICE, SLICES, Summary
+from llmbackend.core.metrics.nv_metrics import CpuMetrics
+from llmbackend.frontends.operations.metrics import render
+from llmbackend.server.settings import Endpoint
+from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving
+from tests.helpers.waiting import eventually
 
 HISTOGRAM = "nv_inference_first_response_histogram_ms"
 SUMMARIES = [
@@ -228,7 +230,7 @@ def test_the_machine_is_read_at_most_once_per_interval(monkeypatch: pytest.Monke
     clock = Clock()
     busy = iter([(0.0, 0.0), (30.0, 100.0), (30.0, 200.0)])
     monkeypatch.setattr(time, "monotonic", clock)
-    monkeypatch.setattr(machine_metrics, "_cpu_times", lambda: next(busy))
+    monkeypatch.setattr(nv_metrics, "_cpu_times", lambda: next(busy))
     metrics = CpuMetrics(options(interval_ms=2000))
 
     def utilization() -> float:
@@ -255,7 +257,7 @@ def test_settings_are_read_as_triton_writes_them() -> None:
     )
     assert read == MetricsOptions(False, True, True, (Quantile(0.1, 0.0), Quantile(1, 0)))
     assert [each.quantile for each in DEFAULT_QUANTILES] == [0.5, 0.9, 0.95, 0.99, 0.999]
-    assert latencies.DEFAULT_BUCKETS_MS == (100, 500, 2000, 5000)
+    assert model_metrics.DEFAULT_BUCKETS_MS == (100, 500, 2000, 5000)
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-from core_host import ECHO_BACKEND, Repository, serving
 
 from llmbackend.core.backend_api import InstanceGroupKind
-from llmbackend.core.config.backend_rules import fill_backend
 from llmbackend.core.config.model_config import (
     config_to_json,
+    fill_backend,
     parse_json,
     parse_text,
     set_defaults,
     set_instance_groups,
 )
-from llmbackend.core.config.model_config_rules import validate_config
-from llmbackend.core.config.tensor_rules import validate_tensors
+from llmbackend.core.config.model_config_rules import validate_config, validate_tensors
 from llmbackend.core.errors import ErrorCode, TritonError
+from tests.helpers.core_host import ECHO_BACKEND, Repository, serving
 
 IDENTITY = """
 name: "identity" backend: "python" max_batch_size: 8
@@ -139,7 +138,7 @@ AUTO_COMPLETING = (
     ECHO_BACKEND
     + """
 from tritonclient.grpc import model_config_pb2 as pb
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 
 def TRITONBACKEND_ModelInitialize(model):
     STAGE.kept.append(model)
@@ -159,7 +158,7 @@ def TRITONBACKEND_ModelInitialize(model):
 
 
 def test_auto_complete_takes_only_what_triton_takes(repository: Repository) -> None:
-    from core_host import STAGE
+    from tests.helpers.core_host import STAGE
 
     repository.backend("auto", AUTO_COMPLETING)
     repository.model("m", "auto", io="")

@@ -1,4 +1,4 @@
-"""Models that are made of others: order of loading, what a missing or changed part means, what fits (§1.5)."""
+"""Models that are made of others: order of loading, what a missing or changed part means, what fits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from core_host import STAGE, WAIT_S, Repository, eventually, send, serving, x
-from ensemble_host import AB_TO_Y, X_TO_Y, X_TO_YZ, chain, ensemble, part, step, tensors
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -16,6 +14,9 @@ from llmbackend.core.config.ensemble_rules import validate_scheduling
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.repository.model_dependencies import circles, in_levels
+from tests.helpers.core_host import STAGE, WAIT_S, Repository, send, serving, version_of, x
+from tests.helpers.ensemble_host import AB_TO_Y, X_TO_Y, X_TO_YZ, chain, ensemble, part, step, tensors
+from tests.helpers.waiting import eventually
 
 
 def states(server: InferenceServer) -> dict[str, str]:
@@ -31,7 +32,7 @@ def load_error(server: InferenceServer, name: str) -> TritonError:
 def answers(server: InferenceServer, name: str = "e") -> list[float]:
     (response,) = send(server, name, x(1)).responses()
     assert response.error is None, response.error
-    return response.outputs[0].data.tolist()
+    return [float(value) for value in response.outputs[0].data]
 
 
 def initialized(name: str) -> int:
@@ -116,10 +117,10 @@ def test_a_changed_part_loads_the_ensemble_again(repository: Repository, caplog:
     part(repository, "b", "add")
     chain(repository, "e", "a", "b")
     with serving(repository, "e") as server:
-        before = server._lifecycle.get("e")
+        before = version_of(server, "e")
         part(repository, "a", "add", config="# changed\n")
         server.load_model("a")
-        assert server._lifecycle.get("e") is not before and initialized("b") == 1 and answers(server) == [3]
+        assert version_of(server, "e") is not before and initialized("b") == 1 and answers(server) == [3]
         part(repository, "a", "tell", tensors("input", "X", data_type="TYPE_INT32") + tensors("output", "Y"))
         server.load_model("a")  # it loads, but the ensemble does not fit any more
         assert "inconsistent data type: TYPE_FP32 is inferred from model e while TYPE_INT32" in caplog.text

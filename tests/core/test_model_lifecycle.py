@@ -1,4 +1,4 @@
-"""Load, reload, unload and stop: states, reasons, draining (§2.2, §2.10; golden 05 to 08, 50, 51, 57)."""
+"""Load, reload, unload and stop: states, reasons, draining (golden 05 to 08, 50, 51, 57)."""
 
 from __future__ import annotations
 
@@ -8,75 +8,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from core_host import (
-    ECHO_BACKEND,
-    KEEPING_BACKEND,
-    STAGE,
-    WAIT_S,
-    Repository,
-    eventually,
-    noting_backend,
-    send,
-    serving,
-)
 
 from llmbackend.core import inference_server
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.lifecycle import draining
-
-VERSIONED_BACKEND = """
-from core_host import STAGE
-from llmbackend.core.backend_api import ResponseFlag, Tensor, internal
-
-def TRITONBACKEND_ModelInitialize(model):
-    text = (model.version_directory / "text").read_text()
-    STAGE.note("initialize " + text)
-    if text.startswith("gate"):
-        STAGE.open("loading " + text)
-        STAGE.wait(text)
-    if text.startswith("bad"):
-        raise internal("weights missing")
-    model.state = text
-
-def TRITONBACKEND_ModelFinalize(model):
-    STAGE.note("finalize " + str(model.state))
-
-def TRITONBACKEND_ModelInstanceExecute(instance, requests):
-    for request in requests:
-        response = request.new_response()
-        response.add_output(Tensor.text("Y", instance.model.state))
-        response.send(ResponseFlag.FINAL)
-        request.release()
-"""
+from tests.helpers.core_backends import VERSIONED_BACKEND, answer, refused, states, write_version
+from tests.helpers.core_host import (
+    ECHO_BACKEND,
+    KEEPING_BACKEND,
+    STAGE,
+    WAIT_S,
+    Repository,
+    noting_backend,
+    send,
+    serving,
+    version_of,
+)
+from tests.helpers.waiting import eventually
 
 
 @pytest.fixture
 def versioned(repository: Repository) -> Repository:
     repository.backend("v", VERSIONED_BACKEND)
     return repository
-
-
-def write(repository: Repository, text: str, name: str = "m", version: int = 1, config: str = "") -> None:
-    directory = repository.model(name, "v", config, versions=(version,))
-    (directory / str(version) / "text").write_text(text)
-
-
-def answer(server: InferenceServer, name: str = "m", version: int = -1) -> str:
-    (response,) = send(server, name, model_version=version).responses()
-    assert response.error is None
-    return bytes(response.outputs[0].data[0]).decode()
-
-
-def states(server: InferenceServer, name: str = "m") -> list[tuple[str, str, str]]:
-    return [(row.version, row.state, row.reason) for row in server.repository_index() if row.name == name]
-
-
-def refused(server: InferenceServer, name: str = "m", version: int = -1) -> TritonError:
-    with pytest.raises(TritonError) as caught:
-        send(server, name, model_version=version)
-    return caught.value
 
 
 def load_in_background(server: InferenceServer, name: str = "m") -> threading.Thread:
@@ -92,7 +48,7 @@ def load_in_background(server: InferenceServer, name: str = "m") -> threading.Th
 
 
 def test_look_up_errors_have_the_texts_of_triton(versioned: Repository) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     with serving(versioned) as server:
         error = refused(server)
         assert (error.code, error.message) == (ErrorCode.NOT_FOUND, "Request for unknown model: 'm' is not found")
@@ -105,7 +61,7 @@ def test_look_up_errors_have_the_texts_of_triton(versioned: Repository) -> None:
 
 
 def test_states_from_never_loaded_to_unloaded(versioned: Repository) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     with serving(versioned) as server:
         assert states(server) == [("", "", "")] and server.is_ready()
         server.load_model("m")
@@ -119,7 +75,7 @@ def test_states_from_never_loaded_to_unloaded(versioned: Repository) -> None:
 
 
 def test_a_failed_load_keeps_its_reason_and_takes_readiness(versioned: Repository) -> None:
-    write(versioned, "bad")
+    write_version(versioned, "bad")
     with serving(versioned) as server:
         with pytest.raises(TritonError) as caught:
             server.load_model("m")
@@ -155,7 +111,7 @@ def test_model_names_can_not_leave_the_repository(versioned: Repository, name: s
 
 
 def test_loading_an_unchanged_model_does_nothing(versioned: Repository) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     with serving(versioned, "m") as server:
         (versioned.models / "m" / "1" / "__pycache__").mkdir()
         (versioned.models / "m" / "1" / "__pycache__" / "model.pyc").write_text("x")
@@ -164,9 +120,9 @@ def test_loading_an_unchanged_model_does_nothing(versioned: Repository) -> None:
 
 
 def test_a_reload_has_no_gap_and_drains_the_old_version(versioned: Repository) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     with serving(versioned, "m") as server:
-        write(versioned, "gate two")
+        write_version(versioned, "gate two")
         thread = load_in_background(server)
         STAGE.wait("loading gate two")
         assert answer(server) == "one" and states(server) == [("1", "READY", "")] and server.is_ready()
@@ -177,16 +133,16 @@ def test_a_reload_has_no_gap_and_drains_the_old_version(versioned: Repository) -
 
 
 def test_a_failed_reload_leaves_the_old_version_serving(versioned: Repository) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     with serving(versioned, "m") as server:
-        write(versioned, "bad two")
+        write_version(versioned, "bad two")
         with pytest.raises(TritonError, match="weights missing"):
             server.load_model("m")
         assert answer(server) == "one" and server.is_ready() and states(server) == [("1", "READY", "")]
 
 
 def test_a_first_load_shows_loading(versioned: Repository) -> None:
-    write(versioned, "gate")
+    write_version(versioned, "gate")
     with serving(versioned) as server:
         thread = load_in_background(server)
         STAGE.wait("loading gate")
@@ -198,7 +154,7 @@ def test_a_first_load_shows_loading(versioned: Repository) -> None:
 
 
 def test_a_load_overtaken_by_an_unload_undoes_itself(versioned: Repository) -> None:
-    write(versioned, "gate")
+    write_version(versioned, "gate")
     with serving(versioned) as server:
         thread = load_in_background(server)
         STAGE.wait("loading gate")
@@ -214,14 +170,14 @@ def test_a_load_overtaken_by_an_unload_undoes_itself(versioned: Repository) -> N
 
 def test_versions_are_all_loaded_or_none(versioned: Repository) -> None:
     config = "version_policy { all {} }"
-    write(versioned, "one", config=config)
-    write(versioned, "bad", version=2, config=config)
+    write_version(versioned, "one", config=config)
+    write_version(versioned, "bad", version=2, config=config)
     with serving(versioned) as server:
         with pytest.raises(TritonError, match="version 2 is at UNAVAILABLE state: Internal: weights missing;"):
             server.load_model("m")
         eventually(lambda: "finalize one" in STAGE.events)
         assert states(server) == [("1", "UNAVAILABLE", "unloaded"), ("2", "UNAVAILABLE", "Internal: weights missing")]
-        write(versioned, "two", version=2, config=config)
+        write_version(versioned, "two", version=2, config=config)
         server.load_model("m")
         assert (answer(server), answer(server, version=1)) == ("two", "one")
         assert server.model_metadata("m").versions == ("1", "2")
@@ -230,7 +186,9 @@ def test_versions_are_all_loaded_or_none(versioned: Repository) -> None:
 
 def test_a_reload_with_another_policy_retires_the_other_versions(versioned: Repository) -> None:
     for version in (1, 2, 3):
-        write(versioned, str(version), version=version, config="version_policy { specific { versions: [1, 3] } }")
+        write_version(
+            versioned, str(version), version=version, config="version_policy { specific { versions: [1, 3] } }"
+        )
     with serving(versioned, "m") as server:
         assert server.model_metadata("m").versions == ("1", "3")
         versioned.model("m", "v", "version_policy { latest { num_versions: 2 } }", versions=())
@@ -242,7 +200,7 @@ def test_a_reload_with_another_policy_retires_the_other_versions(versioned: Repo
 def test_version_directories_with_odd_names_are_ignored(
     versioned: Repository, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(versioned, "one", config="version_policy { all {} }")
+    write_version(versioned, "one", config="version_policy { all {} }")
     for odd in ("02", "x3", "-4"):
         (versioned.models / "m" / odd).mkdir()
     with serving(versioned, "m") as server:
@@ -354,7 +312,7 @@ def test_a_request_that_its_backend_loses_does_not_keep_its_model(repository: Re
 
 
 def test_stop_while_models_load(versioned: Repository) -> None:
-    write(versioned, "gate")
+    write_version(versioned, "gate")
     server = InferenceServer(versioned.options(startup_models=["m"], model_load_retry_count=3))
     with ThreadPoolExecutor(2) as pool:
         start = pool.submit(server.start)
@@ -371,7 +329,7 @@ def test_stop_while_models_load(versioned: Repository) -> None:
 
 def test_stop_does_not_wait_for_a_load_that_hangs(versioned: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference_server, "UNLOAD_GRACE_S", 0.05)
-    write(versioned, "gate")
+    write_version(versioned, "gate")
     server = InferenceServer(versioned.options())
     server.start()
     with ThreadPoolExecutor(1) as pool:
@@ -385,7 +343,7 @@ def test_stop_does_not_wait_for_a_load_that_hangs(versioned: Repository, monkeyp
 
 
 def test_config_override_replaces_the_file_until_unload(versioned: Repository) -> None:
-    write(versioned, "one", config="max_batch_size: 8\ninstance_group { count: 1 }")
+    write_version(versioned, "one", config="max_batch_size: 8\ninstance_group { count: 1 }")
     override = '{"backend":"v","max_batch_size":2,"input":[{"name":"X","data_type":"TYPE_FP32","dims":[4]}]}'
     with serving(versioned, "m") as server:
         server.load_model("m", {"config": override})
@@ -409,7 +367,7 @@ def test_file_override_makes_a_model_from_memory(versioned: Repository, path: st
     with serving(versioned) as server:
         server.load_model("mem", parameters)
         assert answer_of_no_input(server) == "from memory"
-        directory = server._lifecycle.get("mem").directory
+        directory = version_of(server, "mem").directory
         assert directory.is_dir() and server.repository_index() == []
         with pytest.raises(TritonError, match="failed to poll"):
             server.load_model("mem", {"file:1/text": b"no config"})
@@ -422,18 +380,17 @@ def test_file_override_makes_a_model_from_memory(versioned: Repository, path: st
 
 
 def answer_of_no_input(server: InferenceServer) -> str:
-    from core_host import Client
-
     from llmbackend.core.messages import InferenceRequest
+    from tests.helpers.core_host import Client
 
     client = Client()
-    server.infer_async(InferenceRequest("mem", client))
+    server.infer_async(InferenceRequest("mem"), client)
     return bytes(client.responses()[0].outputs[0].data[0]).decode()
 
 
 def test_mode_none_loads_everything_and_refuses_control(versioned: Repository) -> None:
-    write(versioned, "a", name="a")
-    write(versioned, "b", name="b")
+    write_version(versioned, "a", name="a")
+    write_version(versioned, "b", name="b")
     with serving(versioned, model_control_mode="none") as server:
         assert [row.state for row in server.repository_index()] == ["READY", "READY"]
         for action in (server.load_model, server.unload_model):
@@ -445,8 +402,8 @@ def test_mode_none_loads_everything_and_refuses_control(versioned: Repository) -
 
 
 def test_a_failed_startup_model_stops_the_server_unless_told_otherwise(versioned: Repository) -> None:
-    write(versioned, "bad", name="bad")
-    write(versioned, "ok", name="ok")
+    write_version(versioned, "bad", name="bad")
+    write_version(versioned, "ok", name="ok")
     server = InferenceServer(versioned.options(startup_models=["bad", "ok"]))
     with pytest.raises(TritonError) as caught:
         server.start()
@@ -459,7 +416,7 @@ def test_a_failed_startup_model_stops_the_server_unless_told_otherwise(versioned
 
 
 def test_a_wildcard_startup_model_must_be_alone(versioned: Repository) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     with serving(versioned, "*") as server:
         assert server.model_is_ready("m")
     with pytest.raises(TritonError, match="must be the ONLY startup model"):
@@ -473,10 +430,10 @@ def test_a_missing_repository_is_refused(versioned: Repository) -> None:
 
 
 def test_a_model_in_two_repositories_is_unavailable(versioned: Repository, tmp_path: Path) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     second = tmp_path / "second"
     (second / "m" / "1").mkdir(parents=True)
-    from llmbackend.core.messages import ServerOptions
+    from llmbackend.core.server_options import ServerOptions
 
     server = InferenceServer(
         ServerOptions([versioned.models, second], model_control_mode="explicit", backend_directory=versioned.backends)
@@ -505,7 +462,7 @@ def test_loads_are_retried(repository: Repository) -> None:
         ECHO_BACKEND
         + """
 def TRITONBACKEND_ModelInitialize(model):
-    from core_host import STAGE
+    from tests.helpers.core_host import STAGE
     STAGE.note("try")
     assert len(STAGE.events) == 3, "not yet"
 """,
@@ -518,7 +475,7 @@ def TRITONBACKEND_ModelInitialize(model):
 def test_any_sequence_of_operations_keeps_what_holds(versioned: Repository) -> None:
     """Random loads (good, bad), unloads and requests from three threads: no request is lost, and at the end as many
     models were finalised as initialised."""
-    write(versioned, "good 0")
+    write_version(versioned, "good 0")
 
     def operate(server: InferenceServer, seed: int) -> None:
         chance = random.Random(seed)
@@ -536,7 +493,10 @@ def test_any_sequence_of_operations_keeps_what_holds(versioned: Repository) -> N
                     fresh.replace(versioned.models / "m" / "1" / "text")
                     server.load_model("m")
             except TritonError as error:
-                assert error.code in (ErrorCode.NOT_FOUND, ErrorCode.INVALID_ARG), error
+                expected = {ErrorCode.NOT_FOUND, ErrorCode.INVALID_ARG}
+                if action == "unload":  # a load at the same time may leave a version that serves
+                    expected.add(ErrorCode.INTERNAL)
+                assert error.code in expected, error
 
     with serving(versioned) as server, ThreadPoolExecutor(3) as pool:
         for future in [pool.submit(operate, server, seed) for seed in range(3)]:

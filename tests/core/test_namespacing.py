@@ -1,4 +1,4 @@
-"""Several repositories, --model-namespacing, --model-config-name (reference §1.6)."""
+"""Several repositories, --model-namespacing, --model-config-name."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_host import ECHO_BACKEND, IDENTITY_IO, STAGE, WAIT_S, Repository, eventually, send, serving, x
-from ensemble_host import chain, part
 from prometheus_client import generate_latest
-from test_model_lifecycle import VERSIONED_BACKEND, answer, refused, states
-from test_stop_by_id import STREAMING_BACKEND
 
 from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
+from tests.helpers.core_backends import STREAMING_BACKEND, VERSIONED_BACKEND, answer, refused, states
+from tests.helpers.core_host import ECHO_BACKEND, IDENTITY_IO, STAGE, WAIT_S, Repository, send, serving, x
+from tests.helpers.ensemble_host import chain, part
+from tests.helpers.waiting import eventually
 
 AMBIGUOUS = "There are 2 identifiers of model 'm' in global map, model namespace must be provided to resolve ambiguity."
 

@@ -1,4 +1,4 @@
-"""Model control mode poll: files decide what is served (reference §1.6; golden 56)."""
+"""Model control mode poll: files decide what is served (golden 56)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from core_host import IDENTITY_IO, STAGE, Repository, eventually, serving
-from test_model_lifecycle import VERSIONED_BACKEND, answer, states, write
 
-from llmbackend.core.control_door import EXPLICIT_ONLY
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.inference_server import EXPLICIT_ONLY, InferenceServer
 from llmbackend.core.repository.model_repository import ModelRepository
+from tests.helpers.core_backends import VERSIONED_BACKEND, answer, states, write_version
+from tests.helpers.core_host import IDENTITY_IO, STAGE, Repository, serving
+from tests.helpers.waiting import eventually
 
 POLL_S = 0.03
 TAG = 'parameters { key: "tag" value { string_value: "8" } }'
@@ -47,7 +47,7 @@ def config_file(repository: Repository, name: str = "m") -> Path:
 
 
 def test_models_are_loaded_at_start_and_new_ones_when_they_appear(versioned: Repository) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     with polling(versioned) as server:
         assert answer(server) == "one"
         put(versioned, "two", name="n")
@@ -56,8 +56,8 @@ def test_models_are_loaded_at_start_and_new_ones_when_they_appear(versioned: Rep
 
 
 def test_a_changed_model_is_reloaded_and_an_unchanged_one_is_not(versioned: Repository) -> None:
-    write(versioned, "one")
-    write(versioned, "other", name="n")
+    write_version(versioned, "one")
+    write_version(versioned, "other", name="n")
     with polling(versioned) as server:
         (versioned.models / "m" / "1" / "text").write_text("two")
         eventually(lambda: answer(server) == "two")
@@ -66,14 +66,14 @@ def test_a_changed_model_is_reloaded_and_an_unchanged_one_is_not(versioned: Repo
 
 
 def test_a_changed_configuration_is_taken_over(versioned: Repository) -> None:
-    write(versioned, "one", config="max_batch_size: 8")
+    write_version(versioned, "one", config="max_batch_size: 8")
     with polling(versioned) as server:
         config_file(versioned).write_text(config_file(versioned).read_text().replace("8", "3"))
         eventually(lambda: server.model_config("m").max_batch_size == 3)
 
 
 def test_a_new_version_directory_is_noticed(versioned: Repository) -> None:
-    write(versioned, "one", config="version_policy { all {} }")
+    write_version(versioned, "one", config="version_policy { all {} }")
     with polling(versioned) as server:
         draft = versioned.models.parent / "2"
         draft.mkdir()
@@ -84,8 +84,8 @@ def test_a_new_version_directory_is_noticed(versioned: Repository) -> None:
 
 
 def test_a_removed_model_is_unloaded_and_leaves_the_index(versioned: Repository) -> None:
-    write(versioned, "one")
-    write(versioned, "two", name="n")
+    write_version(versioned, "one")
+    write_version(versioned, "two", name="n")
     with polling(versioned) as server:
         shutil.rmtree(versioned.models / "n")
         eventually(lambda: "finalize two" in STAGE.events)
@@ -99,7 +99,7 @@ def test_a_removed_model_is_unloaded_and_leaves_the_index(versioned: Repository)
 def test_a_broken_configuration_keeps_the_old_one_serving_until_it_is_repaired(
     versioned: Repository, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(versioned, "one", config=TAG)
+    write_version(versioned, "one", config=TAG)
     good = config_file(versioned).read_text()
     with polling(versioned) as server:
         config_file(versioned).write_text(f"{good}\n{broken}")
@@ -110,7 +110,7 @@ def test_a_broken_configuration_keeps_the_old_one_serving_until_it_is_repaired(
 
 
 def test_a_load_that_fails_keeps_the_old_version_serving_and_is_tried_again(versioned: Repository) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     with polling(versioned) as server:
         (versioned.models / "m" / "1" / "text").write_text("bad two")
         eventually(lambda: STAGE.events.count("initialize bad two") > 1)
@@ -120,7 +120,7 @@ def test_a_load_that_fails_keeps_the_old_version_serving_and_is_tried_again(vers
 
 
 def test_a_model_that_could_not_be_loaded_at_start_is_when_it_can_be(versioned: Repository) -> None:
-    write(versioned, "bad")
+    write_version(versioned, "bad")
     with polling(versioned, exit_on_error=False) as server:
         assert not server.is_ready()
         (versioned.models / "m" / "1" / "text").write_text("one")
@@ -129,7 +129,7 @@ def test_a_model_that_could_not_be_loaded_at_start_is_when_it_can_be(versioned: 
 
 
 def test_explicit_control_is_refused(versioned: Repository) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     with polling(versioned) as server:
         for action in (server.load_model, server.unload_model):
             with pytest.raises(TritonError) as caught:
@@ -140,11 +140,10 @@ def test_explicit_control_is_refused(versioned: Repository) -> None:
 def test_a_name_in_two_repositories_is_unloaded_until_it_is_unique(
     versioned: Repository, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     second = versioned.models.parent / "second"
     second.mkdir()
-    options = {"model_repositories": [versioned.models, second]}
-    with polling(versioned, **options) as server:
+    with polling(versioned, model_repositories=[versioned.models, second]) as server:
         shutil.copytree(versioned.models / "m", versioned.models.parent / "copy")
         (versioned.models.parent / "copy").rename(second / "m")
         eventually(lambda: "finalize one" in STAGE.events)
@@ -161,7 +160,7 @@ def test_a_repository_that_can_not_be_read_unloads_nothing(
     def fail(self: ModelRepository) -> None:
         raise OSError(5, "Input/output error", str(versioned.models))
 
-    write(versioned, "one")
+    write_version(versioned, "one")
     with polling(versioned) as server:
         with monkeypatch.context() as broken:
             broken.setattr(ModelRepository, "listing", fail)
@@ -170,7 +169,7 @@ def test_a_repository_that_can_not_be_read_unloads_nothing(
 
 
 def test_stopping_waits_for_a_poll_that_loads(versioned: Repository) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     with polling(versioned):
         put(versioned, "gate", name="n")
         STAGE.wait("loading gate")
@@ -180,7 +179,7 @@ def test_stopping_waits_for_a_poll_that_loads(versioned: Repository) -> None:
 
 
 def test_an_interval_of_zero_polls_never(versioned: Repository) -> None:
-    write(versioned, "one")
+    write_version(versioned, "one")
     with polling(versioned, poll_s=0.0) as server:
         put(versioned, "two", name="n")
         assert server._poller._thread is None and not server.model_is_ready("n")

@@ -1,4 +1,4 @@
-"""Priorities, timeouts and bounds of queues (reference §1.5; golden 58)."""
+"""Priorities, timeouts and bounds of queues (golden 58)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from core_host import ECHO_BACKEND, STAGE, Client, Repository, eventually, send, serving, x
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.messages import InferenceRequest
-from llmbackend.core.requests.infer_request import InferRequest
-from llmbackend.core.requests.reaper import Reaper
-from llmbackend.core.requests.response_channel import ResponseChannel
-from llmbackend.core.scheduling.priority_queue import PriorityQueue
-from llmbackend.core.statistics import Statistics
+from llmbackend.core.metrics.statistics import Statistics
+from llmbackend.core.requests.queued_request import QueuedRequest
+from llmbackend.core.requests.request_validation import ValidRequest
+from llmbackend.core.requests.response_channel import Reaper, ResponseChannel
+from llmbackend.core.scheduling.request_queue import PriorityQueue
 from llmbackend.core.tensors import Tensor
 from llmbackend.waiting.queue_policy import QueuePolicies, QueuePolicy
 from llmbackend.waiting.timer import Timer
+from tests.helpers.core_host import ECHO_BACKEND, STAGE, Client, Repository, send, serving, version_of, x
+from tests.helpers.waiting import eventually
 
 BUSY_BACKEND = """
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.backend_api import ResponseFlag
 
 def TRITONBACKEND_ModelInstanceExecute(instance, requests):
@@ -103,7 +104,7 @@ def test_an_expired_request_is_answered_while_every_instance_is_busy(busy: Repos
         late = [send(server, "m", row(), timeout_us=timeout_us) for timeout_us in (30_000, 1, 10_000)]
         for client in late:
             assert client.error().status == "Unavailable: Request timeout expired"
-        assert STAGE.events == ["first@0"] and server._lifecycle.get("m").statistics.pending_count == 1
+        assert STAGE.events == ["first@0"] and version_of(server, "m").statistics.pending_count == 1
         STAGE.open("go")
         assert first.responses()[0].error is None and patient.responses()[0].error is None
         eventually(lambda: len(server._services.timer) <= 1)
@@ -207,14 +208,15 @@ class Owner:
     version: int = 1
     reaper: Reaper = field(default_factory=Reaper)
     statistics: Statistics = field(default_factory=Statistics)
+    may_block_in_send: bool = False
 
     def request_done(self, channel: ResponseChannel) -> None:
         pass
 
 
-def make_request(priority: int, timeout_us: int, queued_ns: int) -> InferRequest:
-    message = InferenceRequest("m", Client(), priority=priority, timeout_us=timeout_us)
-    request = InferRequest(message, ResponseChannel(message, Owner()), {}, (), 0)
+def make_request(priority: int, timeout_us: int, queued_ns: int) -> QueuedRequest:
+    message = InferenceRequest("m", priority=priority, timeout_us=timeout_us)
+    request = QueuedRequest(message, ValidRequest({}, (), 0), ResponseChannel(message, Client(), Owner()))
     request.queue_start_ns = queued_ns
     return request
 
@@ -235,16 +237,16 @@ OPERATIONS = st.lists(
 )
 
 
-def deadline_ns(request: InferRequest) -> int:
+def deadline_ns(request: QueuedRequest) -> int:
     return POLICIES.policy(request.priority).deadline_ns(request.queue_start_ns, request.timeout_us)
 
 
 @given(OPERATIONS)
 def test_the_queue_does_what_a_list_would(operations: list[tuple[str, int, int]]) -> None:
     queue = PriorityQueue(POLICIES)
-    waiting: list[InferRequest] = []  # by arrival
-    delayed: list[InferRequest] = []  # by the time it was delayed
-    made: list[InferRequest] = []
+    waiting: list[QueuedRequest] = []  # by arrival
+    delayed: list[QueuedRequest] = []  # by the time it was delayed
+    made: list[QueuedRequest] = []
     now_ns = 0
     for operation, number, timeout_us in operations:
         if operation == "add":

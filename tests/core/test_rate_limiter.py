@@ -1,4 +1,4 @@
-"""Resources and priorities of instances across models (reference §1.5 "rate limiter")."""
+"""Resources and priorities of instances across models."""
 
 from __future__ import annotations
 
@@ -6,24 +6,30 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
-from core_host import ECHO_BACKEND, STAGE, WAIT_S, Client, Repository, eventually, send, serving
 from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc.model_config_pb2 import ModelRateLimiter
 
 from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.messages import RateLimitResource
-from llmbackend.core.scheduling.rate_limit_resources import EVERY_DEVICE, GLOBAL, Resources
-from llmbackend.core.scheduling.rate_limiter import RateLimiter
+from llmbackend.core.scheduling.rate_limiter import (
+    EVERY_DEVICE,
+    GLOBAL,
+    RateLimiter,
+    RateLimitResource,
+    ResourceManager,
+)
 from llmbackend.core.tensors import Tensor
+from tests.helpers.core_host import ECHO_BACKEND, STAGE, WAIT_S, Client, Repository, send, serving
+from tests.helpers.waiting import eventually
 
 # Notes "<model> <id>", and executes until the test opens that gate.
 STEPPED_BACKEND = """
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.backend_api import ResponseFlag
 
 def TRITONBACKEND_ModelInstanceExecute(instance, requests):
@@ -183,7 +189,9 @@ def test_unloading_gives_a_model_back_what_it_needed(stepped: Repository) -> Non
         for name, client in clients.items():
             finish(name, client)
         server.unload_model("large")
-        eventually(lambda: not server.model_is_ready("large") and len(server._services.rate_limiter._lanes) == 2)
+        eventually(
+            lambda: not server.model_is_ready("large") and len(server._services.rate_limiter._registrations) == 2
+        )
         STAGE.clear()
         clients = {f"small {index}": send(server, "small", id=str(index)) for index in range(2)}
         eventually(lambda: STAGE.events)
@@ -248,7 +256,7 @@ def test_an_instance_of_priority_2_executes_half_as_often_as_one_of_priority_1()
     assert 39 <= order.count("often") <= 41 and len(order) == 60
 
 
-def test_who_needs_much_is_not_passed_by_those_who_need_little() -> None:
+def test_an_instance_that_needs_much_is_not_passed_by_those_that_need_little() -> None:
     limiter = RateLimiter("execution_count", [RateLimitResource("R", 4)])
     large, small, later = instance(4), instance(1), instance(1)
     for each in (large, small, later):
@@ -267,16 +275,20 @@ def test_who_needs_much_is_not_passed_by_those_who_need_little() -> None:
         threading.Thread(target=take, args=("large", large)),
         threading.Thread(target=take, args=("later", later)),
     ]
+
+    def is_waiting(count: int) -> bool:
+        return len(limiter._waiting) == count
+
     for index, thread in enumerate(threads):
         thread.start()
-        eventually(lambda count=index + 1: len(limiter._waiting) == count)
+        eventually(partial(is_waiting, index + 1))
     limiter.release(lease, has_executed=True)
     for thread in threads:
         thread.join(WAIT_S)
     assert order == ["large", "later"]
 
 
-def test_who_is_unregistered_while_it_waits_goes_without() -> None:
+def test_an_instance_that_is_unregistered_while_it_waits_gets_nothing() -> None:
     limiter = RateLimiter("execution_count")
     first, second = instance(), instance()
     for each in (first, second):
@@ -290,7 +302,7 @@ def test_who_is_unregistered_while_it_waits_goes_without() -> None:
     thread.join(WAIT_S)
     assert found == [None] and lease is not None
     limiter.release(lease, has_executed=True)
-    assert limiter.left_behind() == {"rate limiter resources in use": 0}
+    assert limiter.leaked_resources() == {"rate limiter resources in use": 0}
 
 
 @given(
@@ -301,7 +313,7 @@ def test_who_is_unregistered_while_it_waits_goes_without() -> None:
 def test_a_grant_counts_for_its_device_for_every_device_or_for_the_host(
     given_counts: dict[int, int], device: int, need: int
 ) -> None:
-    resources = Resources([RateLimitResource("R", count, where) for where, count in given_counts.items()])
+    resources = ResourceManager([RateLimitResource("R", count, where) for where, count in given_counts.items()])
     devices = list(given_counts) if device == GLOBAL else [device, EVERY_DEVICE]
     there_is = max((given_counts.get(where, 0) for where in devices), default=0)
     if there_is < need:

@@ -1,4 +1,4 @@
-"""Ready questions: reasons, the index, the log, and answers that nothing can hold up (reference §1.1, §2.11)."""
+"""Ready questions: reasons, the index, the log, and answers that nothing can hold up."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from core_host import STAGE, Repository, eventually, serving
 
 from llmbackend.core.models import readiness
+from tests.helpers.core_host import STAGE, Repository, serving
+from tests.helpers.waiting import eventually
 
 STATEFUL_BACKEND = """
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.backend_api import unavailable
 
 def TRITONBACKEND_ModelInitialize(model):
@@ -63,7 +64,7 @@ def test_without_strict_readiness_only_the_model_is_not_ready(stateful: Reposito
         assert server.is_live() and server.is_ready() and not server.model_is_ready("m")
 
 
-def test_a_backend_that_hangs_is_not_ready_and_holds_nobody_up(
+def test_a_backend_that_hangs_is_not_ready_and_delays_no_other(
     stateful: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readiness, "ANSWER_TIMEOUT_S", 0.1)
@@ -74,7 +75,7 @@ def test_a_backend_that_hangs_is_not_ready_and_holds_nobody_up(
             assert not any(answer.result(timeout=20) for answer in answers)
         assert not server.is_ready()
         assert server.repository_index()[0].reason == "its backend has not said within 0.1 s whether it is ready"
-        assert STAGE.events == ["asked"]  # one thread waits, whoever asks
+        assert STAGE.events == ["asked"]  # one thread waits, for any number of askers
         STAGE.kept.clear()
         STAGE.open("answer")
         eventually(server.is_ready)

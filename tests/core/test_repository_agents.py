@@ -1,4 +1,4 @@
-"""Repository agents: their life cycle, and the bundled checksum agent (reference §1.6)."""
+"""Repository agents: their life cycle, and the bundled checksum agent."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_host import KEEPING_BACKEND, STAGE, Repository, eventually, send, serving
-from test_model_lifecycle import VERSIONED_BACKEND, answer, states, write
 
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
+from tests.helpers.core_backends import VERSIONED_BACKEND, answer, states, write_version
+from tests.helpers.core_host import KEEPING_BACKEND, STAGE, Repository, send, serving, version_of
+from tests.helpers.waiting import eventually
 
 # Notes what it is told; the parameter `fail` names what raises.
 AGENT = """
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.repoagent_api import Action, invalid_argument
 
 def note(agent, model, event):
@@ -34,7 +35,7 @@ def TRITONREPOAGENT_ModelAction(agent, model, action): note(agent, model, action
 # Brings the model's files from elsewhere.
 FETCHER = """
 import shutil
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.repoagent_api import Action
 
 def TRITONREPOAGENT_ModelAction(agent, model, action):
@@ -90,7 +91,7 @@ def refusal(server: InferenceServer, caplog: pytest.LogCaptureFixture) -> str:
 
 def test_an_agent_sees_the_whole_life_of_a_model(versioned: Repository, agents: Agents) -> None:
     agents.add("a")
-    write(versioned, "one", config=wants("a"))
+    write_version(versioned, "one", config=wants("a"))
     with serve(versioned, agents, "m") as server:
         assert STAGE.events == ["a Initialize", "a ModelInitialize", "a LOAD", "initialize one", "a LOAD_COMPLETE"]
         assert server._loader.agents.table() == [("a", str(agents.root / "a" / "tritonrepoagent_a.py"))]
@@ -108,7 +109,7 @@ def test_an_agent_sees_the_whole_life_of_a_model(versioned: Repository, agents: 
 
 def test_a_load_that_fails_is_told(versioned: Repository, agents: Agents) -> None:
     agents.add("a")
-    write(versioned, "bad", config=wants("a"))
+    write_version(versioned, "bad", config=wants("a"))
     with serve(versioned, agents) as server:
         with pytest.raises(TritonError, match="weights missing"):
             server.load_model("m")
@@ -125,7 +126,7 @@ def test_a_load_that_fails_is_told(versioned: Repository, agents: Agents) -> Non
 def test_several_agents_are_asked_in_order_and_told_in_reverse(versioned: Repository, agents: Agents) -> None:
     agents.add("a")
     agents.add("b", file="repoagent.py")
-    write(versioned, "one", config=wants("a", "b"))
+    write_version(versioned, "one", config=wants("a", "b"))
     with serve(versioned, agents, "m"):
         pass
     told = [event for event in STAGE.events if event[0] in "ab" and "nitialize" not in event]
@@ -140,7 +141,7 @@ def test_an_agent_that_refuses_keeps_the_model_from_loading(
 ) -> None:
     agents.add("a")
     agents.add("b")
-    write(versioned, "one", config=wants("a", "b", fail="LOAD"))
+    write_version(versioned, "one", config=wants("a", "b", fail="LOAD"))
     with serve(versioned, agents) as server:
         assert refusal(server, caplog) == "the agent does not want to"
     assert STAGE.events == [
@@ -153,7 +154,7 @@ def test_what_an_agent_fails_later_changes_nothing(
     versioned: Repository, agents: Agents, late: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     agents.add("a")
-    write(versioned, "one", config=wants("a", fail=late))
+    write_version(versioned, "one", config=wants("a", fail=late))
     with serve(versioned, agents, "m") as server:
         assert answer(server) == "one" and server.is_ready()
     assert STAGE.events[-1] == "a Finalize" and "the agent does not want to" in caplog.text
@@ -162,10 +163,10 @@ def test_what_an_agent_fails_later_changes_nothing(
 def test_versions_share_one_life_and_a_reload_is_another(versioned: Repository, agents: Agents) -> None:
     agents.add("a")
     config = f"version_policy {{ all {{}} }} {wants('a')}"
-    write(versioned, "one", config=config)
-    write(versioned, "two", version=2, config=config)
+    write_version(versioned, "one", config=config)
+    write_version(versioned, "two", version=2, config=config)
     with serve(versioned, agents, "m") as server:
-        write(versioned, "three", version=2, config=config)
+        write_version(versioned, "three", version=2, config=config)
         server.load_model("m")
         eventually(lambda: "a UNLOAD_COMPLETE" in STAGE.events)
         assert [STAGE.events.count(f"a {what}") for what in ("LOAD", "LOAD_COMPLETE", "UNLOAD")] == [2, 2, 1]
@@ -198,7 +199,7 @@ def test_an_agent_may_bring_the_model_from_elsewhere(versioned: Repository, agen
     versioned.model("m", "v", wants("fetch", **{"from": str(source)}), versions=())
     with serve(versioned, agents, "m") as server:
         (place,) = STAGE.kept
-        assert answer(server) == "from the vault" and server._lifecycle.get("m").directory == place
+        assert answer(server) == "from the vault" and version_of(server, "m").directory == place
         server.unload_model("m")
         eventually(lambda: states(server) == [("1", "UNAVAILABLE", "unloaded")] and not place.exists())
 
@@ -212,7 +213,7 @@ def test_a_location_can_only_be_changed_while_loading(
         "def TRITONREPOAGENT_ModelAction(agent, model, action):\n"
         "    if action is Action.LOAD_COMPLETE: model.update_location('/nowhere')\n",
     )
-    write(versioned, "one", config=wants("late"))
+    write_version(versioned, "one", config=wants("late"))
     with serve(versioned, agents, "m"):
         assert (
             "location can only be updated during TRITONREPOAGENT_ACTION_LOAD, current action type is "
@@ -234,7 +235,7 @@ def test_an_agent_that_can_not_be_loaded(
 ) -> None:
     if source is not None:
         agents.add("a", source)
-    write(versioned, "one", config=wants("a"))
+    write_version(versioned, "one", config=wants("a"))
     with serve(versioned, agents) as server:
         assert reason in refusal(server, caplog)
 
@@ -242,14 +243,14 @@ def test_an_agent_that_can_not_be_loaded(
 def test_a_name_can_not_leave_the_agent_directory(
     versioned: Repository, agents: Agents, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(versioned, "one", config=wants("../evil"))
+    write_version(versioned, "one", config=wants("../evil"))
     with serve(versioned, agents) as server:
         assert refusal(server, caplog) == "repo agent name '../evil' escapes the repository agent directory"
 
 
 def test_an_unchanged_model_asks_no_agent_again(versioned: Repository, agents: Agents) -> None:
     agents.add("a")
-    write(versioned, "one", config=wants("a"))
+    write_version(versioned, "one", config=wants("a"))
     with serve(versioned, agents, "m") as server:
         server.load_model("m")
         assert STAGE.events.count("a LOAD") == 1
@@ -261,7 +262,7 @@ def digest(algorithm: str, text: str = "one") -> str:
 
 @pytest.mark.parametrize("algorithm", ["MD5", "md5", "SHA256"])
 def test_checksum_lets_the_right_files_load(versioned: Repository, agents: Agents, algorithm: str) -> None:
-    write(versioned, "one", config=wants("checksum", **{f"{algorithm}:1/text": digest(algorithm)}))
+    write_version(versioned, "one", config=wants("checksum", **{f"{algorithm}:1/text": digest(algorithm)}))
     with serve(versioned, agents, "m") as server:
         assert answer(server) == "one"
         assert [name for name, _ in server._loader.agents.table()] == ["checksum"]
@@ -281,14 +282,14 @@ def test_checksum_lets_the_right_files_load(versioned: Repository, agents: Agent
 def test_checksum_refuses_other_files(
     versioned: Repository, agents: Agents, key: str, value: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write(versioned, "one", config=wants("checksum", **{key: value}))
+    write_version(versioned, "one", config=wants("checksum", **{key: value}))
     with serve(versioned, agents) as server:
         assert refusal(server, caplog) == reason
         assert STAGE.events == []
 
 
 def test_checksum_keeps_what_serves_when_a_file_is_tampered_with(versioned: Repository, agents: Agents) -> None:
-    write(versioned, "one", config=wants("checksum", **{"SHA256:1/text": digest("sha256")}))
+    write_version(versioned, "one", config=wants("checksum", **{"SHA256:1/text": digest("sha256")}))
     with serve(versioned, agents, "m") as server:
         (versioned.models / "m" / "1" / "text").write_text("tampered")
         with pytest.raises(TritonError, match="failed to poll"):

@@ -1,4 +1,4 @@
-"""Who owns a request and its responses, and what happens to a backend that forgets (§2.5, §2.6)."""
+"""Ownership of a request and its responses, and a backend that forgets one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import logging
 from typing import Any
 
 import pytest
-from core_host import KEEPING_BACKEND, STAGE, Client, Repository, eventually, send, serving, x
 
 from llmbackend.core.backend_api import ModelInstance, ReleaseFlag, Request, ResponseFlag, Tensor
 from llmbackend.core.errors import ErrorCode, TritonError, internal
 from llmbackend.core.inference_server import InferenceServer
+from tests.helpers.core_host import KEEPING_BACKEND, STAGE, Client, Repository, send, serving, version_of, x
+from tests.helpers.waiting import eventually
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_a_lost_request_or_factory_is_completed_with_an_error(keeping: Inference
     del request
     gc.collect()
     assert client.error().code is ErrorCode.INTERNAL
-    eventually(lambda: keeping._lifecycle.get("m").in_flight.count == 0)
+    eventually(lambda: version_of(keeping, "m").in_flight.count == 0)
 
 
 def test_cancel_is_seen_by_request_and_factory_and_calls_back_once(keeping: InferenceServer) -> None:
@@ -169,7 +170,7 @@ def test_cancel_while_queued_completes_at_once(keeping: InferenceServer, reposit
     repository.backend(
         "stuck",
         """
-        from core_host import STAGE
+        from tests.helpers.core_host import STAGE
         def TRITONBACKEND_ModelInstanceExecute(instance, requests):
             STAGE.open("executing")
             STAGE.wait("go")
@@ -194,7 +195,7 @@ def test_cancel_while_queued_completes_at_once(keeping: InferenceServer, reposit
 
 
 def metrics(server: InferenceServer) -> str:
-    from llmbackend.frontends.prometheus_text import render
+    from llmbackend.frontends.operations.metrics import render
 
     return render(server.metrics_registry).decode()
 
@@ -237,7 +238,7 @@ def test_a_failing_callback_does_not_hurt_the_backend(repository: Repository, ca
         def callback(response: object, flags: ResponseFlag) -> None:
             raise RuntimeError("frontend bug")
 
-        server.infer_async(InferenceRequest("m", callback, id="r", inputs=(x(1),)))
+        server.infer_async(InferenceRequest("m", id="r", inputs=(x(1),)), callback)
         STAGE.wait("executed r")
         _, request = STAGE.kept.pop()
         request.new_response().send(ResponseFlag.FINAL)

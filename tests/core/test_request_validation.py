@@ -30,7 +30,7 @@ MULTI = text_format.Parse(
 
 
 def request(*inputs: Tensor | RawTensor, **fields: object) -> InferenceRequest:
-    return InferenceRequest("m", lambda response, flags: None, inputs=inputs, **fields)  # type: ignore[arg-type]
+    return InferenceRequest("m", inputs=inputs, **fields)  # type: ignore[arg-type]
 
 
 def refusal(config: ModelConfig, *inputs: Tensor | RawTensor, **fields: object) -> str:

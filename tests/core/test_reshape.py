@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from core_host import Repository, send, serving
 
 from llmbackend.core.errors import TritonError
 from llmbackend.core.tensors import RawTensor, Tensor
+from tests.helpers.core_host import Repository, send, serving
 
 # Answers with the shape that it saw and, in that shape, its input; `RESHAPE_OUT` is another shape for the answer.
 SHAPE_BACKEND = """

@@ -1,4 +1,4 @@
-"""The response cache: what is kept, what is a hit, what it counts (reference §1.5; golden 44)."""
+"""The response cache: what is kept, what is a hit, what it counts (golden 44)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_host import STAGE, Client, Repository, eventually, send, serving, x
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbackend.core.caching.local_cache import ENTRY_OVERHEAD_BYTES, LocalCache
 from llmbackend.core.caching.response_cache import CacheKeys, create_cache, pack, unpack
-from llmbackend.core.config.batching_rules import validate_response_cache
 from llmbackend.core.config.model_config import parse_text
+from llmbackend.core.config.model_config_rules import validate_response_cache
 from llmbackend.core.errors import ErrorCode, TritonError, internal
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import InferenceResponse
-from llmbackend.core.tenants import NO_TENANT, Tenant
+from llmbackend.core.messages import NO_TENANT, InferenceResponse, Tenant
 from llmbackend.core.tensors import NUMPY_DTYPE, Tensor
-from llmbackend.frontends.prometheus_text import render
+from llmbackend.frontends.operations.metrics import render
+from tests.helpers.core_host import STAGE, Client, Repository, send, serving, version_of, x
+from tests.helpers.waiting import eventually
 
-# Answers with X and the number of its execution, so that a test sees who answered. Says no to what begins with -1.
+# Answers with X and the number of its execution, so that a test sees which one answered. Refuses what begins with -1.
 COUNTING_BACKEND = """
 import time
 import numpy as np
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.backend_api import ResponseFlag, Tensor, internal
 
 def TRITONBACKEND_ModelInstanceExecute(instance, requests):
@@ -501,7 +501,7 @@ def test_redis_that_is_not_there_stops_the_server_at_start(cached: Repository) -
     assert caught.value.code is ErrorCode.INTERNAL
 
 
-# --- a cache on the other side of a network, whatever it is --------------------------------------------------------
+# --- a cache on the other side of a network ----------------------------------------------------------------------
 
 
 class SlowCache:
@@ -536,7 +536,7 @@ class SlowCache:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> SlowCache:
     cache = SlowCache()
-    monkeypatch.setattr("llmbackend.core.caching.cache_slot.create_cache", lambda config: cache)
+    monkeypatch.setattr("llmbackend.core.caching.response_cache.create_cache", lambda config: cache)
     return cache
 
 
@@ -574,7 +574,7 @@ def test_a_refusal_behind_a_remote_cache_reaches_its_client(cached: Repository, 
         first = row(1, "gated")
         eventually(lambda: STAGE.events)
         second = row(2, "b")
-        eventually(lambda: server._lifecycle.get("m").left_behind()["requests in its queue"] == 1)
+        eventually(lambda: version_of(server, "m").leaked_resources()["requests in its queue"] == 1)
         assert row(3, "c").error().status == "Unavailable: [request id: c] Exceeds maximum queue size"
         STAGE.open("gated")
         assert [client.responses()[0].error for client in (first, second)] == [None, None]

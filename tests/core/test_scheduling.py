@@ -1,4 +1,4 @@
-"""Queues, batching, instances and their threads (§2.7, §2.8; golden 58, 59)."""
+"""Queues, batching, instances and their threads (golden 58, 59)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import logging
 
 import numpy as np
 import pytest
-from core_host import ECHO_BACKEND, STAGE, Repository, eventually, send, serving, x
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.tensors import Tensor
-from llmbackend.frontends.prometheus_text import render
+from llmbackend.frontends.operations.metrics import render
+from tests.helpers.core_host import ECHO_BACKEND, STAGE, Repository, send, serving, version_of, x
+from tests.helpers.waiting import eventually
 
 GATED_BACKEND = """
 import threading
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.backend_api import ExecutionPolicy, ResponseFlag
 
 POLICY = ExecutionPolicy.BLOCKING
@@ -85,7 +86,7 @@ def test_device_blocking_instances_of_one_device_share_a_thread(
         for client in clients:
             client.responses()
         assert len(set(STAGE.kept)) <= 2
-        assert [(instance.name, instance.device_id) for instance in server._lifecycle.get("m").instances] == [
+        assert [(instance.name, instance.device_id) for instance in version_of(server, "m").instances] == [
             ("m_0_0", 0),
             ("m_0_0", 1),
             ("m_0_1", 0),
@@ -113,7 +114,7 @@ def test_a_full_queue_refuses_at_once(gated: Repository) -> None:
         assert caught.value.status == "Unavailable: [request id: 3] Exceeds maximum queue size"
         STAGE.open("go")
         assert len(first.responses()) == len(second.responses()) == 1
-        assert server._lifecycle.get("m").in_flight.count == 0
+        assert version_of(server, "m").in_flight.count == 0
 
 
 def test_a_request_that_waited_too_long_is_rejected(gated: Repository) -> None:
@@ -221,4 +222,4 @@ def test_an_unknown_model_is_refused_before_anything_is_queued(gated: Repository
         with pytest.raises(TritonError) as caught:
             send(server, "m", x(1), x(2))
         assert caught.value.code is ErrorCode.INVALID_ARG
-        assert server._lifecycle.get("m").in_flight.count == 0 and STAGE.events == []
+        assert version_of(server, "m").in_flight.count == 0 and STAGE.events == []

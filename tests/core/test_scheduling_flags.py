@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import typer
 
-from llmbackend.core.messages import RateLimitResource, ServerOptions
-from llmbackend.scheduling_flags import SchedulingFlags
+from llmbackend.cli.server_flags import SchedulingFlags
+from llmbackend.core.scheduling.rate_limiter import RateLimitResource
+from llmbackend.core.server_options import ServerOptions
 
 
 def test_cache_settings_may_come_in_one_flag_or_in_several() -> None:

@@ -1,4 +1,4 @@
-"""The sequence batcher: slots, strategies, controls, idleness, backlog, cancellation (reference §1.5; golden 42)."""
+"""The sequence batcher: slots, strategies, controls, idleness, backlog, cancellation (golden 42)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_host import KEEPING_BACKEND, STAGE, Client, Repository, eventually, send, serving
-from sequence_host import CONTROLS, NO_IDLENESS, SHOWING_BACKEND, flags, in_thread, sequences, serving_sequences, step
 
 from llmbackend.core.backend_api import RequestFlag, ResponseFlag
 from llmbackend.core.config.model_config import config_to_json, parse_text, set_defaults
-from llmbackend.core.config.sequence_rules import validate_sequence_batching
+from llmbackend.core.config.model_config_rules import validate_sequence_batching
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.tenants import NO_TENANT, Tenant
+from llmbackend.core.messages import NO_TENANT, Tenant
 from llmbackend.core.tensors import Tensor
-from llmbackend.frontends.prometheus_text import render
+from llmbackend.frontends.operations.metrics import render
+from tests.helpers.core_host import KEEPING_BACKEND, STAGE, Client, Repository, send, serving, version_of
+from tests.helpers.sequence_host import (
+    CONTROLS,
+    NO_IDLENESS,
+    SHOWING_BACKEND,
+    flags,
+    in_thread,
+    sequences,
+    serving_sequences,
+    step,
+)
+from tests.helpers.waiting import eventually
 
 MUST_START = (
     "inference request for sequence {} to model 'm' must specify the START flag on the first request of the sequence"
@@ -71,7 +81,7 @@ def test_a_request_without_correlation_id_is_refused(showing: Repository) -> Non
             assert caught.value.status == (
                 "Invalid argument: inference request to model 'm' must specify a non-zero or non-empty correlation ID"
             )
-        assert server._lifecycle.get("m").in_flight.count == 0
+        assert version_of(server, "m").in_flight.count == 0
 
 
 @pytest.mark.parametrize("sequence", [5, "five"])
@@ -220,8 +230,8 @@ def test_direct_gives_each_sequence_its_row_and_fills_the_gaps(showing: Reposito
         gap = STAGE.kept[2][1][1]
         assert gap == {"START": 0, "READY": -1.0, "END": False, "CORRID": 0}
         (statistics,) = server.model_statistics("m")
-        assert (statistics.inference_count, statistics.execution_count) == (7, 4)  # gaps are nobody's requests
-        eventually(lambda: server._lifecycle.get("m").in_flight.count == 0)
+        assert (statistics.inference_count, statistics.execution_count) == (7, 4)  # padding is not counted as requests
+        eventually(lambda: version_of(server, "m").in_flight.count == 0)
 
 
 def test_direct_batches_equal_shapes_only(showing: Repository) -> None:
@@ -268,7 +278,7 @@ def test_sequences_wait_in_the_backlog_until_a_slot_is_free(showing: Repository)
         eventually(lambda: STAGE.events)
         clients += [step(server, 2, "2a", start=True), step(server, 3, "3a", start=True, end=True)]
         clients += [step(server, 2, "2b", end=True), step(server, 1, "1b"), step(server, 1, "1c", end=True)]
-        assert server._lifecycle.get("m").statistics.pending_count == 5
+        assert version_of(server, "m").statistics.pending_count == 5
         finish(*clients)
         assert STAGE.events == [f"m_0:{id}" for id in ("1a", "1b", "1c", "2a", "2b", "3a")]
         assert 'nv_inference_pending_request_count{model="m",version="1"} 0' in render(server.metrics_registry).decode()
@@ -320,7 +330,7 @@ def test_what_an_idle_sequence_sent_before_is_still_answered(showing: Repository
     showing.model("m", "show", sequences("max_sequence_idle_microseconds: 20000"))
     with serving_sequences(showing) as server:
         clients = [step(server, 1, "a", start=True), step(server, 1, "b")]
-        sequence_batcher = server._lifecycle.get("m").sequences
+        sequence_batcher = version_of(server, "m").sequences
         assert sequence_batcher is not None
         eventually(lambda: sequence_batcher.open_count == 0)
         finish(*clients)
@@ -571,7 +581,7 @@ def test_sequences_from_many_threads_stay_apart(showing: Repository, strategy: s
         for thread in threads:
             thread.join(60)
         assert failed == []
-        batcher = server._lifecycle.get("m").sequences
+        batcher = version_of(server, "m").sequences
         assert batcher is not None and batcher.open_count == 0
 
 

@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, Client, Repository, eventually, send, serving
 
+from llmbackend.core import shared_memory
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.memory import shared_memory
-from llmbackend.core.memory.shared_memory import DISABLED, MemoryKind, SharedMemory
-from llmbackend.core.messages import InferenceRequest, Place, SharedInput
-from llmbackend.core.tensors import Tensor
+from llmbackend.core.messages import InferenceRequest
+from llmbackend.core.shared_memory import DISABLED, MemoryKind, SharedMemoryManager
+from llmbackend.core.tensors import SharedInput, SharedRange, Tensor
+from tests.helpers.core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, Client, Repository, send, serving
+from tests.helpers.waiting import eventually
 
 SYSTEM, CUDA = MemoryKind.SYSTEM, MemoryKind.CUDA
 VALUES = np.array([1, 2, 3, 4], np.float32)
@@ -45,8 +46,8 @@ def new_file() -> Iterator[NewFile]:
 
 
 @pytest.fixture
-def memory() -> Iterator[SharedMemory]:
-    made = SharedMemory(allowed=True)
+def memory() -> Iterator[SharedMemoryManager]:
+    made = SharedMemoryManager(allowed=True)
     yield made
     made.close()
 
@@ -68,7 +69,7 @@ def keeping(repository: Repository) -> Iterator[InferenceServer]:
         yield server
 
 
-def register(memory: SharedMemory, name: str, file: Path, byte_size: int = 16, offset: int = 0) -> None:
+def register(memory: SharedMemoryManager, name: str, file: Path, byte_size: int = 16, offset: int = 0) -> None:
     memory.register_system(name, f"/{file.name}", offset, byte_size)
 
 
@@ -91,8 +92,8 @@ def refusal(act: Callable[..., Any], *args: Any) -> tuple[ErrorCode, str]:
 
 def infer(
     server: InferenceServer,
-    place_in: Place | None = None,
-    place_out: Place | None = None,
+    place_in: SharedRange | None = None,
+    place_out: SharedRange | None = None,
     client: Client | None = None,
     shape: tuple[int, ...] = (4,),
     **fields: Any,
@@ -101,18 +102,18 @@ def infer(
     client.handle = server.infer_async(
         InferenceRequest(
             "m",
-            client,
             inputs=() if place_in else (Tensor.of("X", VALUES),),
             shared_inputs=(SharedInput("X", "FP32", shape, place_in),) if place_in else (),
-            output_places={"Y": place_out} if place_out else {},
+            shared_outputs={"Y": place_out} if place_out else {},
             **fields,
-        )
+        ),
+        client,
     )
     return client
 
 
 def test_regions_are_listed_by_name_and_closed_when_they_are_unregistered(
-    memory: SharedMemory, new_file: NewFile
+    memory: SharedMemoryManager, new_file: NewFile
 ) -> None:
     file = new_file()
     register(memory, "b", file)
@@ -138,7 +139,9 @@ def test_regions_are_closed_when_the_server_stops(repository: Repository, new_fi
     assert late == (ErrorCode.UNAVAILABLE, "Server is stopping")
 
 
-def test_refusals_of_status_and_register_have_the_texts_of_triton(memory: SharedMemory, new_file: NewFile) -> None:
+def test_refusals_of_status_and_register_have_the_texts_of_triton(
+    memory: SharedMemoryManager, new_file: NewFile
+) -> None:
     file = new_file()
     register(memory, "in", file)
     key = f"/{file.name}"
@@ -163,7 +166,9 @@ def test_refusals_of_status_and_register_have_the_texts_of_triton(memory: Shared
 @pytest.mark.parametrize(
     "key", ["", "/", ".", "..", "/..", "../etc/passwd", "/../etc/passwd", "a/b", "a\0b", "x" * 300]
 )
-def test_a_key_names_a_file_of_the_shared_memory_directory_and_nothing_else(memory: SharedMemory, key: str) -> None:
+def test_a_key_names_a_file_of_the_shared_memory_directory_and_nothing_else(
+    memory: SharedMemoryManager, key: str
+) -> None:
     assert refusal(memory.register_system, "r", key, 0, 1) == (
         ErrorCode.INTERNAL,
         f"Unable to open shared memory region: '{key}'",
@@ -171,7 +176,7 @@ def test_a_key_names_a_file_of_the_shared_memory_directory_and_nothing_else(memo
 
 
 def test_links_pipes_and_directories_are_no_shared_memory(
-    memory: SharedMemory, new_file: NewFile, tmp_path: Path
+    memory: SharedMemoryManager, new_file: NewFile, tmp_path: Path
 ) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(64))
@@ -185,7 +190,7 @@ def test_links_pipes_and_directories_are_no_shared_memory(
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def test_regions_of_python_models_are_reserved(memory: SharedMemory) -> None:
+def test_regions_of_python_models_are_reserved(memory: SharedMemoryManager) -> None:
     for key in ("triton_python_backend_shm_region_x", "/triton_python_backend_shm_region_x"):
         code, text = refusal(memory.register_system, "r", key, 0, 1)
         assert code is ErrorCode.INVALID_ARG and text == (
@@ -194,7 +199,7 @@ def test_regions_of_python_models_are_reserved(memory: SharedMemory) -> None:
         )
 
 
-def test_cuda_memory_is_refused_as_by_a_triton_without_gpus(memory: SharedMemory) -> None:
+def test_cuda_memory_is_refused_as_by_a_triton_without_gpus(memory: SharedMemoryManager) -> None:
     assert refusal(memory.register_cuda, "c", bytes(64), 16, 0) == (
         ErrorCode.INVALID_ARG,
         "failed to register CUDA shared memory region: 'c', GPUs not supported",
@@ -205,9 +210,9 @@ def test_cuda_memory_is_refused_as_by_a_triton_without_gpus(memory: SharedMemory
 
 
 def test_the_number_of_regions_is_bounded(
-    memory: SharedMemory, new_file: NewFile, monkeypatch: pytest.MonkeyPatch
+    memory: SharedMemoryManager, new_file: NewFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory, "MOST_REGIONS", 2)
+    monkeypatch.setattr(shared_memory, "MAX_REGIONS", 2)
     file = new_file()
     register(memory, "a", file)
     register(memory, "b", file)
@@ -226,7 +231,7 @@ def test_a_server_that_does_not_allow_it_refuses_in_the_words_of_triton(
         assert refusal(register, server.shared_memory, "r", new_file()) == disabled
         assert refusal(server.shared_memory.register_cuda, "r", bytes(64), 1, 0) == disabled
         assert refusal(server.shared_memory.unregister, SYSTEM) == disabled
-        assert refusal(infer, server, Place("r", 0, 16)) == disabled
+        assert refusal(infer, server, SharedRange("r", 0, 16)) == disabled
         assert server.shared_memory.status(SYSTEM) == []
 
 
@@ -234,7 +239,7 @@ def test_inputs_are_read_from_and_outputs_written_to_regions(echo: InferenceServ
     source, target = new_file(bytes(8) + VALUES.tobytes()), new_file(b"\xff" * 32)
     register(echo.shared_memory, "in", source, 20, 4)
     register(echo.shared_memory, "out", target, 32)
-    (response,) = infer(echo, Place("in", 4, 16), Place("out", 8, 20)).responses()
+    (response,) = infer(echo, SharedRange("in", 4, 16), SharedRange("out", 8, 20)).responses()
     assert response.error is None and response.outputs[0].shape == (4,)
     assert target.read_bytes() == b"\xff" * 8 + VALUES.tobytes() + b"\xff" * 8
 
@@ -242,18 +247,30 @@ def test_inputs_are_read_from_and_outputs_written_to_regions(echo: InferenceServ
 def test_places_outside_of_a_region_are_refused(echo: InferenceServer, new_file: NewFile) -> None:
     register(echo.shared_memory, "in", new_file(bytes(32)))
     for place, code, text in (
-        (Place("zz", 0, 16), ErrorCode.NOT_FOUND, "Unable to find shared memory region: 'zz'"),
-        (Place("in", 0, 32), ErrorCode.INVALID_ARG, "Invalid offset + byte size for shared memory region: 'in'"),
-        (Place("in", 1, 16), ErrorCode.INVALID_ARG, "Invalid offset + byte size for shared memory region: 'in'"),
-        (Place("in", 0, -1), ErrorCode.INVALID_ARG, "Invalid offset + byte size for shared memory region: 'in'"),
-        (Place("in", 16, 0), ErrorCode.INVALID_ARG, "Invalid offset for shared memory region: 'in'"),
-        (Place("in", -1, 8), ErrorCode.INVALID_ARG, "Invalid offset for shared memory region: 'in'"),
+        (SharedRange("zz", 0, 16), ErrorCode.NOT_FOUND, "Unable to find shared memory region: 'zz'"),
+        (
+            SharedRange("in", 0, 32),
+            ErrorCode.INVALID_ARG,
+            "Invalid offset + byte size for shared memory region: 'in'",
+        ),
+        (
+            SharedRange("in", 1, 16),
+            ErrorCode.INVALID_ARG,
+            "Invalid offset + byte size for shared memory region: 'in'",
+        ),
+        (
+            SharedRange("in", 0, -1),
+            ErrorCode.INVALID_ARG,
+            "Invalid offset + byte size for shared memory region: 'in'",
+        ),
+        (SharedRange("in", 16, 0), ErrorCode.INVALID_ARG, "Invalid offset for shared memory region: 'in'"),
+        (SharedRange("in", -1, 8), ErrorCode.INVALID_ARG, "Invalid offset for shared memory region: 'in'"),
     ):
         assert refusal(infer, echo, place) == (code, text)
         assert refusal(infer, echo, None, place) == (code, text)
     assert (
         "input byte size mismatch for input 'X' for model 'm'. Expected 16, got 8"
-        in (refusal(infer, echo, Place("in", 0, 8), Place("in", 0, 16))[1])
+        in (refusal(infer, echo, SharedRange("in", 0, 8), SharedRange("in", 0, 16))[1])
     )
     assert echo.check() == []  # what refused requests had borrowed was given back
 
@@ -263,7 +280,7 @@ def test_an_output_that_does_not_fit_is_an_error_and_nothing_is_written(
 ) -> None:
     target = new_file()
     register(echo.shared_memory, "out", target)
-    error = infer(echo, None, Place("out", 0, 8)).error()
+    error = infer(echo, None, SharedRange("out", 0, 8)).error()
     assert (error.code, error.message) == (
         ErrorCode.INTERNAL,
         "shared memory size specified with the request for output 'Y' (8 bytes) should be at least 16 bytes to hold "
@@ -272,7 +289,7 @@ def test_an_output_that_does_not_fit_is_an_error_and_nothing_is_written(
     assert target.read_bytes() == bytes(16)
 
 
-def test_memory_that_its_client_truncates_costs_that_client_its_requests_and_nobody_the_server(
+def test_memory_that_its_client_truncates_costs_that_clients_requests_and_not_the_server(
     echo: InferenceServer, new_file: NewFile
 ) -> None:
     source, target = new_file(VALUES.tobytes() * 4096), new_file(bytes(1 << 16))
@@ -280,9 +297,11 @@ def test_memory_that_its_client_truncates_costs_that_client_its_requests_and_nob
     register(echo.shared_memory, "out", target, 1 << 16)
     for file in (source, target):
         os.truncate(file, 4)
-    code, text = refusal(infer, echo, Place("in", 0, 16))
+    code, text = refusal(infer, echo, SharedRange("in", 0, 16))
     assert code is ErrorCode.INVALID_ARG and text.endswith("became smaller since it was registered")
-    assert infer(echo, None, Place("out", 0, 16)).error().message.endswith("became smaller since it was registered")
+    assert (
+        infer(echo, None, SharedRange("out", 0, 16)).error().message.endswith("became smaller since it was registered")
+    )
     assert target.stat().st_size == 4  # not made larger by writing
     assert send(echo, "m").responses()[0].error is None
 
@@ -291,7 +310,7 @@ def test_memory_stays_usable_after_its_name_is_gone(echo: InferenceServer, new_f
     source = new_file(VALUES.tobytes())
     register(echo.shared_memory, "in", source)
     source.unlink()
-    (response,) = infer(echo, Place("in", 0, 16)).responses()
+    (response,) = infer(echo, SharedRange("in", 0, 16)).responses()
     assert response.outputs[0].data.tolist() == VALUES.tolist()
 
 
@@ -300,7 +319,7 @@ def test_what_a_client_writes_after_its_request_was_accepted_does_not_reach_the_
 ) -> None:
     source = new_file(VALUES.tobytes())
     register(keeping.shared_memory, "in", source)
-    client = infer(keeping, Place("in", 0, 16), id="1")
+    client = infer(keeping, SharedRange("in", 0, 16), id="1")
     STAGE.wait("executed 1")
     source.write_bytes(b"\xff" * 16)
     (_, request), *_ = STAGE.kept
@@ -326,11 +345,11 @@ def test_a_region_that_a_request_writes_to_is_unregistered_when_the_request_has_
 ) -> None:
     memory, target = keeping.shared_memory, new_file()
     register(memory, "out", target)
-    client = infer(keeping, None, Place("out", 0, 16), id="1")
+    client = infer(keeping, None, SharedRange("out", 0, 16), id="1")
     STAGE.wait("executed 1")
     memory.unregister(SYSTEM, "out")
     assert [region.name for region in memory.status(SYSTEM)] == ["out"] and len(open_files()) == 1
-    assert refusal(infer, keeping, None, Place("out", 0, 16))[0] is ErrorCode.NOT_FOUND
+    assert refusal(infer, keeping, None, SharedRange("out", 0, 16))[0] is ErrorCode.NOT_FOUND
     assert refusal(register, memory, "out", target)[0] is ErrorCode.ALREADY_EXISTS
     assert keeping.check()[0].endswith("1 in-flight inferences")
     finish(client)
@@ -342,7 +361,7 @@ def test_a_region_that_a_request_writes_to_is_unregistered_when_the_request_has_
 def test_a_request_that_fails_or_is_cut_off_gives_its_regions_back(keeping: InferenceServer, new_file: NewFile) -> None:
     memory = keeping.shared_memory
     register(memory, "out", new_file())
-    clients = [infer(keeping, None, Place("out", 0, 16), id=str(number)) for number in range(2)]
+    clients = [infer(keeping, None, SharedRange("out", 0, 16), id=str(number)) for number in range(2)]
     for number in range(2):
         STAGE.wait(f"executed {number}")
     (_, first), (_, second) = STAGE.kept
@@ -377,7 +396,9 @@ def test_clients_that_register_use_truncate_and_unregister_at_once_leave_nothing
                 elif act == "unregister":
                     echo.shared_memory.unregister(SYSTEM, name)
                 elif act == "infer":
-                    answer = infer(echo, Place(name, 0, 16), Place(f"r{choose.randrange(4)}", 16, 16)).responses()[0]
+                    answer = infer(
+                        echo, SharedRange(name, 0, 16), SharedRange(f"r{choose.randrange(4)}", 16, 16)
+                    ).responses()[0]
                     errors += [answer.error.message] if answer.error else []
                 else:
                     os.truncate(file, 64 if act == "grow" else choose.randrange(64))

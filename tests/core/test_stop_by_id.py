@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from core_host import KEEPING_BACKEND, STAGE, Client, Repository, eventually, send, serving
 
 from llmbackend.core.backend_api import NO_TENANT, ResponseFlag, Tenant
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-
-# Answers a cancelled request at once, as an engine does; others when the test releases them.
-STREAMING_BACKEND = """
-from core_host import STAGE
-from llmbackend.core.backend_api import ResponseFlag, cancelled
-
-def TRITONBACKEND_ModelInstanceExecute(instance, requests):
-    for request in requests:
-        STAGE.kept.append(request)
-        request.on_cancel(lambda request=request: end(request))
-        STAGE.open("executed " + request.id)
-
-def end(request):
-    request.new_response().send(ResponseFlag.FINAL, cancelled("Request was cancelled"))
-    request.release()
-"""
+from tests.helpers.core_backends import STREAMING_BACKEND
+from tests.helpers.core_host import KEEPING_BACKEND, STAGE, Client, Repository, send, serving, version_of
+from tests.helpers.waiting import eventually
 
 
 @pytest.fixture
@@ -105,7 +91,8 @@ def test_a_request_on_a_version_that_drains_is_found(streaming: Repository) -> N
 
 
 def test_a_queued_request_is_stopped(repository: Repository) -> None:
-    source = "from core_host import STAGE\n\ndef TRITONBACKEND_ModelInstanceExecute(instance, requests):\n"
+    source = "from tests.helpers.core_host import STAGE\n\n"
+    source += "def TRITONBACKEND_ModelInstanceExecute(instance, requests):\n"
     source += "    STAGE.open('busy')\n    STAGE.wait('go')\n    for request in requests: request.release()\n"
     repository.backend("busy", source)
     repository.model("m", "busy")
@@ -124,7 +111,7 @@ def test_a_request_stays_known_until_its_last_handle_is_gone(repository: Reposit
     with serving(repository, "m") as server:
         client = send(server, "m", id="a")
         STAGE.wait("executed a")
-        live = server._lifecycle.get("m").live
+        live = version_of(server, "m").live_requests
         _, request = STAGE.kept.pop()
         factory = request.response_factory()
         request.release()

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, Repository, eventually, send, serving, x
-from ensemble_host import chain, part
 
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.tensors import Tensor
 from llmbackend.core.tracing import trace_file
 from llmbackend.core.tracing.manager import TraceManager
-from llmbackend.core.tracing.settings import LEAST_COUNT, TraceLevel, TraceSettings
-from llmbackend.core.tracing.tensor_text import tensor_fields
-from llmbackend.core.tracing.trace import MAX_REPORTS, RequestTrace
+from llmbackend.core.tracing.settings import UNLIMITED_COUNT, TraceLevel, TraceSettings
+from llmbackend.core.tracing.trace import MAX_REPORTS, RequestTrace, tensor_fields
+from tests.helpers.core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, Repository, send, serving, x
+from tests.helpers.ensemble_host import chain, part
+from tests.helpers.waiting import eventually
 
 TIMES = TraceLevel.TIMESTAMPS
 
@@ -110,7 +110,7 @@ def test_count_ends_sampling_and_is_shown_as_what_is_left(manager: TraceManager)
     assert manager.settings().count == 0
 
 
-def test_a_model_whose_count_is_used_up_stands_in_nobodys_way(manager: TraceManager) -> None:
+def test_a_model_whose_count_is_used_up_does_not_block_others(manager: TraceManager) -> None:
     """Triton refuses every change, of the model and of the server, once a model has no traces left."""
     manager.update("m", {"count": 1})
     assert sampled(manager, "m") == [True]
@@ -159,7 +159,7 @@ def test_null_takes_a_setting_back(manager: TraceManager) -> None:
     manager.update("m", {"count": None})
     manager.update("", {"rate": None})
     assert manager.settings("m").rate == manager.settings().rate == 1  # the command line's
-    assert manager.settings("m").count == LEAST_COUNT
+    assert manager.settings("m").count == UNLIMITED_COUNT
 
 
 def test_what_is_left_of_a_models_count_survives_changes_of_other_settings(manager: TraceManager) -> None:

@@ -10,19 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from core_host import STAGE, Repository, eventually, send, serving
 
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.lifecycle.model_versions import ModelState
+from llmbackend.core.lifecycle.model_versions import ModelReadyState
 from llmbackend.core.models.warmup import HANDLES_GRACE_S
 from llmbackend.core.tensors import Tensor, to_wire
+from tests.helpers.core_host import STAGE, Repository, send, serving
+from tests.helpers.waiting import eventually
 
 # Notes what it executes; the parameter of a model says what else it does.
 WARM_BACKEND = """
 import threading
 import time
-from core_host import STAGE
+from tests.helpers.core_host import STAGE
 from llmbackend.core.backend_api import ResponseFlag, invalid_argument
 
 def TRITONBACKEND_ModelInstanceExecute(instance, requests):
@@ -156,7 +157,7 @@ def test_the_model_is_not_ready_before_its_warmup_has_ended(warm: Repository) ->
         loading = threading.Thread(target=server.load_model, args=("m",))
         loading.start()
         eventually(lambda: STAGE.events == ["waiting"])
-        assert state(server) == ModelState.LOADING.value and not server.model_is_ready("m")
+        assert state(server) == ModelReadyState.LOADING.value and not server.model_is_ready("m")
         STAGE.open("go m_0")
         loading.join(20)
         assert server.model_is_ready("m")

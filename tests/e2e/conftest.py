@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from server_process import ROOT, ServerProcess, start_server, stop_server, write_mock_model
+
+from tests.helpers.server_process import ROOT, ServerProcess, start_server, stop_server, write_mock_model
 
 
 @pytest.fixture(scope="session")

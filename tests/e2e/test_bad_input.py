@@ -8,8 +8,9 @@ from typing import Any
 import grpc
 import openai
 import pytest
-from server_process import ServerProcess, post
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tests.helpers.server_process import ServerProcess, post
 
 GENERATE = "/v2/models/mock/generate"
 STREAM = "/v2/models/mock/generate_stream"
@@ -116,7 +117,7 @@ def test_grpc_stream(server: ServerProcess, request_: service_pb2.ModelInferRequ
 
 def test_grpc_malformed_message(server: ServerProcess) -> None:
     with grpc.insecure_channel(server.grpc) as channel:
-        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        call: Any = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
         with pytest.raises(grpc.RpcError) as caught:
             call(b"\xff\xff\xff")
         assert caught.value.code() is grpc.StatusCode.INTERNAL

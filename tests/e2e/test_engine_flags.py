@@ -10,14 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from llmbackend import cli, serve
 from llmbackend.adapter.engine_args import MULTI_LORA_FILE, OWN_PARAMETERS
-from llmbackend.adapter.text import load_text
-from llmbackend.adapter.vllm_engine_args import NO_EFFECT, ONLY_VALUE
+from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE
+from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
+from llmbackend.cli import main as cli
+from llmbackend.cli.engine_flags import EngineFlags
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine_flags import EngineFlags, as_flags
-from llmbackend.settings import ServerSettings
+from llmbackend.server import serve
+from llmbackend.server.settings import ServerSettings
+from llmbackend.server.start_failure import as_flags
 
 FIELDS = {field.name for field in msgspec.structs.fields(EngineConfig)}
 
@@ -128,7 +130,7 @@ def test_errors_name_the_flag(
 
 def test_what_the_engine_says_later_names_the_flag_too() -> None:
     reason = "the engine of 'm_0' did not start: engine argument 'max_model_len' is 9, expected at most 2"
-    said = serve.in_its_words({"m": reason, "other": reason}, "m")
+    said = serve.reasons_with_flags({"m": reason, "other": reason}, "m")
     assert said["m"] == "the engine of 'm_0' did not start: --max-model-len is 9, expected at most 2"
     assert said["other"] == reason
     assert as_flags("parameter 'max_queue_size' is 'x'") == "--max-queue-size is 'x'"
@@ -139,9 +141,9 @@ def test_a_chat_template_takes_the_place_of_the_models(tmp_path: Path) -> None:
     file = tmp_path / "t.jinja"
     file.write_text("[{{ messages[0].content }}]")
     for given in (str(file), file.read_text()):
-        assert load_text("mock", chat_template=given).render_chat(messages, None, {}) == "[hi]"
-        assert load_text("model_repository/demo/1", chat_template=given).render_chat(messages, None, {}) == "[hi]"
-    assert load_text("mock").render_chat(messages, None, {}) == "user: hi\nassistant: "
+        assert load_tokenizer("mock", chat_template=given).render_chat(messages, None, {}) == "[hi]"
+        assert load_tokenizer("model_repository/demo/1", chat_template=given).render_chat(messages, None, {}) == "[hi]"
+    assert load_tokenizer("mock").render_chat(messages, None, {}) == "user: hi\nassistant: "
 
 
 def test_the_help_has_groups(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

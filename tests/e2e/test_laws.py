@@ -15,8 +15,9 @@ import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as grpc_client
-from server_process import ServerProcess, post
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tests.helpers.server_process import ServerProcess, post
 
 Tokens = tuple[int, ...]
 
@@ -110,7 +111,7 @@ def test_stream_equals_whole_on_openai(server: ServerProcess) -> None:
     ask: dict[str, Any] = {"model": "mock", **CHAT}
     with openai_of(server) as client:
         whole = client.chat.completions.create(**ask, extra_body={"cache_salt": "whole"})
-        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        stream: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         chunks = list(client.chat.completions.create(**ask, **stream, extra_body={"cache_salt": "stream"}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
         whole.choices[0].message.content
@@ -153,7 +154,7 @@ def raw_http(server: ServerProcess, path: str, body: dict[str, Any]) -> socket.s
     return connection
 
 
-HTTP_LONG = {
+HTTP_LONG: dict[str, dict[str, Any]] = {
     "/v2/models/slow/generate_stream": {"text_input": "x", "stream": True, "parameters": LONG},
     "/v2/models/slow/generate": {"text_input": "x", "parameters": LONG},
     "/v1/chat/completions": {"model": "slow", "messages": [{"role": "user", "content": "x"}], "stream": True} | LONG,

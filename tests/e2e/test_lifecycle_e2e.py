@@ -17,9 +17,11 @@ import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from live_stream import PROTOCOLS, LiveStream
-from server_process import ServerProcess, post, start_server, stop_server, write_mock_model
 from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from tests.helpers.live_stream import PROTOCOLS, LiveStream
+from tests.helpers.server_process import ServerProcess, post, start_server, stop_server, write_mock_model
+from tests.helpers.waiting import eventually
 
 MakeServer = Callable[..., ServerProcess]
 CUT_OFF = "the exit timeout expired before the request was finished"
@@ -27,14 +29,7 @@ CUT_OFF = "the exit timeout expired before the request was finished"
 
 def engines(server: ServerProcess) -> list[psutil.Process]:
     """The engines' processes; one engine may have several."""
-    return psutil.Process(server.process.pid).children(recursive=True)
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.02)
+    return list(psutil.Process(server.process.pid).children(recursive=True))
 
 
 def gone(processes: list[psutil.Process]) -> bool:
@@ -277,7 +272,7 @@ def test_a_taken_port_ends_with_the_reason_before_a_model_is_loaded(tiny: Server
 def cpu_seconds(server: ServerProcess) -> float:
     """CPU time of the server and its engines."""
     times = [process.cpu_times() for process in (psutil.Process(server.process.pid), *engines(server))]
-    return sum(one.user + one.system for one in times)
+    return float(sum(one.user + one.system for one in times))
 
 
 def test_an_idle_server_uses_no_cpu(tiny: ServerProcess) -> None:

@@ -1,15 +1,17 @@
-"""Engines added to and taken from a model that streams: no request is lost, no text changes (reference §1.5)."""
+"""Engines added to and taken from a model that streams: no request is lost, no text changes."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
-from live_stream import PROTOCOLS, LiveStream
-from server_process import ServerProcess, post, stop_server, write_mock_model
+
+from tests.helpers.live_stream import PROTOCOLS, LiveStream
+from tests.helpers.server_process import ServerProcess, post, stop_server, write_mock_model
+from tests.helpers.waiting import eventually
 
 MakeServer = Callable[..., ServerProcess]
 
@@ -25,19 +27,16 @@ def engines(server: ServerProcess) -> int:
     return len(psutil.Process(server.process.pid).children())
 
 
+def has_engines(server: ServerProcess, count: int) -> bool:
+    return engines(server) == count
+
+
 def streams(server: ServerProcess) -> list[LiveStream]:
     return [
         LiveStream(server, protocol, "slow", f"{protocol} {number}", 60)
         for protocol in PROTOCOLS
         for number in range(2)
     ]
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.02)
 
 
 def load(server: ServerProcess) -> None:
@@ -57,7 +56,7 @@ def test_engines_come_and_go_under_live_streams(make_server: MakeServer, tmp_pat
         after = streams(server)
         assert [stream.finish() for stream in (*running, *after)] == undisturbed * 2
         assert not any(stream.error or stream.broken for stream in (*running, *after))
-        eventually(lambda count=count: engines(server) == alone * count)
+        eventually(partial(has_engines, server, alone * count))
     assert server.get("/v2/models/slow/ready") == ""
     config = json.loads(server.get("/v2/models/slow/config"))
     assert config["instance_group"][0]["count"] == 1

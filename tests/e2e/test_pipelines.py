@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
-from server_process import ROOT, ServerProcess, post, start_server, stop_server
 from tritonclient.utils import np_to_triton_dtype
 
-from llmbackend.adapter.tensorrtllm_tensors import PERF_OUTPUTS
+from llmbackend.adapter.schemas.tensorrtllm_tensors import PERF_OUTPUTS
+from tests.helpers.server_process import ROOT, ServerProcess, post, start_server, stop_server
 
 PROMPT = "What is Triton?"
 MAX_TOKENS = 24

@@ -12,14 +12,15 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.helpers.waiting import eventually
 
 WAIT_S = 40.0
 
@@ -108,13 +109,6 @@ class Slow:
             yield
         load.join(WAIT_S)
         assert not load.is_alive()
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
 
 
 @pytest.fixture

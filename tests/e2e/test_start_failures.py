@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from llmbackend.core.errors import TritonError
+from llmbackend.core.errors import StartupError, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.lifecycle.load_errors import StartupError
-from llmbackend.core.messages import ServerOptions
-from llmbackend.start_failure import MOST_MODELS_SHOWN, advice, last_words
+from llmbackend.core.server_options import ServerOptions
+from llmbackend.server.start_failure import MAX_MODELS_SHOWN, advice, failure_summary
 
 CHECKPOINT = "Give the directory of a Hugging Face checkpoint"
 
@@ -30,7 +29,7 @@ def last_line(*flags: str) -> str:
 
 
 def refused_flags(flags: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    from llmbackend import cli
+    from llmbackend.cli import main as cli
 
     monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *flags])
     with pytest.raises(SystemExit) as end:
@@ -93,7 +92,7 @@ def test_models_that_do_not_load_say_why_and_what_to_do(
     tmp_path: Path, config: str, arguments: dict[str, object], wrong: str, remedy: str
 ) -> None:
     write_model(tmp_path, "bad", config, **arguments)
-    words = last_words(start(tmp_path).reasons)
+    words = failure_summary(start(tmp_path).reasons)
     assert words.startswith("Model 'bad' was not loaded: ")
     assert "\n" not in words
     assert wrong in words
@@ -119,7 +118,7 @@ def test_a_repository_that_may_not_be_read_is_no_traceback(tmp_path: Path, monke
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "iterdir", refuse)  # tests may run as root, whom no mode bits stop
+    monkeypatch.setattr(Path, "iterdir", refuse)  # tests may run as root, for which mode bits do not count
     with pytest.raises(TritonError, match=r"failed to read model repository .*: Permission denied"):
         InferenceServer(ServerOptions(model_repositories=(tmp_path,))).start()
 
@@ -140,6 +139,6 @@ def test_advice_follows_the_reason(reason: str, remedy: str) -> None:
 
 
 def test_many_failures_are_cut() -> None:
-    lines = last_words({f"m{index}": "x " * 5000 for index in range(MOST_MODELS_SHOWN + 3)}).splitlines()
+    lines = failure_summary({f"m{index}": "x " * 5000 for index in range(MAX_MODELS_SHOWN + 3)}).splitlines()
     assert lines[-1] == "and 3 more models; the log above names them."
     assert max(map(len, lines)) < 800

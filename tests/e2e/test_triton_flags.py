@@ -1,4 +1,4 @@
-"""Triton's command line: every flag is known, with its default; what means nothing here says so (reference §1.8)."""
+"""Triton's command line: every flag is known, with its default; what means nothing here says so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -18,13 +17,14 @@ import grpc
 import pytest
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from server_process import ROOT, ServerProcess, post, start_server, stop_server
 from typer.main import get_command
 
-from llmbackend.cli import app, main
-from llmbackend.inert_flags import REASONS
-from llmbackend.limit_flags import LimitFlags
-from llmbackend.settings import ServerSettings
+from llmbackend.cli.inert_flags import REASONS
+from llmbackend.cli.limit_flags import LimitFlags
+from llmbackend.cli.main import app, main
+from llmbackend.server.settings import ServerSettings
+from tests.helpers.server_process import ROOT, ServerProcess, post, start_server, stop_server
+from tests.helpers.waiting import eventually
 
 MakeServer = Callable[..., ServerProcess]
 Refusal = Callable[..., str]
@@ -99,13 +99,6 @@ def repository(tmp_path: Path) -> Path:
     return write_repository(tmp_path)
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.05)
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`llmbackend serve` with a command line that it refuses."""
     command = [sys.executable, "-m", "llmbackend.cli", "serve", *arguments]
@@ -148,8 +141,8 @@ def test_the_page_lists_exactly_the_flags_of_triton() -> None:
 
 
 def test_the_page_lists_limits_with_their_defaults() -> None:
-    of_limits = PAGE.read_text().partition("\n## Flags of this server that bound what clients hold\n")[2]
-    listed = {}
+    of_limits = PAGE.read_text().partition("\n## Limits for clients (flags that Triton does not have)\n")[2]
+    listed: dict[str, str] = {}
     for names, defaults in re.findall(r"^\| (`--.*?) \| (.*?) \|", of_limits.partition("\n## ")[0], re.MULTILINE):
         listed |= zip(re.findall(r"`--(.*?)`", names), defaults.split(", "), strict=True)
     flags = {field.name.replace("_", "-"): field.default for field in fields(LimitFlags)}
@@ -201,7 +194,12 @@ def read_log(repository: Path) -> str:
 
 def test_a_value_behind_a_space_means_the_same(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[ServerSettings] = []
-    monkeypatch.setattr("llmbackend.serve.run_server", lambda settings: started.append(settings) or 0)
+
+    def note(settings: ServerSettings) -> int:
+        started.append(settings)
+        return 0
+
+    monkeypatch.setattr("llmbackend.server.serve.run_server", note)
     for joined in (True, False):
         monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *every_flag(repository, joined=joined)])
         with pytest.raises(SystemExit) as ended:

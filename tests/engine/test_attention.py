@@ -1,4 +1,4 @@
-"""Paged attention equals plain causal attention, sequence by sequence, whatever the layout of the batch."""
+"""Paged attention equals plain causal attention, sequence by sequence, for any layout of the batch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from llmbackend.engine.attention import reference
-from llmbackend.engine.attention.interface import PAGED_ATTENTION, AttentionOptions, register
-from llmbackend.engine.attention.kv_cache import LayerKVCache, LayerShape
-from llmbackend.engine.attention.ragged_batch import RaggedBatch, padded_blocks
-from llmbackend.engine.attention.reference import PagedAttention
+from llmbackend.engine.attention.interface import PAGED_ATTENTION, AttentionOptions, LayerShape, register
+from llmbackend.engine.attention.reference import LayerKVCache, PagedAttention, RaggedBatch, padded_blocks
+
+pytestmark = pytest.mark.slow
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
 MAX_BLOCKS = 16

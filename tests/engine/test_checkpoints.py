@@ -12,14 +12,17 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from test_parity import FAMILIES
 
 from llmbackend.adapter.engine_args import check_checkpoint
 from llmbackend.core.backend_api import TritonError
-from llmbackend.engine.checkpoint_check import check_loading_info
-from llmbackend.engine.checkpoint_files import CheckpointError, check_directory, check_numbers, read_headers
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.loader import load_model
+from llmbackend.engine.errors import CheckpointError
+from llmbackend.engine.model.checkpoint_check import check_loading_info
+from llmbackend.engine.model.checkpoint_files import check_directory, check_numbers, read_headers
+from llmbackend.engine.model.loader import load_model
+from tests.helpers.tiny_models import FAMILIES
+
+pytestmark = pytest.mark.slow
 
 Weights = dict[str, torch.Tensor]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -136,7 +139,8 @@ def test_weights_in_8_bits_need_their_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"])
 def test_a_config_that_describes_another_model_costs_nothing(field: str, tmp_path: Path) -> None:
-    save(tmp_path, **{field: 1_000_000_000})
+    huge: dict[str, Any] = {field: 1_000_000_000}
+    save(tmp_path, **huge)
     assert f"its config.json states {field} 1000000000, but " in refusal(tmp_path)
 
 

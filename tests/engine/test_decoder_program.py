@@ -16,6 +16,7 @@ from llmbackend.engine.kernels import library
 from llmbackend.engine.model_runner import ModelRunner
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not library.available(), reason="no native kernels are built here"),
 ]

@@ -14,14 +14,14 @@ import msgspec
 import pytest
 import torch
 import transformers as tf
-from mock_engine import run_counted
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams, TokenLogprobs
 from llmbackend.engine.model_runner import ModelRunner
+from tests.helpers.mock_engine import run_counted
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 Story = tuple[TokenLogprobs, ...]
 OUTPUT_TOKENS = 16

@@ -1,13 +1,19 @@
-"""The core with the mock model: the same tokens under every option, and nothing lost whatever happens."""
+"""The core with the mock model: the same tokens under every option, and nothing lost in any order of events."""
 
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from mock_engine import (
+
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.infer_request import InferRequest
+from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
+from llmbackend.engine.runners import make_runner
+from tests.helpers.mock_engine import (
     FaultyRunner,
     Outcomes,
     ends_with_eos,
@@ -17,11 +23,6 @@ from mock_engine import (
     random_requests,
     run_to_end,
 )
-
-from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.engine_core import make_runner
-from llmbackend.engine.infer_request import InferRequest
-from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 
 OPTIONS = list(product([1, 7, 512], [1, 4, 32], [None, 96], [1, 3, 32]))
 
@@ -81,7 +82,7 @@ def test_a_request_resumes_after_the_tokens_it_already_gave(kept: float) -> None
 # --- how a request ends -----------------------------------------------------------------------------------------------
 
 
-def run_one(request: InferRequest, **arguments: int) -> tuple[tuple[int, ...], str | None]:
+def run_one(request: InferRequest, **arguments: Any) -> tuple[tuple[int, ...], str | None]:
     outcome = run_to_end(make_core(**arguments), [request])[request.request_id]
     return outcome.token_ids, outcome.finish_reason
 
@@ -176,7 +177,7 @@ def test_a_live_id_cannot_be_added_again() -> None:
         core.add(make_request("r"))
 
 
-# --- one request never hurts another ----------------------------------------------------------------------------------
+# --- one request never harms another ----------------------------------------------------------------------------------
 
 
 def test_a_row_that_makes_the_model_raise_ends_alone() -> None:

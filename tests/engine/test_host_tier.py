@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mock_devices import FailingDevice, device_of, devices_closed, make_overlapping
-from mock_engine import Outcomes, expect_oracle, make_core, make_request, random_requests, run_to_end
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.host_tier import HostTier
 from llmbackend.engine.infer_request import InferRequest
+from llmbackend.engine.memory.kv_cache import HostTier
+from llmbackend.engine.memory.prefix_cache import PrefixCache
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
-from llmbackend.engine.prefix_cache import PrefixCache
 from llmbackend.engine.step import KVCopies, RowTable, SampledTokens, StepPlan
+from tests.helpers.mock_devices import FailingDevice, device_of, devices_closed, make_overlapping
+from tests.helpers.mock_engine import Outcomes, expect_oracle, make_core, make_request, random_requests, run_to_end
 
 BLOCK = 4
 
@@ -149,14 +149,14 @@ class FailsOnBad(MockRunner):
         return SampledTokens(sampled.token_ids, sampled.logprobs, dict.fromkeys(bad, "its logits are not numbers"))
 
 
-# --- whatever happens -------------------------------------------------------------------------------------------------
+# --- in any order of events -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seed", "num_host_blocks"), [(0, 1), (1, 6), (2, 60), (3, 60)])
 def test_tokens_are_those_of_each_request_alone(kind: str, seed: int, num_host_blocks: int) -> None:
     """Texts that begin alike, a small device, aborts, failing launches; all copies are made, each text in one place."""
     draw = np.random.default_rng(seed)
-    arguments = {
+    arguments: dict[str, Any] = {
         "block_size": BLOCK,
         "num_kv_blocks": 26,
         "num_host_kv_blocks": num_host_blocks,
@@ -193,7 +193,7 @@ def test_tokens_are_those_of_each_request_alone(kind: str, seed: int, num_host_b
 
 
 def test_a_copy_that_fails_ends_the_engine(kind: str) -> None:
-    """It is made once: nobody could tell whether it was made."""
+    """It is made once: a second attempt could not tell whether the first succeeded."""
     core = make(kind)
     for start in (0, 40):
         ask(core, start, 1)

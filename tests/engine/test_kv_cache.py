@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from llmbackend.engine.kv_cache import KVCacheManager
-from llmbackend.engine.prefix_cache import Salt
+from llmbackend.engine.memory.kv_cache import KVCacheManager
+from llmbackend.engine.memory.prefix_cache import Salt
 from llmbackend.engine.step import RowTable
 
 
@@ -161,7 +161,7 @@ def test_conservation_over_random_texts(seed: int) -> None:
         row = int(draw.integers(5))
         if row in lives:
             if draw.random() < 0.2:
-                kv_cache.distrust(row)
+                kv_cache.invalidate(row)
             kv_cache.release(row)
             del lives[row]
         else:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from llmbackend.engine import runners
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.load_progress import LoadProgress, counted, report, reporting_to, show
 from llmbackend.engine.load_progress import logger as progress_log
-from llmbackend.engine.process.nursery import Nursery
-from llmbackend.engine.process.wakeup import Wakeup
-from llmbackend.engine.transport import make_transport
-from llmbackend.load_bar import load_bars
+from llmbackend.engine.process.supervisor import Wakeup
+from llmbackend.engine.process.transport import EngineForkServer, make_transport
+from llmbackend.server.terminal import load_bars
 
 DEMO = str(Path(__file__).resolve().parents[2] / "model_repository" / "demo" / "1")
 
@@ -42,7 +42,7 @@ def shown() -> Iterator[Shown]:
 
 def test_reports_are_sparse_but_for_the_ends_of_a_stage() -> None:
     told: list[LoadProgress] = []
-    report("nobody listens", 1, 1)
+    report("no listener", 1, 1)
     with reporting_to(told.append):
         assert list(counted("a", range(10_000))) == list(range(10_000))
         report("b")
@@ -51,9 +51,10 @@ def test_reports_are_sparse_but_for_the_ends_of_a_stage() -> None:
     assert len(told) < 1000
 
 
+@pytest.mark.slow
 def test_a_real_load_is_told_over_the_transport(shown: Shown, capfd: pytest.CaptureFixture[str]) -> None:
     wakeup = Wakeup()
-    transport = make_transport(Nursery(EngineConfig(model=DEMO, transport="inline")), wakeup.fileno())
+    transport = make_transport(EngineForkServer(EngineConfig(model=DEMO, transport="inline"), runners), wakeup.fileno())
     transport.launch()
     info = None
     while info is None:

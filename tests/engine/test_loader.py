@@ -12,11 +12,13 @@ import transformers as tf
 from safetensors.torch import save_file
 from torch import nn
 
-from llmbackend.engine.compatibility import check_model
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.cpu.packed_linear import PackedLinear, has_native, pack_linears
-from llmbackend.engine.loader import load_model
+from llmbackend.engine.cpu.linear import PackedLinear, has_native, pack_linears
+from llmbackend.engine.model.compatibility import check_model
+from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model_runner import ModelRunner
+
+pytestmark = pytest.mark.slow
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,

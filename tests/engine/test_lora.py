@@ -21,7 +21,7 @@ from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.model_runner import ModelRunner
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 BASE: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -29,7 +29,7 @@ BASE: dict[str, Any] = {
     "pad_token_id": None,
 }  # fmt: skip
 FAMILIES = {"llama": tf.LlamaConfig(**BASE), "qwen2": tf.Qwen2Config(**BASE), "phi3": tf.Phi3Config(**BASE)}
-TARGETS = {
+TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
     "llama": {"doll": ("q_proj", "v_proj"), "sheep.v2": ("o_proj", "gate_proj", "up_proj", "down_proj", "k_proj")},
     "qwen2": {"doll": ("q_proj", "k_proj", "v_proj", "o_proj"), "sheep.v2": ("down_proj",)},
     "phi3": {"doll": ("qkv_proj", "o_proj"), "sheep.v2": ("gate_up_proj", "down_proj")},
@@ -52,7 +52,8 @@ def write_adapter(model: Any, targets: Sequence[str], folder: Path, seed: int, *
     folder.mkdir()
     fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": list(targets), **config}
     (folder / "adapter_config.json").write_text(json.dumps(fields))
-    draw, tensors, merged = torch.Generator().manual_seed(seed), {}, copy.deepcopy(model)
+    draw, merged = torch.Generator().manual_seed(seed), copy.deepcopy(model)
+    tensors: dict[str, torch.Tensor] = {}
     for name, module in merged.named_modules():
         if name.rpartition(".")[2] in targets:
             a = torch.randn(fields["r"], module.in_features, generator=draw) / 4

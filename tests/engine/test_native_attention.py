@@ -11,26 +11,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from native_engines import Array, engine, from_bf16, to_bf16
 from torch import nn
 
-from llmbackend.engine.attention.interface import AttentionOptions
-from llmbackend.engine.attention.kv_cache import LayerKVCache, LayerShape
-from llmbackend.engine.attention.native import NativePagedAttention
-from llmbackend.engine.attention.ragged_batch import RaggedBatch
-from llmbackend.engine.attention.reference import PagedAttention
-from llmbackend.engine.cpu.native_kv_cache import NativeLayerCache
-from llmbackend.engine.flat_step import FlatStep
+from llmbackend.engine.attention.interface import AttentionOptions, LayerShape
+from llmbackend.engine.attention.native import NativeLayerCache, NativePagedAttention
+from llmbackend.engine.attention.reference import LayerKVCache, PagedAttention, RaggedBatch
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.abi import AttentionOp, Kind, RotaryOp, Step, Type
-from llmbackend.engine.kernels.library import NativeEngine, op_pointers
+from llmbackend.engine.kernels.library import NativeKernels, op_pointers
+from llmbackend.engine.step import FlatStep
+from tests.helpers.native_engines import Array, engine, from_bf16, to_bf16
 
 VARIANTS = [name for name in library.available() if name != "avx512_vnni"] or list(library.available())
 """The one left out compiles attention as avx512 does."""
 STALE = 3e38
 """What unwritten slots hold: a weight of zero must not let it through."""
 
-pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")]
 
 
 def rounded(x: Array, kind: Type) -> Array:
@@ -127,12 +124,12 @@ def gather(sequences: Sequence[Tokens], parts: Sequence[tuple[int, int, int]], n
     return out
 
 
-def run(team: NativeEngine, ops: Sequence[ctypes.Structure], step: Step) -> None:
+def run(team: NativeKernels, ops: Sequence[ctypes.Structure], step: Step) -> None:
     team.run(op_pointers(ops), len(ops), step)
 
 
 def attend(
-    team: NativeEngine, pages: Pages, sequences: Sequence[Tokens], parts: Sequence[tuple[int, int, int]]
+    team: NativeKernels, pages: Pages, sequences: Sequence[Tokens], parts: Sequence[tuple[int, int, int]]
 ) -> list[Array]:
     """Writes the parts' keys and values and attends: bits [tokens, heads * dim] per part."""
     shape, batch = pages.shape, Batch(pages, parts)
@@ -312,7 +309,7 @@ def test_long_contexts_keep_the_law(variant: str, window: int, num_threads: int)
 
 
 @each_variant
-def test_a_broken_query_harms_nobody_else(variant: str) -> None:
+def test_a_broken_query_harms_no_other_row(variant: str) -> None:
     shape = Shape()
     sequences = list(sequences_of(shape))
     broken = sequences[3]
@@ -332,7 +329,6 @@ class Rotation:
     kv_heads: int = 2
     dim: int = 64
     rotary_dim: int = 64
-    interleaved: bool = False
     norm: bool = False
     norm_whole: bool = False
     kv_type: Type = Type.BFLOAT16
@@ -340,7 +336,6 @@ class Rotation:
 
 ROTATIONS = {
     "halves": Rotation(),
-    "neighbours": Rotation(interleaved=True),
     "part": Rotation(rotary_dim=24, kv_type=Type.FLOAT32),
     "small": Rotation(dim=12, rotary_dim=12),
     "none": Rotation(rotary_dim=0),
@@ -360,10 +355,9 @@ def rotate(shape: Rotation, x: Array, positions: Array, weight: Array | None, ta
     half = shape.rotary_dim // 2
     cos, sin = table[positions, None, :half], table[positions, None, half:]
     rotated = y[..., : shape.rotary_dim]
-    a, b = (rotated[..., ::2], rotated[..., 1::2]) if shape.interleaved else (rotated[..., :half], rotated[..., half:])
+    a, b = rotated[..., :half], rotated[..., half:]
     a, b = a * cos - b * sin, b * cos + a * sin
-    pairs = np.stack((a, b), -1).reshape(rotated.shape) if shape.interleaved else np.concatenate((a, b), -1)
-    return np.concatenate((pairs, y[..., shape.rotary_dim :]), -1)
+    return np.concatenate((a, b, y[..., shape.rotary_dim :]), -1)
 
 
 def unpaged(pages: Pages, memory: Array, row: int, length: int, values: bool) -> Array:
@@ -382,7 +376,7 @@ def unpaged(pages: Pages, memory: Array, row: int, length: int, values: bool) ->
 
 
 def rotate_natively(
-    shape: Rotation, team: NativeEngine, lengths: Sequence[int], first: int
+    shape: Rotation, team: NativeKernels, lengths: Sequence[int], first: int
 ) -> tuple[Array, Array, list[Array], list[Array], dict[str, Array]]:
     """q and k after the operation, and what the cache holds; per row the positions first .. first + length - 1."""
     plain = Shape(shape.heads, shape.kv_heads, shape.dim, kv_type=shape.kv_type)
@@ -403,7 +397,7 @@ def rotate_natively(
         cos_sin=table.ctypes.data if shape.rotary_dim else None,
         q_norm=weights[0].ctypes.data if shape.norm else None, k_norm=weights[1].ctypes.data if shape.norm else None,
         stride=stride, num_heads=shape.heads, num_kv_heads=shape.kv_heads, head_dim=shape.dim,
-        rotary_dim=shape.rotary_dim, interleaved=shape.interleaved, block_size=plain.block_size,
+        rotary_dim=shape.rotary_dim, block_size=plain.block_size,
         norm_whole=shape.norm_whole, eps=1e-6,
     )  # fmt: skip
     run(team, [op], batch.step)

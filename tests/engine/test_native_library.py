@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from llmbackend.engine.cpu.native_linear import NativeLinear, swap_linears
+from llmbackend.engine.cpu.linear import NativeLinear, swap_linears
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import NativeEngine
-from llmbackend.engine.kernels.self_test import fault_of
+from llmbackend.engine.kernels.abi import STRUCTURES
+from llmbackend.engine.kernels.library import NativeKernels, fault_of
 
+pytestmark = pytest.mark.slow
 native = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
 
 
@@ -43,7 +44,7 @@ def test_without_libraries_there_is_one_warning(
 def test_a_library_of_other_sources_is_refused(
     unloaded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(library, "STRUCTURES", library.STRUCTURES[::-1])
+    monkeypatch.setattr(library, "STRUCTURES", STRUCTURES[::-1])
     assert library.load("generic") is None
     assert "built from other sources" in caplog.text
 
@@ -60,14 +61,14 @@ def test_a_library_that_computes_wrongly_gives_way_to_the_next(
     unloaded: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     best, *others = library.available()
-    pack = NativeEngine.pack
+    pack = NativeKernels.pack
 
-    def pack_wrongly(self: NativeEngine, *arguments: Any) -> None:
+    def pack_wrongly(self: NativeKernels, *arguments: Any) -> None:
         pack(self, *arguments)
         if self.library.variant == best:
             ctypes.memset(arguments[4], 0, 64)
 
-    monkeypatch.setattr(NativeEngine, "pack", pack_wrongly)
+    monkeypatch.setattr(NativeKernels, "pack", pack_wrongly)
     loaded = library.load()
     assert (loaded and loaded.variant) == next(iter(others), None)
     assert f"'{best}' cannot be used: FLOAT32 weights times FLOAT32: off by" in caplog.text
@@ -116,7 +117,7 @@ def test_swapped_layers_compute_the_same(dtype: torch.dtype, quantization: str |
     model = Small().to(dtype).eval()
     x = torch.randn(3, 5, 70, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = [layer(x).float().detach() for layer in (model.plain, model.transposed)]
-    engine = library.NativeEngine(loaded, 1)
+    engine = library.NativeKernels(loaded, 1)
     swap_linears(model, engine, quantization)
     assert isinstance(model.plain, NativeLinear) and isinstance(model.transposed, NativeLinear)
     assert isinstance(model.other, nn.Bilinear)
@@ -132,7 +133,7 @@ def test_a_team_ends_with_its_engine() -> None:
     loaded = library.load("generic")
     assert loaded is not None
     before = len(list(Path("/proc/self/task").iterdir()))
-    engine = library.NativeEngine(loaded, 3)
+    engine = library.NativeKernels(loaded, 3)
     assert len(list(Path("/proc/self/task").iterdir())) == before + 2
     engine.close()
     assert len(list(Path("/proc/self/task").iterdir())) == before

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_engines import Array, engine, from_bf16, numbers, stored, to_bf16
 
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
-from llmbackend.engine.kernels.library import Library, NativeEngine, op_pointers, packed_bytes
+from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels, op_pointers, packed_bytes
+from tests.helpers.native_engines import Array, best_is_fast, engine, from_bf16, numbers, stored, to_bf16
 
 VARIANTS = [name for name in library.available() if name != "amx"]
 
@@ -29,7 +29,7 @@ def poison(rows: int, stride: int, kind: Type) -> Array:
 class Layer:
     """A linear layer with random weights of one type, packed by one engine."""
 
-    engine: NativeEngine
+    engine: NativeKernels
     n: int
     k: int
     weight_type: Type = Type.BFLOAT16
@@ -73,7 +73,7 @@ class Layer:
         return y
 
     def run(
-        self, x: Array, y: Array | None = None, rows: Rows = Rows.TOKENS, runner: NativeEngine | None = None
+        self, x: Array, y: Array | None = None, rows: Rows = Rows.TOKENS, runner: NativeKernels | None = None
     ) -> Array:
         count = len(x)
         y = self.old_y(count) if y is None else y
@@ -119,7 +119,7 @@ def assert_close(layer: Layer, y: Array, expected: Array) -> None:
     np.testing.assert_allclose(got, expected, rtol=relative, atol=2e-6 * layer.k**0.5)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("weight_type", [Type.FLOAT32, Type.BFLOAT16])
 @pytest.mark.parametrize("shape", [(32, 32), (1, 1), (33, 7), (100, 64), (64, 2051)])
 @pytest.mark.parametrize("rows", [1, 5, 13, 30])
@@ -129,7 +129,7 @@ def test_it_multiplies(variant: str, weight_type: Type, shape: tuple[int, int], 
     assert_close(layer, layer.run(x), layer.expected(x))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("n", [64, 70])
@@ -139,7 +139,7 @@ def test_epilogues(variant: str, epilogue: Epilogue, with_bias: bool, n: int) ->
     assert_close(layer, layer.run(x), layer.expected(x))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("epilogue", [Epilogue.STORE, Epilogue.SILU_MUL])
 @pytest.mark.parametrize("types", [(Type.BFLOAT16, Type.FLOAT32), (Type.BFLOAT16, Type.BFLOAT16)])
 def test_bfloat16_rows(variant: str, epilogue: Epilogue, types: tuple[Type, Type]) -> None:
@@ -148,7 +148,7 @@ def test_bfloat16_rows(variant: str, epilogue: Epilogue, types: tuple[Type, Type
     assert_close(layer, layer.run(x), layer.expected(x))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("epilogue", [Epilogue.SILU_MUL, Epilogue.GELU_MUL])
 def test_activations_of_large_arguments(variant: str, epilogue: Epilogue) -> None:
     layer = Layer(engine(variant), 32, 1, Type.FLOAT32, epilogue=epilogue, with_bias=False)
@@ -160,7 +160,7 @@ def test_activations_of_large_arguments(variant: str, epilogue: Epilogue) -> Non
     np.testing.assert_allclose(layer.run(x), expected, rtol=1e-6, atol=1e-30)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 def test_a_row_that_is_no_number_stays_alone(variant: str) -> None:
     layer = Layer(engine(variant), 64, 64, epilogue=Epilogue.SILU_MUL)
     x = layer.x(20)
@@ -171,7 +171,7 @@ def test_a_row_that_is_no_number_stays_alone(variant: str) -> None:
     assert np.array_equal(np.delete(y, 11, 0), np.delete(clean, 11, 0))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("rows", list(Rows))
 def test_it_counts_tokens_or_samples(variant: str, rows: Rows) -> None:
     layer = Layer(engine(variant), 32, 32)
@@ -179,7 +179,7 @@ def test_it_counts_tokens_or_samples(variant: str, rows: Rows) -> None:
     assert_close(layer, layer.run(x, rows=rows), layer.expected(x))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("weight_type", [Type.FLOAT32, Type.BFLOAT16])
 @pytest.mark.parametrize("epilogue", [Epilogue.ADD, Epilogue.SILU_MUL])
 def test_a_row_does_not_know_its_batch(variant: str, weight_type: Type, epilogue: Epilogue) -> None:
@@ -197,7 +197,7 @@ def test_a_row_does_not_know_its_batch(variant: str, weight_type: Type, epilogue
             assert np.array_equal(y, alone[rows]), f"{count} rows from {first} on, {threads} threads"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("weight_type", [Type.FLOAT32, Type.BFLOAT16])
 @pytest.mark.parametrize("packed_type", [Type.FLOAT32, Type.BFLOAT16])
 def test_packing(variant: str, weight_type: Type, packed_type: Type) -> None:
@@ -218,7 +218,7 @@ def test_packing(variant: str, weight_type: Type, packed_type: Type) -> None:
 
 
 @pytest.fixture(scope="module")
-def tiles(tmp_path_factory: pytest.TempPathFactory) -> NativeEngine:
+def tiles(tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
     """The library with the tile unit emulated in plain C++, and otherwise generic."""
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
@@ -227,7 +227,7 @@ def tiles(tmp_path_factory: pytest.TempPathFactory) -> NativeEngine:
     target = tmp_path_factory.mktemp("tiles") / "tiles.so"
     flags = "-std=c++20 -O1 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -shared -fPIC"
     subprocess.run([compiler, *flags.split(), "-DLLMB_EMULATE_AMX", "-o", target, source], check=True)
-    return NativeEngine(Library("emulated tiles", target), 1)
+    return NativeKernels(KernelLibrary("emulated tiles", target), 1)
 
 
 def tile_product(x: Array, weight: Array) -> Array:
@@ -243,17 +243,19 @@ def tile_product(x: Array, weight: Array) -> Array:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(32, 32), (33, 7), (70, 1100)])
 @pytest.mark.parametrize("rows", [1, 16, 17, 53])
-def test_tiles_compute_what_is_documented(tiles: NativeEngine, shape: tuple[int, int], rows: int) -> None:
+def test_tiles_compute_what_is_documented(tiles: NativeKernels, shape: tuple[int, int], rows: int) -> None:
     layer = Layer(tiles, *shape, x_type=Type.BFLOAT16, with_bias=False)
     x = layer.x(rows)
     assert np.array_equal(layer.run(x), tile_product(from_bf16(x[:, : layer.k]), layer.weights[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("y_type", [Type.FLOAT32, Type.BFLOAT16])
-def test_epilogues_on_tiles(tiles: NativeEngine, epilogue: Epilogue, y_type: Type) -> None:
+def test_epilogues_on_tiles(tiles: NativeKernels, epilogue: Epilogue, y_type: Type) -> None:
     if epilogue is Epilogue.ADD and y_type is Type.BFLOAT16:
         pytest.skip("the residual stream is float32")
     layer = Layer(tiles, 70, 70, x_type=Type.BFLOAT16, y_type=y_type, epilogue=epilogue)
@@ -261,11 +263,12 @@ def test_epilogues_on_tiles(tiles: NativeEngine, epilogue: Epilogue, y_type: Typ
     assert_close(layer, layer.run(x), layer.expected(x))
 
 
-def test_a_row_on_tiles_does_not_know_its_batch(tiles: NativeEngine) -> None:
+@pytest.mark.slow
+def test_a_row_on_tiles_does_not_know_its_batch(tiles: NativeKernels) -> None:
     layer = Layer(tiles, 40, 1090, x_type=Type.BFLOAT16, epilogue=Epilogue.SILU_MUL)
     x = layer.x(290)
     y = layer.run(x)
-    pair = NativeEngine(tiles.library, 2)
+    pair = NativeKernels(tiles.library, 2)
     for count in (*range(1, 36), 257):
         first = (count * 37) % (len(x) - count + 1)
         assert np.array_equal(layer.run(x[first : first + count]), y[first : first + count]), f"{count} from {first} on"

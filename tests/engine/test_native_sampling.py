@@ -9,24 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampling_parameters import random_parameters
 
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import NativeEngine
-from llmbackend.engine.mock.mock_sampler import sample as plain_sample
-from llmbackend.engine.sampler import Sampler
+from llmbackend.engine.kernels.library import NativeKernels
+from llmbackend.engine.mock.mock_model import sample as plain_sample
+from llmbackend.engine.sampling.sampler import Sampler
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens
+from tests.helpers.native_engines import best_is_fast
+from tests.helpers.sampling_parameters import random_parameters
 
 EOS, NUM_PROMPT, NUM_TOKENS = (3, 4), 5, 9
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernels are built")
 
 
-@pytest.fixture(params=library.available() or ("none",), scope="module")
-def engine(request: pytest.FixtureRequest) -> Iterator[NativeEngine]:
+@pytest.fixture(params=best_is_fast(library.available() or ("none",)), scope="module")
+def engine(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
     loaded = library.load(request.param)
     assert loaded is not None
-    native = NativeEngine(loaded, 2)
+    native = NativeKernels(loaded, 2)
     yield native
     native.close()
 
@@ -34,7 +35,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[NativeEngine]:
 class Rows:
     """A sampler, and a table with one row for each set of parameters; the rows' tokens are drawn once."""
 
-    def __init__(self, parameters: list[dict[str, Any]], vocab: int, native: NativeEngine | None) -> None:
+    def __init__(self, parameters: list[dict[str, Any]], vocab: int, native: NativeKernels | None) -> None:
         self.table = RowTable(len(parameters), 16, 16)
         self.table.token_ids[:] = np.random.default_rng(1).integers(0, vocab, self.table.token_ids.shape)
         self.table.num_prompt_tokens[:], self.table.num_tokens[:] = NUM_PROMPT, NUM_TOKENS
@@ -82,7 +83,7 @@ def sampled_by_torch(kind: str, dtype: torch.dtype, vocab: int) -> SampledTokens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_and_logprobs_are_those_of_torch(
-    engine: NativeEngine, kind: str, dtype: torch.dtype, vocab: int
+    engine: NativeKernels, kind: str, dtype: torch.dtype, vocab: int
 ) -> None:
     parameters, logits = parameters_of(vocab), make_logits(kind, 24, vocab + 3).to(dtype)
     expected = sampled_by_torch(kind, dtype, vocab)
@@ -97,7 +98,7 @@ def test_tokens_and_logprobs_are_those_of_torch(
         assert [value for _, value in ours.top] == pytest.approx([value for _, value in theirs.top], rel=1e-5, abs=1e-5)
 
 
-def test_tokens_are_those_of_the_plain_sampler(engine: NativeEngine) -> None:
+def test_tokens_are_those_of_the_plain_sampler(engine: NativeKernels) -> None:
     rng, vocab = np.random.default_rng(3), 700
     # Without any limit, the plain sampler draws in another order.
     parameters = [
@@ -111,7 +112,7 @@ def test_tokens_are_those_of_the_plain_sampler(engine: NativeEngine) -> None:
         assert rows.sample(logits).token_ids.tolist() == expected
 
 
-def test_bad_words_are_not_completed(engine: NativeEngine) -> None:
+def test_bad_words_are_not_completed(engine: NativeKernels) -> None:
     vocab = 700
     logits = make_logits("usual", 3, vocab)
     plain = Rows([{"temperature": 0.0, "logprobs": 1}] * 3, vocab, engine)
@@ -135,7 +136,7 @@ def test_bad_words_are_not_completed(engine: NativeEngine) -> None:
 
 
 @pytest.mark.parametrize("limit", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.2}])
-def test_draws_follow_the_distribution(engine: NativeEngine, limit: dict[str, Any]) -> None:
+def test_draws_follow_the_distribution(engine: NativeKernels, limit: dict[str, Any]) -> None:
     vocab, count = 12, 6000
     logits = torch.linspace(-1.5, 1.5, vocab)
     shares = torch.softmax(logits.double() / 0.8, -1)
@@ -155,13 +156,13 @@ def test_draws_follow_the_distribution(engine: NativeEngine, limit: dict[str, An
     assert chi_square < 35  # 11 degrees of freedom or fewer: by chance once in 4000, and the seeds are fixed
 
 
-def test_a_sample_does_not_depend_on_neighbours_or_threads(engine: NativeEngine) -> None:
+def test_a_sample_does_not_depend_on_neighbours_or_threads(engine: NativeKernels) -> None:
     rng, vocab = np.random.default_rng(5), 5000
     parameters = [random_parameters(rng, vocab, largest_top_p=0.99999, most_logprobs=900) for _ in range(40)]
     logits = make_logits("usual", 40, vocab)
     together = Rows(parameters, vocab, engine).sample(logits)
     for num_threads in (1, 3):
-        other = NativeEngine(engine.library, num_threads)
+        other = NativeKernels(engine.library, num_threads)
         rows = Rows(parameters, vocab, other)
         assert rows.sample(logits).token_ids.tolist() == together.token_ids.tolist()
         for row in range(40):
@@ -171,7 +172,7 @@ def test_a_sample_does_not_depend_on_neighbours_or_threads(engine: NativeEngine)
         other.close()
 
 
-def test_equal_logits_go_to_the_lowest_id(engine: NativeEngine) -> None:
+def test_equal_logits_go_to_the_lowest_id(engine: NativeKernels) -> None:
     logits = torch.zeros(1, 1000)
     logits[0, [700, 300, 999]] = 2.0
     logits[0, [10, 20]] = -0.0
@@ -184,7 +185,7 @@ def test_equal_logits_go_to_the_lowest_id(engine: NativeEngine) -> None:
 @pytest.mark.parametrize("broken", [float("nan"), -float("nan"), float("inf")])
 @pytest.mark.parametrize("edits", [{}, {"logit_bias": {5: 1.0}, "min_tokens": 9, "stop_token_ids": (77,)}])
 def test_a_broken_row_gets_an_error_and_the_others_go_on(
-    engine: NativeEngine, broken: float, edits: dict[str, Any]
+    engine: NativeKernels, broken: float, edits: dict[str, Any]
 ) -> None:
     parameters: list[dict[str, Any]] = [{"temperature": t, "logprobs": 2, **edits} for t in (0.0, 0.0, 1.0, 1.0)]
     logits = make_logits("usual", 4, 300)
@@ -196,7 +197,7 @@ def test_a_broken_row_gets_an_error_and_the_others_go_on(
     assert sampled.token_ids.tolist() == [healthy.token_ids[0], NO_TOKEN, healthy.token_ids[2], NO_TOKEN]
 
 
-def test_logits_are_read_at_any_stride_and_left_alone(engine: NativeEngine) -> None:
+def test_logits_are_read_at_any_stride_and_left_alone(engine: NativeKernels) -> None:
     parameters: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "logit_bias": {7: 3.0}}]
     padded = torch.full((2, 700), torch.inf)
     padded[:, :500] = make_logits("usual", 2, 500)
@@ -207,7 +208,7 @@ def test_logits_are_read_at_any_stride_and_left_alone(engine: NativeEngine) -> N
     assert torch.equal(padded, before)
 
 
-def test_positions_of_a_row_see_the_tokens_before_them_alone(engine: NativeEngine) -> None:
+def test_positions_of_a_row_see_the_tokens_before_them_alone(engine: NativeKernels) -> None:
     parameters: list[dict[str, Any]] = [{"temperature": 0.9, "seed": 4, "frequency_penalty": 1.0, "logprobs": 1}]
     logits = make_logits("flat", 1, 40).expand(3, -1)
     rows, positions = np.zeros(3, np.int32), np.arange(NUM_TOKENS, NUM_TOKENS + 3, dtype=np.int32)
@@ -218,7 +219,7 @@ def test_positions_of_a_row_see_the_tokens_before_them_alone(engine: NativeEngin
     assert [entry.token_id for entry in found.logprobs[0]] == found.token_ids.tolist()
 
 
-def test_a_row_is_free_of_its_last_request(engine: NativeEngine) -> None:
+def test_a_row_is_free_of_its_last_request(engine: NativeKernels) -> None:
     rows = Rows([{"temperature": 0.0, "logit_bias": {5: 100.0}, "logprobs": 1}], 50, engine)
     logits = make_logits("usual", 1, 50)
     assert rows.sample(logits).token_ids[0] == 5

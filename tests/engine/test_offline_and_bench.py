@@ -6,18 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from mock_engine import Outcomes, expect_oracle, make_request, random_requests
-from transformers import LlamaConfig
 
-from llmbackend.bench import run_bench
+from llmbackend.cli.bench import run_bench
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.offline import Engine
+from llmbackend.engine.offline import OfflineEngine
+from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request, random_requests
 
 
 def test_more_requests_than_rows() -> None:
     requests = random_requests(seed=4, count=30)
     outcomes = Outcomes()
-    with Engine(EngineConfig(model="mock", max_num_seqs=4)) as engine:
+    with OfflineEngine(EngineConfig(model="mock", max_num_seqs=4)) as engine:
         for result in engine.generate(requests):
             outcomes.add(result)
     for request in requests:
@@ -25,7 +24,7 @@ def test_more_requests_than_rows() -> None:
 
 
 def test_an_iterator_that_is_left_early_frees_everything() -> None:
-    with Engine(EngineConfig(model="mock", num_kv_blocks=20)) as engine:
+    with OfflineEngine(EngineConfig(model="mock", num_kv_blocks=20)) as engine:
         steps = engine.generate([make_request("r", max_tokens=100, ignore_eos=True)])
         next(steps)
         steps.close()
@@ -37,6 +36,8 @@ def test_an_iterator_that_is_left_early_frees_everything() -> None:
 
 def tiny_model(path: Path) -> Path:
     """A configuration of random weights."""
+    from transformers import LlamaConfig  # most tests here do without
+
     LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -68,6 +69,7 @@ def test_the_bench_runs_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "output_tokens_per_s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_step_is_split_into_host_and_compute(tmp_path: Path) -> None:
     workload = write(tmp_path / "w.json", [{"prompt_tokens": 3, "output_tokens": 4}] * 2)
     model = str(tiny_model(tmp_path / "model"))

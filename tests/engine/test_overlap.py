@@ -1,4 +1,4 @@
-"""Steps that overlap: whatever the device's pace, what comes out is what comes out of one step at a time."""
+"""Steps that overlap: at any pace of the device, the results are those of one step at a time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,24 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from mock_devices import FailingDevice, PacedDevice, device_of, devices_closed, make_overlapping
-from mock_engine import Outcomes, ends_with_eos, expect_oracle, make_core, make_request, random_requests, run_to_end
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
-from llmbackend.engine.engine_core import EngineCore, make_runner
+from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.fault_injection import Faults, with_faults
 from llmbackend.engine.infer_request import InferRequest, StepOutput
 from llmbackend.engine.mock.mock_model import mock_generate
+from llmbackend.engine.runners import make_runner
 from llmbackend.engine.step import OverlappingRunner, RowTable, SampledTokens, StepPlan
+from tests.helpers.mock_devices import FailingDevice, PacedDevice, device_of, devices_closed, make_overlapping
+from tests.helpers.mock_engine import (
+    Outcomes,
+    ends_with_eos,
+    expect_oracle,
+    make_core,
+    make_request,
+    random_requests,
+    run_to_end,
+)
 
 PACE_NAMES = ("fast", "slow", "drawn")
 OPTIONS = list(product([1, 7, 512], [1, 4, 32], [None, 96], [1, 3, 32], [False, True]))[::5]
@@ -159,14 +168,14 @@ def test_a_stop_token_wastes_one_slot_for_each_step_behind_it(in_flight: int) ->
     expect_oracle(outcomes["eos"], request)
     assert device_of(core).num_launches == len(outcomes["eos"].token_ids) + in_flight - 1
     for _ in range(in_flight - 1):
-        assert core.has_work, "a step is in flight that nobody needs any more"
+        assert core.has_work, "a step is in flight that no request needs any more"
         assert core.step().outputs == ()
         core.check()
     assert not core.has_work
 
 
 def test_a_row_is_given_to_another_while_its_last_step_is_in_flight() -> None:
-    """The late result is nobody's, though the row has a new request, and the new one's tokens are its own."""
+    """The late result belongs to no request, though the row has a new one, and the new one's tokens are its own."""
     first, second = ends_with_eos(), make_request("next", (9, 8, 7), max_tokens=20, logprobs=2)
     core = make_overlapping(max_num_seqs=1, block_size=4, num_kv_blocks=20)
     outcomes = run_to_end(core, [first, second])
@@ -183,13 +192,13 @@ def test_a_request_that_fills_the_whole_pool_ends_as_without_overlap() -> None:
     whole = ends_with_eos()
     num_tokens = 1 + len(mock_generate(whole).token_ids)
     for num_blocks in (num_tokens - 1, num_tokens - 2):
-        arguments = {"block_size": 1, "num_kv_blocks": num_blocks}
+        arguments: dict[str, Any] = {"block_size": 1, "num_kv_blocks": num_blocks}
         alone, ahead = (run_to_end(core, [whole]) for core in (make_core(**arguments), make_overlapping(**arguments)))
         assert ahead.of == alone.of
     assert "whole KV cache" in ahead["eos"].error
 
 
-def test_nobody_is_preempted_for_blocks_that_a_step_in_flight_gives_back() -> None:
+def test_no_request_is_preempted_for_blocks_that_a_step_in_flight_gives_back() -> None:
     core = make_overlapping(block_size=4, num_kv_blocks=4, max_num_batched_tokens=32)
     requests = [make_request("short", range(8), max_tokens=1), make_request("long", range(50, 57), max_tokens=9)]
     outcomes = run_to_end(core, requests)
@@ -206,7 +215,7 @@ def test_only_what_is_read_is_found_in_the_prefix_cache() -> None:
         core.step()
         registered.append(len(core._kv_cache._prefixes))
         tokens = np.frombuffer(b"".join(filter(None, map(core._kv_cache._prefixes.tokens_of, range(64)))), np.int32)
-        assert (tokens >= 0).all(), "a token that nobody has read is registered"
+        assert (tokens >= 0).all(), "a token that was not read yet is registered"
         assert registered[step] == (7 + step) // 4
     core.abort("first")
 
@@ -338,8 +347,8 @@ def test_the_hosts_share_of_a_step_is_what_the_device_waited() -> None:
             return step_id, msgspec_replace(sampled, forward_s=1e9)
 
     shares = []
-    for arguments in ({}, {"async_scheduling": False}):
-        core = make_overlapping(Clocked, **arguments)
+    for is_async in (True, False):
+        core = make_overlapping(Clocked, async_scheduling=is_async)
         core.add(make_request("r", max_tokens=4, ignore_eos=True))
         shares.append([core.step().stats.last_host_s for _ in range(4)])
     assert shares[0] == [0.0] * 4
@@ -351,9 +360,9 @@ def msgspec_replace(sampled: SampledTokens, forward_s: float) -> SampledTokens:
 
 
 def test_an_early_end_of_offline_generation_leaves_nothing_in_flight() -> None:
-    from llmbackend.engine.offline import Engine
+    from llmbackend.engine.offline import OfflineEngine
 
-    with Engine(EngineConfig(model="mock", mock_steps_in_flight=3)) as engine:
+    with OfflineEngine(EngineConfig(model="mock", mock_steps_in_flight=3)) as engine:
         for result in engine.generate([make_request("r", max_tokens=50, ignore_eos=True)]):
             assert result.outputs
             break

@@ -13,17 +13,24 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from mock_engine import FaultyRunner, Outcomes, expect_oracle, make_core, make_request, run_counted, run_to_end
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import EngineInput, InferRequest, SamplingParams, StepOutput
+from llmbackend.engine.memory.prefix_cache import PrefixCache
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
-from llmbackend.engine.prefix_cache import PrefixCache
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
+from tests.helpers.mock_engine import (
+    FaultyRunner,
+    Outcomes,
+    expect_oracle,
+    make_core,
+    make_request,
+    run_counted,
+    run_to_end,
+)
 
 BLOCK = 4
 COMMON = tuple(range(10, 30))
@@ -124,7 +131,7 @@ def test_a_tenant_parts_what_is_shared_and_its_salts_are_its_own() -> None:
 
 
 def test_tenant_adapter_and_salt_are_never_taken_for_each_other() -> None:
-    """Whatever a client writes into its salt, separators and the names of others included."""
+    """For any text in a client's salt, separators and the names of others included."""
     texts = ("", "A", "x", "A\0x", "\0", "\0A", "A\0", "A\0x\0", "('A', 'x')")
     keys = [
         InferRequest(
@@ -142,7 +149,7 @@ def test_tenant_adapter_and_salt_are_never_taken_for_each_other() -> None:
     assert len(set(keys)) == len(texts) ** 3
 
 
-def test_whose_request_it_is_survives_the_way_to_the_engine_process() -> None:
+def test_the_tenant_of_a_request_reaches_the_engine_process() -> None:
     request = make_request("r", COMMON)
     request = msgspec.structs.replace(request, tenant="alice", lora_name="A", cache_salt="B\0C")
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(EngineInput(add=(request,))), type=EngineInput)
@@ -176,7 +183,7 @@ def test_a_crowd_that_comes_at_once_computes_what_it_shares_once(budget: int) ->
     assert runner.num_computed_tokens == len(COMMON) + 16 * 2
 
 
-def test_who_waits_for_a_block_under_way_waits_one_step_and_is_not_overtaken() -> None:
+def test_a_request_that_waits_for_a_block_under_way_waits_one_step_and_is_not_overtaken() -> None:
     core = small_core(max_num_batched_tokens=100)
     first, second = begins_alike(2, max_tokens=4, ignore_eos=True)
     other = make_request("other", (1, 2, 3), max_tokens=4, ignore_eos=True)
@@ -186,7 +193,7 @@ def test_who_waits_for_a_block_under_way_waits_one_step_and_is_not_overtaken() -
     assert seen == [{"r0"}, {"r0", "r1", "other"}]
 
 
-def test_who_needs_no_block_that_is_under_way_does_not_wait() -> None:
+def test_a_request_that_needs_no_block_under_way_does_not_wait() -> None:
     """Though it found a beginning, and others compute what follows it in another text."""
     core = small_core(max_num_batched_tokens=100)
     cached_tokens(core, make_request("earlier", COMMON))
@@ -196,7 +203,7 @@ def test_who_needs_no_block_that_is_under_way_does_not_wait() -> None:
     assert {one.request_id: one.num_cached_tokens for one in core.step().outputs} == {"running": 20, "other": 8}
 
 
-def test_who_waits_for_a_block_goes_on_when_its_maker_is_gone() -> None:
+def test_a_request_that_waits_for_a_block_goes_on_when_its_maker_is_gone() -> None:
     core = small_core(max_num_batched_tokens=8)
     first, second = begins_alike(2)
     core.add(first)
@@ -313,7 +320,7 @@ class FailsOnce(MockRunner):
 
 
 def test_a_row_that_fails_on_what_it_found_takes_it_out() -> None:
-    """What it found may be why it failed; who comes after it computes it anew."""
+    """What it found may be why it failed; the next request computes it anew."""
     core = small_core(FailsOnce)
     first, last = make_request("first", (*COMMON, 1)), make_request("last", (*COMMON, 2))
     assert cached_tokens(core, first) == 0
@@ -322,7 +329,7 @@ def test_a_row_that_fails_on_what_it_found_takes_it_out() -> None:
     assert cached_tokens(core, last) == 20
 
 
-def test_who_shares_with_a_row_that_fails_goes_on_but_extends_nothing_that_is_forgotten() -> None:
+def test_a_row_that_shares_with_one_that_fails_goes_on_but_extends_nothing_forgotten() -> None:
     core = small_core(FailsOnce)
     good = make_request("good", (*COMMON, 1), max_tokens=20, ignore_eos=True)
     core.add(good)
@@ -347,7 +354,7 @@ def test_an_aborted_request_leaves_what_it_computed() -> None:
     assert cached_tokens(core, make_request("next", COMMON)) == 8
 
 
-# --- whatever happens -------------------------------------------------------------------------------------------------
+# --- in any order of events -------------------------------------------------------------------------------------------
 
 texts = st.sampled_from(
     [tuple((text + at // 5 * text) % 256 for at in range(length)) for text in (1, 2) for length in (3, 8, 9, 13, 24)]
@@ -394,7 +401,7 @@ def drive(core: EngineCore, script: list[Any]) -> tuple[dict[str, InferRequest],
     max_num_batched_tokens=st.sampled_from((64, 9, 1)),
 )
 def test_tokens_are_those_of_each_request_alone(
-    script: list[Any], block_size: int, spare_blocks: int, **arguments: int
+    script: list[Any], block_size: int, spare_blocks: int, **arguments: Any
 ) -> None:
     core = make_core(block_size=block_size, num_kv_blocks=-(-50 // block_size) + spare_blocks, **arguments)
     added, outcomes, _ = drive(core, script)
@@ -449,8 +456,11 @@ def test_the_index_keeps_the_first_of_two_equal_blocks() -> None:
 # --- a real model -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_and_logprobs_of_a_real_model_do_not_change_by_a_bit(dtype: str, tmp_path: Path) -> None:
+    import transformers as tf  # most tests here do without
+
     config = tf.Qwen2Config(
         vocab_size=512,
         hidden_size=64,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from test_parity import BASE, engine_tokens, expected_tokens, prompts, random_model
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.loader import load_model
+from llmbackend.engine.model.loader import load_model
+from tests.helpers.tiny_models import BASE, engine_tokens, expected_tokens, prompts, random_model
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 THETA = 1e4
 HALF_DIM = 8
@@ -64,7 +64,7 @@ def test_gemma3_states_the_scaled_length(tmp_path: Path) -> None:
 
 
 def test_longrope_is_capped_unless_more_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "llmbackend.engine.rotary"):
+    with caplog.at_level(logging.WARNING, "llmbackend.engine.model.rotary"):
         assert length(tmp_path, config("longrope")) == 16
     assert "max_model_len is capped to 16 tokens, of the 64 that the model allows" in caplog.text
     caplog.clear()

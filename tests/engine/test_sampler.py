@@ -1,4 +1,4 @@
-"""The vectorised sampler does what the plain one does, row by row, whatever shares the batch."""
+"""The vectorised sampler does what the plain one does, row by row, independent of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.mock.mock_sampler import _draw as plain_draw
-from llmbackend.engine.mock.mock_sampler import sample as plain_sample
-from llmbackend.engine.sampler import Sampler
+from llmbackend.engine.mock.mock_model import _draw as plain_draw
+from llmbackend.engine.mock.mock_model import sample as plain_sample
 from llmbackend.engine.sampling.drawing import Limits, draw, draw_limited, likeliest, most_likely
-from llmbackend.engine.sampling.random_numbers import uniform
+from llmbackend.engine.sampling.rows import uniform
+from llmbackend.engine.sampling.sampler import Sampler
 from llmbackend.engine.step import RowTable, SampledTokens
 
 VOCAB, EOS = 3000, (7, 8)

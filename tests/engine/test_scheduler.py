@@ -3,52 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from mock_engine import make_request
 
-from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import InferRequest
-from llmbackend.engine.kv_cache import KVCacheManager
-from llmbackend.engine.mock.mock_model import MockRunner
-from llmbackend.engine.scheduler import Scheduler
-from llmbackend.engine.sequence import Rows, Sequence
-from llmbackend.engine.step import RowTable, StepPlan
-
-
-class Harness:
-    """A scheduler whose steps 'run' by counting; names in plans are request ids."""
-
-    def __init__(self, budget: int = 16, rows: int = 4, blocks: int = 100, block_size: int = 4) -> None:
-        config = EngineConfig(model="mock", block_size=block_size, num_kv_blocks=blocks, max_num_seqs=rows)
-        self.runner = MockRunner(config)
-        self.table = RowTable(rows, 256, block_size)
-        self.kv_cache = KVCacheManager(blocks, self.table)
-        self.rows = Rows(self.table, self.runner)
-        self.scheduler = Scheduler(self.rows, self.kv_cache, budget)
-        self.sequences: dict[str, Sequence] = {}
-
-    def add(self, request_id: str, prompt_len: int, priority: int = 0) -> None:
-        """A request whose prompt begins as no other's."""
-        prompt = (100 + len(self.sequences), *range(1, prompt_len))
-        self.add_request(make_request(request_id, prompt, priority, max_tokens=200))
-
-    def add_request(self, request: InferRequest) -> None:
-        sequence = Sequence(request, len(self.sequences), self.runner.info)
-        self.sequences[request.request_id] = sequence
-        self.scheduler.add(sequence)
-
-    def step(self) -> tuple[dict[str, int], set[str]]:
-        """Chunks by request id, and who sampled. The step counts as run."""
-        plan = self.scheduler.schedule().plan
-        return self.commit(plan) if plan is not None else ({}, set())
-
-    def commit(self, plan: StepPlan) -> tuple[dict[str, int], set[str]]:
-        names = {s.row: name for name, s in self.sequences.items() if s.row >= 0}
-        chunks = {names[row]: n for row, n in zip(plan.rows.tolist(), plan.num_scheduled_tokens.tolist(), strict=True)}
-        sampled = plan.rows[plan.sample_rows]
-        self.table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
-        self.table.num_tokens[sampled] += 1
-        self.kv_cache.check()
-        return chunks, {names[row] for row in sampled.tolist()}
+from tests.helpers.mock_engine import make_request
+from tests.helpers.scheduler_harness import Harness
 
 
 def test_one_budget_is_filled_in_order_of_arrival() -> None:
@@ -95,7 +52,7 @@ def test_blocks_are_reserved_for_the_chunk_alone() -> None:
     assert harness.kv_cache.num_free_blocks == 98
 
 
-def test_the_head_of_the_queue_waits_until_it_fits_and_nobody_overtakes_it() -> None:
+def test_the_head_of_the_queue_waits_until_it_fits_and_is_not_overtaken() -> None:
     harness = Harness(budget=64, blocks=10, block_size=4)
     harness.add("a", 24)
     harness.add("big", 20)
@@ -134,7 +91,7 @@ def test_the_last_running_request_is_preempted_and_goes_to_the_head_of_the_queue
     assert harness.step()[0] == {"b": 8, "c": 1}
 
 
-def test_a_step_that_preempted_admits_nobody() -> None:
+def test_a_step_that_preempted_admits_no_request() -> None:
     harness = Harness(budget=32, blocks=4, block_size=4)
     harness.add("a", 8)
     harness.add("b", 8)
@@ -144,7 +101,7 @@ def test_a_step_that_preempted_admits_nobody() -> None:
     assert harness.step()[0] == {"a": 1, "tiny but urgent": 1}
 
 
-def test_the_least_important_request_is_the_victim() -> None:
+def test_the_least_important_request_is_preempted() -> None:
     harness = Harness(budget=32, blocks=4, block_size=4)
     harness.add("low", 8, priority=1)
     harness.add("high", 8, priority=0)

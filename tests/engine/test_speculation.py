@@ -10,20 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
-from mock_engine import expect_oracle, make_core, make_request, run_counted, run_to_end
-from repeating_text import repeat_text
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams
 from llmbackend.engine.mock.mock_model import MockRunner
-from llmbackend.engine.model_runner import ModelRunner
-from llmbackend.engine.sampler import Sampler
-from llmbackend.engine.speculation import MAX_PAUSE_STEPS, Speculator, runs_that_hold
+from llmbackend.engine.sampling.sampler import Sampler
+from llmbackend.engine.scheduling.speculation import MAX_PAUSE_STEPS, Speculator, accepted_runs
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens, StepPlan
+from tests.helpers.mock_engine import expect_oracle, make_core, make_request, run_counted, run_to_end
+from tests.helpers.repeating_text import repeat_text
 
 EAGER = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1, max_step_tokens=16)
 
@@ -216,7 +214,7 @@ def test_tokens_hold_up_to_the_first_wrong_draft(sampled: list[int], expected: l
     assert plan.num_samples == 5
     assert [array.tolist() for array in plan.samples(table)] == [[2, 2, 2, 2, 1], [5, 6, 7, 8, 2]]
     token_ids = int32([*sampled, 6])
-    runs = zip(*(array.tolist() for array in runs_that_hold(plan, token_ids, table)), strict=True)
+    runs = zip(*(array.tolist() for array in accepted_runs(plan, token_ids, table)), strict=True)
     assert [token_ids[start : start + count].tolist() for start, count in runs] == [*expected, [6]]
 
 
@@ -287,6 +285,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(specs=st.lists(st.tuples(prompts, sampling_params), min_size=1, max_size=6), options=OPTIONS)
 def test_speculation_changes_no_request(specs: list[tuple[Any, SamplingParams]], options: dict[str, Any]) -> None:
     options["num_kv_blocks"] *= -(-4 // options["block_size"])
@@ -321,6 +320,7 @@ def test_text_that_repeats_takes_fewer_steps() -> None:
     assert (plain.num_drafts, plain.num_draft_tokens, plain.num_accepted_tokens) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_text_that_does_not_repeat_is_soon_left_alone() -> None:
     requests = [make_request("r", range(200), max_tokens=200, ignore_eos=True)]
     outcomes, stats = run_counted(make_core(speculative_config=EAGER), requests)
@@ -428,6 +428,8 @@ def real_requests() -> list[InferRequest]:
 
 
 def run_real(path: Path, requests: list[InferRequest], **options: Any) -> tuple[dict[str, Any], EngineStats]:
+    from llmbackend.engine.model_runner import ModelRunner  # most tests here do without
+
     config = EngineConfig(model=str(path), load_format="dummy", transport="inline", block_size=8, **options)
     core = EngineCore(config, ModelRunner(config))
     outcomes, stats = run_counted(core, requests)
@@ -435,9 +437,12 @@ def run_real(path: Path, requests: list[InferRequest], **options: Any) -> tuple[
     return outcomes.of, stats
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_real_model_gives_the_same_tokens_and_logprobs(dtype: str, tmp_path: Path) -> None:
+    import transformers as tf  # most tests here do without
+
     tf.Qwen2Config(
         vocab_size=512,
         hidden_size=128,

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from mock_devices import PacedDevice, devices_closed
-from mock_engine import expect_oracle, make_request, run_to_end
-from test_scheduler import Harness
 
-from llmbackend.engine import step_pacing
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.mock.mock_model import MockRunner
-from llmbackend.engine.scheduler import Scheduler
+from llmbackend.engine.scheduling import step_pacing
+from llmbackend.engine.scheduling.scheduler import Scheduler
+from llmbackend.engine.scheduling.step_pacing import MIN_CHUNK, StepPacer, StepWork
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
-from llmbackend.engine.step_pacing import MIN_CHUNK, StepPacer, StepWork
+from tests.helpers.mock_devices import PacedDevice, devices_closed
+from tests.helpers.mock_engine import expect_oracle, make_request, run_to_end
+from tests.helpers.scheduler_harness import Harness
 
 DECODE_S, TOKEN_S, ATTENTION_S = 0.027, 0.0006, 2e-7
 """What a step takes without prompts, and what a prompt's token adds, alone and for each token before it: about what a
@@ -119,7 +119,7 @@ def test_a_target_that_generating_takes_up_alone_leaves_the_smallest_chunk() -> 
     assert max(gaps_s) < 3 * DECODE_S
 
 
-def test_a_prompt_that_disturbs_nobody_has_the_whole_budget() -> None:
+def test_a_prompt_without_neighbours_has_the_whole_budget() -> None:
     machine = Machine()
     core = timed_core(machine)
     core.add(make_request("long", [i % 250 for i in range(8000)], max_tokens=1))

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from test_parity import BASE, engine_tokens, expected_tokens, prompts
 
-from llmbackend.engine.compatibility import auto_class
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.loader import load_model
+from llmbackend.engine.model.compatibility import auto_class
+from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model_runner import ModelRunner
+from tests.helpers.tiny_models import BASE, engine_tokens, expected_tokens, prompts
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 ATTENTION = {"layer_types": ["full_attention"] * 3}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 14}
@@ -65,7 +65,7 @@ def test_plain_weights_under_a_label_are_noted(method: str, tmp_path: Path, capl
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with caplog.at_level(logging.WARNING, "llmbackend.engine.loader"):
+    with caplog.at_level(logging.WARNING, "llmbackend.engine.model.loader"):
         assert load_model(EngineConfig(model=str(tmp_path), transport="inline")).dtype == torch.float32
     assert "states a quantization_config, but the weights are plain" in caplog.text
 

@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mock_engine import Outcomes, expect_oracle, make_request, random_requests
 
+from llmbackend.engine import runners
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.infer_request import EngineInput
 from llmbackend.engine.mock.mock_model import MockRunner
-from llmbackend.engine.process.nursery import Nursery
-from llmbackend.engine.process.wakeup import Wakeup
-from llmbackend.engine.transport import EngineDeadError, ProcessTransport, Transport, make_transport
+from llmbackend.engine.process.supervisor import Wakeup
+from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport, Transport, make_transport
+from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request, random_requests
+from tests.helpers.waiting import eventually
 
-MakeNursery = Callable[..., Nursery]
+pytestmark = pytest.mark.slow
+
+MakeForkServer = Callable[..., EngineForkServer]
 
 
 @pytest.fixture
@@ -35,34 +39,34 @@ def wakeup() -> Iterator[Wakeup]:
 
 
 @pytest.fixture
-def make_nursery() -> Iterator[MakeNursery]:
-    made: list[Nursery] = []
+def make_fork_server() -> Iterator[MakeForkServer]:
+    made: list[EngineForkServer] = []
 
-    def make(**arguments: Any) -> Nursery:
-        made.append(Nursery(EngineConfig(model="mock", **arguments)))
+    def make(**arguments: Any) -> EngineForkServer:
+        made.append(EngineForkServer(EngineConfig(model="mock", **arguments), runners))
         return made[-1]
 
     yield make
-    for nursery in made:
-        nursery.close()
+    for fork_server in made:
+        fork_server.close()
 
 
 @pytest.fixture
-def nursery(make_nursery: MakeNursery) -> Nursery:
-    return make_nursery()
+def fork_server(make_fork_server: MakeForkServer) -> EngineForkServer:
+    return make_fork_server()
 
 
 @pytest.fixture(params=["inline", "process"])
-def transport(request: pytest.FixtureRequest, wakeup: Wakeup, make_nursery: MakeNursery) -> Iterator[Transport]:
-    transport = make_transport(make_nursery(transport=request.param), wakeup.fileno())
+def transport(request: pytest.FixtureRequest, wakeup: Wakeup, make_fork_server: MakeForkServer) -> Iterator[Transport]:
+    transport = make_transport(make_fork_server(transport=request.param), wakeup.fileno())
     start(transport)
     yield transport
     transport.close()
 
 
 @pytest.fixture
-def process(wakeup: Wakeup, nursery: Nursery) -> Iterator[ProcessTransport]:
-    transport = ProcessTransport(nursery, wakeup.fileno())
+def process(wakeup: Wakeup, fork_server: EngineForkServer) -> Iterator[ProcessTransport]:
+    transport = ProcessTransport(fork_server, wakeup.fileno())
     start(transport)
     yield transport
     transport.close()
@@ -80,18 +84,11 @@ def pid_of(transport: ProcessTransport) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie does not count: whoever adopted it has yet to look."""
+    """A zombie does not count: it has ended, and its new parent has not reaped it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come about"
-        time.sleep(0.01)
 
 
 def collect(transport: Transport, count: int) -> Outcomes:
@@ -136,18 +133,20 @@ def test_close_in_the_middle_of_work_leaves_nothing(transport: Transport) -> Non
 
 
 @pytest.mark.parametrize("kind", ["inline", "process"])
-def test_a_model_that_cannot_load_is_one_clear_error(kind: str, wakeup: Wakeup, make_nursery: MakeNursery) -> None:
-    transport = make_transport(make_nursery(mock_vocab_size=1, transport=kind), wakeup.fileno())
+def test_a_model_that_cannot_load_is_one_clear_error(
+    kind: str, wakeup: Wakeup, make_fork_server: MakeForkServer
+) -> None:
+    transport = make_transport(make_fork_server(mock_vocab_size=1, transport=kind), wakeup.fileno())
     with pytest.raises(RuntimeError, match=r"^engine argument 'mock_vocab_size' is 1, expected at least 130$"):
         start(transport)
     transport.close()
 
 
-def test_descriptors_do_not_leak(wakeup: Wakeup, make_nursery: MakeNursery) -> None:
-    nursery = make_nursery(transport="inline")
+def test_descriptors_do_not_leak(wakeup: Wakeup, make_fork_server: MakeForkServer) -> None:
+    fork_server = make_fork_server(transport="inline")
 
     def cycle() -> None:
-        transport = make_transport(nursery, wakeup.fileno())
+        transport = make_transport(fork_server, wakeup.fileno())
         start(transport)
         transport.close()
 
@@ -166,7 +165,7 @@ def test_a_running_engine_has_no_files_that_a_crash_could_leave(process: Process
     expect_oracle(collect(process, 1)["r"], request)
 
 
-# --- ends that nobody asked for ---------------------------------------------------------------------------------------
+# --- unexpected ends --------------------------------------------------------------------------------------------------
 
 
 def test_a_killed_engine_is_noticed_at_once(process: ProcessTransport) -> None:
@@ -184,21 +183,23 @@ def test_an_idle_engine_that_is_killed_is_noticed_too(process: ProcessTransport)
         process.receive()
 
 
-def test_a_nursery_that_cannot_start_is_a_dead_engine(
-    wakeup: Wakeup, nursery: Nursery, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_fork_server_that_cannot_start_is_a_dead_engine(
+    wakeup: Wakeup, fork_server: EngineForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken_interpreter = tmp_path / "python"
     broken_interpreter.write_text("#!/bin/sh\nexit 3\n")
     broken_interpreter.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(broken_interpreter))
-    transport = ProcessTransport(nursery, wakeup.fileno())
+    transport = ProcessTransport(fork_server, wakeup.fileno())
     with pytest.raises(EngineDeadError, match=r"ended with exit code 3|could not be started"):
         start(transport)
     transport.close()
 
 
-def test_an_engine_that_dies_leaves_its_last_words(wakeup: Wakeup, make_nursery: MakeNursery, tmp_path: Path) -> None:
-    transport = ProcessTransport(make_nursery(fault_directory=str(tmp_path)), wakeup.fileno())
+def test_an_engine_that_dies_leaves_its_last_words(
+    wakeup: Wakeup, make_fork_server: MakeForkServer, tmp_path: Path
+) -> None:
+    transport = ProcessTransport(make_fork_server(fault_directory=str(tmp_path)), wakeup.fileno())
     start(transport)
     (tmp_path / "escape").touch()
     transport.send(EngineInput((make_request("r"),)))
@@ -209,10 +210,10 @@ def test_an_engine_that_dies_leaves_its_last_words(wakeup: Wakeup, make_nursery:
     transport.close()
 
 
-def test_one_nursery_raises_one_engine_after_the_other(wakeup: Wakeup, nursery: Nursery) -> None:
+def test_one_fork_server_raises_one_engine_after_the_other(wakeup: Wakeup, fork_server: EngineForkServer) -> None:
     pids = []
     for _ in range(3):
-        transport = ProcessTransport(nursery, wakeup.fileno())
+        transport = ProcessTransport(fork_server, wakeup.fileno())
         start(transport)
         pids.append(pid_of(transport))
         os.kill(pids[-1], signal.SIGKILL)
@@ -222,13 +223,13 @@ def test_one_nursery_raises_one_engine_after_the_other(wakeup: Wakeup, nursery: 
     assert len(set(pids)) == 3 and not any(map(is_alive, pids))
 
 
-def test_a_nursery_that_was_killed_is_replaced(wakeup: Wakeup, nursery: Nursery) -> None:
+def test_a_fork_server_that_was_killed_is_replaced(wakeup: Wakeup, fork_server: EngineForkServer) -> None:
     for _ in range(2):
-        transport = ProcessTransport(nursery, wakeup.fileno())
+        transport = ProcessTransport(fork_server, wakeup.fileno())
         start(transport)
         request = make_request("r")
-        assert nursery._started is not None
-        nursery._started.process.kill()
+        assert fork_server._server is not None
+        fork_server._server.process.kill()
         transport.send(EngineInput((request,)))
         expect_oracle(collect(transport, 1)["r"], request)
         transport.close()
@@ -237,16 +238,22 @@ def test_a_nursery_that_was_killed_is_replaced(wakeup: Wakeup, nursery: Nursery)
 
 def test_a_message_to_a_dead_engine_does_not_block(process: ProcessTransport) -> None:
     os.kill(pid_of(process), signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match="SIGKILL"):
-        while True:
-            process.send(EngineInput(abort=("nobody",)))
-            time.sleep(0.01)
+
+    def is_refused() -> bool:
+        try:
+            process.send(EngineInput(abort=("unknown",)))
+        except EngineDeadError as error:
+            assert "SIGKILL" in str(error)
+            return True
+        return False
+
+    eventually(is_refused)
 
 
 def test_nonsense_from_the_engine_comes_after_the_results_before_it(
-    wakeup: Wakeup, make_nursery: MakeNursery, tmp_path: Path
+    wakeup: Wakeup, make_fork_server: MakeForkServer, tmp_path: Path
 ) -> None:
-    transport = ProcessTransport(make_nursery(fault_directory=str(tmp_path)), wakeup.fileno())
+    transport = ProcessTransport(make_fork_server(fault_directory=str(tmp_path)), wakeup.fileno())
     start(transport)
     transport.send(EngineInput((make_request("r", max_tokens=4000, ignore_eos=True),)))
     assert transport.receive()[0].outputs[0].request_id == "r"
@@ -263,12 +270,12 @@ def test_a_wait_ends_in_time(transport: Transport) -> None:
 
 
 def test_an_inline_engine_that_raises_is_a_dead_engine(
-    wakeup: Wakeup, make_nursery: MakeNursery, monkeypatch: pytest.MonkeyPatch
+    wakeup: Wakeup, make_fork_server: MakeForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
         raise ArithmeticError("broken table")
 
-    transport = make_transport(make_nursery(transport="inline"), wakeup.fileno())
+    transport = make_transport(make_fork_server(transport="inline"), wakeup.fileno())
     start(transport)
     monkeypatch.setattr(MockRunner, "remove_row", fail)
     transport.send(EngineInput((make_request("r", max_tokens=1),)))
@@ -288,12 +295,12 @@ def test_signals_that_stop_the_host_do_not_stop_the_engine(process: ProcessTrans
 
 HOST = """
 import sys, time
+from llmbackend.engine import runners
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.process.nursery import Nursery
-from llmbackend.engine.transport import ProcessTransport
-from llmbackend.engine.process.wakeup import Wakeup
+from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport
+from llmbackend.engine.process.supervisor import Wakeup
 wakeup = Wakeup()
-transport = ProcessTransport(Nursery(EngineConfig(model="mock")), wakeup.fileno())
+transport = ProcessTransport(EngineForkServer(EngineConfig(model="mock"), runners), wakeup.fileno())
 transport.launch()
 while transport.receive_started(None) is None:
     pass
@@ -310,7 +317,7 @@ def test_the_engine_does_not_outlive_a_killed_host() -> None:
     host.kill()
     host.wait()
     host.stdout.close()
-    wait_until(lambda: not is_alive(engine_pid))
+    eventually(lambda: not is_alive(engine_pid))
 
 
 # --- waiting costs nothing --------------------------------------------------------------------------------------------

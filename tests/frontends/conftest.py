@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from kserve_runner import Running
+
+from tests.helpers.kserve_runner import Running
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +30,18 @@ def client(running: Running, request: pytest.FixtureRequest) -> Iterator[Any]:
     else:
         with triton_grpc.InferenceServerClient(running.grpc) as client:
             yield client
+
+
+@pytest.fixture
+def untouched_logging() -> Iterator[None]:
+    """Restores the handlers and levels that `ServerLog.install` changes."""
+    root, package = logging.root, logging.getLogger("llmbackend")
+    handlers, root_level, package_level = root.handlers[:], root.level, package.level
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            with contextlib.suppress(OSError):  # the log of a test can not be written
+                handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(root_level)
+    package.setLevel(package_level)

@@ -6,17 +6,17 @@ import contextlib
 import gzip
 import json
 import socket
-import time
 import zlib
 from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from kserve_runner import Running
 
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.frontends.body_budget import BodyBudget
+from llmbackend.frontends.http.request_body import BodyBudget
 from llmbackend.frontends.limits import FrontendLimits, InferenceLimits
+from tests.helpers.kserve_runner import Running
+from tests.helpers.waiting import eventually
 
 MIB = 1 << 20
 NO_ROOM = "the server has no room for more of this request's body"
@@ -41,13 +41,6 @@ def all_is_given_back(running: Running) -> Iterator[None]:
     yield
     eventually(lambda: running.gate.bodies.held_bytes == 0)
     running.wait_until_nothing_is_open()
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
 
 
 def refused(budget: BodyBudget, owner: str, size_bytes: int) -> bool:

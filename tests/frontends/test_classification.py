@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from kserve_runner import Running
 from tritonclient.utils import InferenceServerException
+
+from tests.helpers.kserve_runner import Running
 
 VALUES = np.array([[0.25, 4, -1.5, 4], [7, 0, 1e9, 2]], np.float32)
 IO = """backend: "scripted" {batch} input {{ name: "INPUT0" data_type: TYPE_{kind} dims: 4 }}

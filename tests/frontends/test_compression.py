@@ -14,11 +14,11 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from kserve_runner import Running
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.frontends.protocol_options import CompressionLevel, ProtocolOptions
+from tests.helpers.kserve_runner import Running
 
 ROWS = 8
 BODY = json.dumps(

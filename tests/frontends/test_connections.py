@@ -1,4 +1,4 @@
-"""How many connections an endpoint takes, from whom, and what they leave for others."""
+"""How many connections an endpoint takes, in all and per client, and what they leave for others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import trustme
 
-from llmbackend.frontends.acceptor import Acceptor
-from llmbackend.frontends.connections import Place, Places, networks
-from llmbackend.frontends.descriptors import DescriptorRoom, fitted
-from llmbackend.frontends.limits import FrontendLimits
+from llmbackend.frontends.http.acceptor import Acceptor, Place, Places
+from llmbackend.frontends.limits import FrontendLimits, networks
+from llmbackend.server.frontend_server import DescriptorRoom, fitted
+from tests.helpers.waiting import eventually_async
 
 MANY = 1 << 20
 
@@ -126,12 +126,6 @@ async def listening(tls: ssl.SSLContext | None = None, first_reserved: int = MAN
         await acceptor.wait_closed()
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def test_a_tls_handshake_is_a_connection_and_ends_in_time() -> None:
     authority = trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -142,13 +136,13 @@ def test_a_tls_handshake_is_a_connection_and_ends_in_time() -> None:
     async def run() -> None:
         async with listening(context) as running:
             silent = asyncio.create_task(running.read())
-            await until(lambda: running.places.count == 1)
+            await eventually_async(lambda: running.places.count == 1)
             assert await silent == b"" and running.places.count == 0
             assert await running.read(b"GET / HTTP/1.1\r\n\r\n" * 100) == b"" and running.places.count == 0
             reader, writer = await asyncio.open_connection("127.0.0.1", running.port, ssl=trusting)
             assert await reader.read(5) == b"hello" and running.places.count == 1
             writer.close()
-            await until(lambda: running.places.count == 0)
+            await eventually_async(lambda: running.places.count == 0)
 
     asyncio.run(run())
 

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from kserve_runner import Running
-from kserve_scripted import RECORD
 from tritonclient.utils import InferenceServerException
+
+from tests.helpers.kserve_runner import Running
+from tests.helpers.kserve_scripted import RECORD
 
 ENSEMBLES = {
     "twice": """max_batch_size: 8

@@ -10,8 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
-from kserve_runner import Running
-from kserve_scripted import RECORD
+
+from tests.helpers.kserve_runner import Running
+from tests.helpers.kserve_scripted import RECORD
 
 JSON, SSE = "application/json", "text/event-stream; charset=utf-8"
 NOT_ONE = (
@@ -66,7 +67,7 @@ CODES = ["UNKNOWN", "INTERNAL", "NOT_FOUND", "INVALID_ARG", "UNSUPPORTED", "ALRE
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_an_error_first_is_a_400_whatever_its_code(client: httpx.Client, code: str) -> None:
+def test_an_error_first_is_a_400_for_every_code(client: httpx.Client, code: str) -> None:
     response = post(client, "llm", {"text_input": f"n=1 err=0 code={code}"})
     assert (response.status_code, response.text, response.headers["content-type"]) == (
         *(400, '{"error":"boom at 0"}'),
@@ -262,5 +263,5 @@ def test_a_large_body_is_parsed_off_the_event_loop_and_answered_alike(
     assert {output["name"]: output["data"] for output in answer["outputs"]} == {"n": [size], "text_output": [word]}
     wrong = post(client, "textid", json.dumps({"text_input": word})[:-1])
     assert wrong.status_code == 500 and "Missing a comma or" in wrong.json()["error"]
-    on_loop = running.call(running.gate.decoded(size, threading.current_thread)).name == "frontends"
+    on_loop = running.call(running.gate.decode_in_thread(size, threading.current_thread)).name == "frontends"
     assert on_loop == (size == 1000)

@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from kserve_runner import Running
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from llmbackend.frontends.header_forwarding import HeaderForward
+from llmbackend.frontends.kserve.request_parameters import HeaderForward
 from llmbackend.frontends.protocol_options import ProtocolOptions
+from tests.helpers.kserve_runner import Running
 
 MULTI: dict[str, Any] = {
     "inputs": [

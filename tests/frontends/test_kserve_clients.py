@@ -12,9 +12,10 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.grpc.aio as triton_aio
 import tritonclient.http as triton_http
-from kserve_runner import Running
-from kserve_scripted import RECORD
 from tritonclient.utils import InferenceServerException
+
+from tests.helpers.kserve_runner import Running
+from tests.helpers.kserve_scripted import RECORD
 
 VALUES = np.arange(8, dtype=np.float32).reshape(2, 4)
 
@@ -63,7 +64,10 @@ def test_infer(client: Any) -> None:
     result = client.infer("identity", [tensor(module, "INPUT0", VALUES, "FP32")], request_id="7")
     assert np.array_equal(result.as_numpy("OUTPUT0"), VALUES)
     outputs = [module.InferRequestedOutput("S"), module.InferRequestedOutput("I")]
-    inputs = [tensor(module, "S", [b"ab", b"\xff\0"], "BYTES"), tensor(module, "I", np.int32([[1], [2]]), "INT32")]
+    inputs = [
+        tensor(module, "S", [b"ab", b"\xff\0"], "BYTES"),
+        tensor(module, "I", np.array([[1], [2]], np.int32), "INT32"),
+    ]
     parameters = {"k": 1, "f": 0.5, "s": "v", "b": True}
     result = client.infer("multi", inputs, outputs=outputs, priority=1, timeout=10**7, parameters=parameters)
     assert list(result.as_numpy("S")) == [b"ab", b"\xff\0"] and result.as_numpy("PARAMS") is None
@@ -102,7 +106,8 @@ def test_grpc_stream(running: Running) -> None:
         client.start_stream(callback=lambda result, error: results.put((result, error)))
         client.async_stream_infer("llm", words(triton_grpc, "n=2"), request_id="7", enable_empty_final_response=True)
         client.async_stream_infer("nosuch", words(triton_grpc, "n=2"), request_id="8")
-        answers, errors = [], []
+        answers: list[Any] = []
+        errors: list[Any] = []
         while len(answers) < 3 or not errors:
             result, error = results.get(timeout=20)
             if error is not None:

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.messages import InferenceResponse, ModelMetadata, TensorMetadata
+from llmbackend.core.messages import InferenceResponse, ModelMetadata, ParameterValue, TensorMetadata
 from llmbackend.core.tensors import NUMPY_DTYPE, Tensor
-from llmbackend.frontends import generate_codec, grpc_codec, infer_codec
-from llmbackend.frontends.grpc_request import OpenRequest
-from llmbackend.frontends.json_reader import parse, repeated_keys
-from llmbackend.frontends.json_tensors import json_from_tensor, tensor_from_json
-from llmbackend.frontends.request_body import response_encoding
-from llmbackend.frontends.request_parameters import RequestOptions, options_from_proto
+from llmbackend.frontends.grpc import codec as grpc_codec
+from llmbackend.frontends.grpc.messages import OpenRequest
+from llmbackend.frontends.http.json_reader import parse, repeated_keys
+from llmbackend.frontends.http.responses import response_encoding
+from llmbackend.frontends.kserve import generate_codec, infer_codec
+from llmbackend.frontends.kserve.json_tensors import json_from_tensor, tensor_from_json
+from llmbackend.frontends.kserve.request_parameters import RequestOptions, options_from_proto
 
 ANY_SPEED = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 MODEL = ModelMetadata(
@@ -55,10 +56,6 @@ PARAMETERS = st.dictionaries(
 )
 
 
-def ignore(response: Any, flags: Any) -> None:
-    """The callback of requests that are never sent."""
-
-
 def accepts_or_refuses(call: Any) -> None:
     """Anything but a TritonError with a message would be a bug."""
     try:
@@ -70,8 +67,8 @@ def accepts_or_refuses(call: Any) -> None:
 @ANY_SPEED
 @given(body=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_body(body: bytes) -> None:
-    accepts_or_refuses(lambda: infer_codec.decode_request(infer_codec.InferBody.split(body, len(body)), "m", 1, ignore))
-    accepts_or_refuses(lambda: generate_codec.decode_request(body, MODEL, 1, ignore))
+    accepts_or_refuses(lambda: infer_codec.decode_request(infer_codec.InferBody.split(body, len(body)), "m", 1))
+    accepts_or_refuses(lambda: generate_codec.decode_request(body, MODEL, 1))
 
 
 @ANY_SPEED
@@ -85,7 +82,7 @@ def test_any_body(body: bytes) -> None:
 def test_any_infer_request(document: Any, raw: bytes) -> None:
     text = json.dumps(document).encode()
     body = infer_codec.InferBody.split(text + raw, len(text))
-    accepts_or_refuses(lambda: infer_codec.decode_request(body, "m", -1, ignore))
+    accepts_or_refuses(lambda: infer_codec.decode_request(body, "m", -1))
 
 
 @ANY_SPEED
@@ -96,7 +93,7 @@ def test_any_infer_request(document: Any, raw: bytes) -> None:
 def test_any_generate_request(document: Any, repeat: bool) -> None:
     text = json.dumps(document)
     body = ('{"T":"a",' + text[1:] if repeat and document else text).encode()
-    accepts_or_refuses(lambda: generate_codec.decode_request(body, MODEL, -1, ignore))
+    accepts_or_refuses(lambda: generate_codec.decode_request(body, MODEL, -1))
 
 
 @ANY_SPEED
@@ -109,7 +106,7 @@ def test_any_grpc_request(data: bytes) -> None:
         return
     accepts_or_refuses(
         lambda: grpc_codec.decode_request(
-            OpenRequest(message, message.raw_input_contents), options_from_proto(message.parameters), ignore
+            OpenRequest(message, message.raw_input_contents), options_from_proto(message.parameters)
         )
     )
 
@@ -159,19 +156,19 @@ def test_elements_are_spread_over_the_models_dims(shape: Any, count: int, expect
     body = json.dumps({"X": list(range(count))}).encode()
     if expected is None and shape != (0, -1):
         with pytest.raises(TritonError, match="can not convert input 'X' to tensor with proper shape"):
-            generate_codec.decode_request(body, model, 1, ignore)
+            generate_codec.decode_request(body, model, 1)
     elif expected is not None:
-        (tensor,) = generate_codec.decode_request(body, model, 1, ignore).inputs
+        (tensor,) = generate_codec.decode_request(body, model, 1).inputs
         assert tensor.shape == expected
 
 
 def test_nan_is_kept_in_generate() -> None:
-    response = InferenceResponse("m", 1, "i", (Tensor.of("X", np.float32([math.nan])),))
+    response = InferenceResponse("m", 1, "i", (Tensor.of("X", np.array([math.nan], np.float32)),))
     assert generate_codec.encode_response(response) == b'{"X":NaN,"id":"i","model_name":"m","model_version":"1"}'
 
 
 def test_half_precision_is_refused_in_json() -> None:
-    tensor = Tensor.of("X", np.float16([1.0]))
+    tensor = Tensor.of("X", np.array([1.0], np.float16))
     with pytest.raises(TritonError, match="sending FP16 data via JSON is not supported") as caught:
         infer_codec.encode_response(InferenceResponse("m", 1, "", (tensor,)), infer_codec.OutputForm())
     assert caught.value.code is ErrorCode.INVALID_ARG
@@ -180,7 +177,7 @@ def test_half_precision_is_refused_in_json() -> None:
 
 
 def test_response_parameters_reach_every_protocol() -> None:
-    parameters = {"s": "v", "i": 3, "b": True, "f": 0.5}
+    parameters: dict[str, ParameterValue] = {"s": "v", "i": 3, "b": True, "f": 0.5}
     response = InferenceResponse("m", 1, "", (), parameters)
     assert json.loads(infer_codec.encode_response(response, infer_codec.OutputForm())[0])["parameters"] == parameters
     assert json.loads(generate_codec.encode_response(response)).items() >= parameters.items()

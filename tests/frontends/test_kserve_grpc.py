@@ -10,10 +10,11 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kserve_runner import Running
-from kserve_scripted import RECORD
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
+
+from tests.helpers.kserve_runner import Running
+from tests.helpers.kserve_scripted import RECORD
 
 RAW = struct.pack("<4f", 1, 2, 3, 4)
 EMPTY_FINAL = {"triton_enable_empty_final_response": pb.InferParameter(bool_param=True)}
@@ -65,7 +66,7 @@ def twice() -> Any:
     return request
 
 
-def failure(call: Callable[[], Any]) -> tuple[str, str]:
+def failure(call: Callable[[], Any]) -> tuple[str, str | None]:
     with pytest.raises(grpc.RpcError) as caught:
         call()
     return caught.value.code().name, caught.value.details()
@@ -228,14 +229,14 @@ def test_parameter_errors(stub: Any, key: str, value: dict[str, Any], message: s
 
 
 def test_bytes_that_are_no_message(channel: grpc.Channel) -> None:
-    def raw(name: str) -> tuple[str, str]:
-        call = channel.unary_unary(f"/inference.GRPCInferenceService/{name}")
+    def raw(name: str) -> tuple[str, str | None]:
+        call: Any = channel.unary_unary(f"/inference.GRPCInferenceService/{name}")
         return failure(lambda: call(b"\xff\xff\xff\xff"))
 
     assert raw("ModelInfer") == ("INTERNAL", "Unable to parse request")
     assert raw("ServerLive") == ("INTERNAL", "Unable to parse request")
     assert raw("Nope")[0] == "UNIMPLEMENTED"
-    call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+    call: Any = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
     assert failure(lambda: list(call(iter([b"\xff\xff\xff\xff"])))) == ("INTERNAL", "Unable to parse request")
 
 
@@ -340,7 +341,7 @@ def test_cancel_and_deadline_cancel_every_request_of_the_stream(running: Running
     release.set()
     assert all(RECORD.cancelled[name].wait(10) for name in ("c1", "c2"))
     _, details = failure(lambda: list(stub.ModelStreamInfer(iter([text("n=9 sleep=300", id="d")]), timeout=0.5)))
-    assert "Deadline Exceeded" in details and RECORD.cancelled["d"].wait(10)
+    assert details is not None and "Deadline Exceeded" in details and RECORD.cancelled["d"].wait(10)
 
 
 def test_a_unary_call_that_is_cancelled(running: Running, stub: Any) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from kserve_runner import Running
+
+from tests.helpers.kserve_runner import Running
 
 JSON, TEXT = "application/json", "text/plain"
 LIMIT = 1 << 20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from kserve_runner import Running
 from tritonclient.utils import InferenceServerException
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
+from llmbackend.core.server_options import ServerOptions
+from tests.helpers.kserve_runner import Running
+from tests.helpers.waiting import eventually
 
 WAIT_S = 20.0
 CONFIG = """backend: "python"
@@ -173,9 +173,7 @@ def test_a_running_sequence_goes_on_while_the_server_stops(tmp_path: Path) -> No
     with triton_http.InferenceServerClient(running.http) as client:
         client.infer("oldest", x(triton_http, 1), sequence_id=1, sequence_start=True)
         stopping.start()
-        give_up_s = time.monotonic() + WAIT_S
-        while not running.host.is_exiting and time.monotonic() < give_up_s:
-            time.sleep(0.005)
+        eventually(lambda: running.host.is_exiting, WAIT_S)
         with pytest.raises(InferenceServerException, match="Server is stopping"):
             client.infer("oldest", x(triton_http, 1), sequence_id=2, sequence_start=True)
         assert client.infer("oldest", x(triton_http, 2), sequence_id=1).as_numpy("SUM")[0, 0] == 3

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +14,16 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from kserve_runner import Running
-from kserve_scripted import RECORD
 from prometheus_client import CollectorRegistry
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
-from llmbackend.frontends.serving import FrontendServer
+from llmbackend.core.server_options import ServerOptions
+from llmbackend.server.frontend_server import FrontendServer
+from tests.helpers.kserve_runner import Running
+from tests.helpers.kserve_scripted import RECORD
+from tests.helpers.waiting import eventually
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_idle_connections_do_not_hold_up_a_stop(running: Running) -> None:
 
 @pytest.mark.parametrize("taken", ["http_port", "grpc_port", "metrics_port"])
 def test_a_port_that_is_taken_leaves_nothing_open(taken: str) -> None:
-    async def run(ports: dict[str, int]) -> None:
+    async def run(ports: dict[str, Any]) -> None:
         frontend = FrontendServer(InferenceServer(ServerOptions()), **ports)
         with pytest.raises((OSError, RuntimeError)):
             await frontend.start()
@@ -183,9 +183,7 @@ def test_nothing_is_left_of_streams_that_ended_in_any_way(running: Running) -> N
             connection.sendall(head.encode() + body.encode())
             assert RECORD.began[f"end-gone-{index}"].wait(10)
         assert RECORD.cancelled[f"end-gone-{index}"].wait(10)
-    deadline_s = time.monotonic() + 10
-    while running.call(tasks()) > before and time.monotonic() < deadline_s:
-        time.sleep(0.02)
+    eventually(lambda: running.call(tasks()) <= before)
     assert running.call(tasks()) == before
     running.stop()
 

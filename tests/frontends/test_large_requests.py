@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
-from kserve_runner import Running
 from tritonclient.grpc import service_pb2 as pb
 
-from llmbackend.core.messages import InferenceRequest, nobody
+from llmbackend.core.messages import InferenceRequest, ResponseCallback
 from llmbackend.core.tensors import RawTensor
+from tests.helpers.kserve_runner import Running
+from tests.helpers.waiting import eventually_async
 
 MANY = 10_000
 
@@ -32,9 +33,9 @@ def threads_that_submit(running: Running, monkeypatch: pytest.MonkeyPatch) -> It
     names: list[str] = []
     infer_async = running.host.infer_async
 
-    def noted(request: InferenceRequest) -> Any:
+    def noted(request: InferenceRequest, callback: ResponseCallback) -> Any:
         names.append(threading.current_thread().name)
-        return infer_async(request)
+        return infer_async(request, callback)
 
     monkeypatch.setattr(running.host, "infer_async", noted)
     yield names
@@ -66,25 +67,24 @@ def test_a_client_that_leaves_while_its_strings_are_decoded_leaves_nothing(
     begun, go_on = threading.Event(), threading.Event()
     infer_async = running.host.infer_async
 
-    def held(request: InferenceRequest) -> Any:
+    def held(request: InferenceRequest, callback: ResponseCallback) -> Any:
         begun.set()
         assert go_on.wait(20)
-        return infer_async(request)
+        return infer_async(request, callback)
 
     monkeypatch.setattr(running.host, "infer_async", held)
     raw = b"".join(b"\1\0\0\0x" for _ in range(MANY))
     tensors = RawTensor("S", "BYTES", (MANY,), raw), RawTensor("I", "INT32", (2, 1), bytes(8))
 
     async def leave() -> None:
-        sending = asyncio.ensure_future(running.gate.send(InferenceRequest("multi", nobody, inputs=tensors)))
+        sending = asyncio.ensure_future(running.gate.send(InferenceRequest("multi", inputs=tensors)))
         await asyncio.to_thread(begun.wait, 20)
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
         assert running.gate.open_inferences == 1
         go_on.set()
-        while running.gate.open_inferences:
-            await asyncio.sleep(0.01)
+        await eventually_async(lambda: not running.gate.open_inferences)
 
     running.call(leave())
 
@@ -92,7 +92,7 @@ def test_a_client_that_leaves_while_its_strings_are_decoded_leaves_nothing(
 def test_a_refused_request_gives_its_place_back(running: Running) -> None:
     tensors = (RawTensor("S", "BYTES", (MANY,), bytes(8 * MANY)),)
     with pytest.raises(Exception, match="but got 1 inputs"):
-        running.call(running.gate.send(InferenceRequest("multi", nobody, inputs=tensors)))
+        running.call(running.gate.send(InferenceRequest("multi", inputs=tensors)))
     assert running.gate.open_inferences == 0
 
 

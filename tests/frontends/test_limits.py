@@ -14,12 +14,14 @@ import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kserve_runner import Running
-from kserve_scripted import RECORD
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.frontends.limits import FrontendLimits, GrpcLimits, HttpLimits, InferenceLimits
+from tests.helpers.kserve_runner import Running
+from tests.helpers.kserve_scripted import RECORD
+
+pytestmark = pytest.mark.slow  # limits of time run out
 
 LONG = "n=1000 sleep=20"
 MAX_HEADER_BYTES = 8192

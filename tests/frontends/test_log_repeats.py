@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from llmbackend.frontends.bug_log import log_bug
-from llmbackend.log_repeats import EVERY_S, Repeats
-from llmbackend.server_log import LogSettings, ServerLog
+from llmbackend.core.server_log import REPEAT_INTERVAL_S, LogSettings, RepeatedErrors, ServerLog
+from llmbackend.frontends.errors import log_bug
 
 log = logging.getLogger("llmbackend.test_log_repeats")
 
 
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    handlers, level = logging.root.handlers[:], logging.root.level
-    yield
-    for handler in logging.root.handlers:
-        if handler not in handlers:
-            with contextlib.suppress(OSError):  # nothing can be written
-                handler.close()
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("untouched_logging")
 
 
 def failure(number: int) -> OSError:
@@ -37,10 +25,10 @@ def failure(number: int) -> OSError:
 
 def test_a_cause_is_told_again_after_a_while_with_what_was_left_out() -> None:
     now_s = 0.0
-    repeats = Repeats(lambda: now_s)
+    repeats = RepeatedErrors(lambda: now_s)
     assert [repeats.take("full") for _ in range(4)] == [0, None, None, None]
     assert repeats.take("other") == 0
-    now_s = EVERY_S
+    now_s = REPEAT_INTERVAL_S
     assert [repeats.take("full"), repeats.take("full"), repeats.take("other")] == [3, None, 0]
     for number in range(1000):
         repeats.take(number)

@@ -14,12 +14,11 @@ import httpx
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from kserve_runner import Running
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from llmbackend.log_format import TritonFormatter
-from llmbackend.server_log import LogSettings, ServerLog
+from llmbackend.core.server_log import LogSettings, ServerLog, TritonFormatter
+from tests.helpers.kserve_runner import Running
 
 DEFAULTS = {
     "log_file": "",
@@ -101,21 +100,6 @@ def test_tritonclients_own_methods(running: Running, client: httpx.Client) -> No
 
 
 # --- the log itself ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def untouched_logging() -> Iterator[None]:
-    """Whatever a test installs is taken out again."""
-    handlers, level = logging.root.handlers[:], logging.root.level
-    package = logging.getLogger("llmbackend")
-    package_level = package.level
-    yield
-    for handler in logging.root.handlers:
-        if handler not in handlers:
-            handler.close()
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
-    package.setLevel(package_level)
 
 
 def test_changed_settings_change_what_is_logged(untouched_logging: None, tmp_path: Path) -> None:

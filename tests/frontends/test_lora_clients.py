@@ -11,12 +11,14 @@ import httpx
 import openai
 import pytest
 import torch
-from kserve_runner import Running
 from safetensors.torch import save_file
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
+from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.protocol_options import ProtocolOptions
+from tests.helpers.kserve_runner import Running
+
+pytestmark = pytest.mark.slow
 
 CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1"
 PROMPT = "Once upon a time"

@@ -12,11 +12,11 @@ import pytest
 import requests
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
-from kserve_runner import Running
 from tritonclient.utils import InferenceServerException
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
+from llmbackend.core.server_options import ServerOptions
+from tests.helpers.kserve_runner import Running
 
 ECHO = """
 from llmbackend.core.backend_api import ResponseFlag, Tensor

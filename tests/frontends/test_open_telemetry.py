@@ -14,15 +14,15 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from kserve_runner import Running
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
+from llmbackend.core.server_options import ServerOptions
 from llmbackend.core.tracing.manager import TraceManager
 from llmbackend.core.tracing.settings import OpenTelemetryOptions, TraceLevel, TraceSettings
+from tests.helpers.kserve_runner import Running
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -124,7 +124,7 @@ def test_a_request_becomes_three_nested_spans(collector: Collector, tmp_path: Pa
     )
 
 
-def test_a_clients_trace_goes_on_over_http_and_grpc_whatever_the_rate(collector: Collector, tmp_path: Path) -> None:
+def test_a_clients_trace_goes_on_over_http_and_grpc_at_any_rate(collector: Collector, tmp_path: Path) -> None:
     running = Running(tmp_path, trace=settings(collector, rate=0))
     url = f"http://{running.http}/v2/models/identity/infer"
     httpx.post(url, json=INFER)  # carries no trace, so it gets none

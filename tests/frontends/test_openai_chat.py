@@ -10,10 +10,10 @@ import httpx
 import openai
 import orjson
 import pytest
-from fake_llm_server import MODEL, FakeLlmServer
-from openai_live_server import serve_openai
 
-from llmbackend.frontends.openai import router
+from llmbackend.frontends.openai import streams
+from tests.helpers.fake_llm_server import MODEL, FakeLlmServer
+from tests.helpers.openai_live_server import serve_openai
 
 USER_HI: list[Any] = [{"role": "user", "content": "hi ✓"}]
 
@@ -101,7 +101,7 @@ def test_stop_strings(client: openai.OpenAI) -> None:
 
 
 def test_every_sampling_field_reaches_the_model(client: openai.OpenAI, server: FakeLlmServer) -> None:
-    extras = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
+    extras: dict[str, Any] = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
     extras |= {"stop_token_ids": [7], "include_stop_str_in_output": True, "skip_special_tokens": False}
     own: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "seed": 11, "stop": "END", "logit_bias": {"5": -100}}
     own |= {"presence_penalty": 0.5, "frequency_penalty": -0.5}
@@ -208,7 +208,7 @@ def test_disconnect_before_the_first_token_cancels(url: str, server: FakeLlmServ
 
 
 def test_a_silent_stream_pings(url: str, server: FakeLlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "_QUIET_S", 0.01)
+    monkeypatch.setattr(streams, "QUIET_S", 0.01)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "silent"}], "stream": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
         lines = response.iter_lines()

@@ -8,8 +8,9 @@ from typing import Any
 
 import openai
 import pytest
-from fake_llm_server import MODEL, FakeLlmServer
-from openai_live_server import serve_openai
+
+from tests.helpers.fake_llm_server import MODEL, FakeLlmServer
+from tests.helpers.openai_live_server import serve_openai
 
 
 @pytest.fixture(scope="module")

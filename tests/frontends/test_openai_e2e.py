@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from openai_live_server import serve_openai
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
+from llmbackend.core.server_options import ServerOptions
+from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.waiting import eventually
 
 MODEL = "mock-llm"
 MAX_MODEL_LEN = 256
 SLOW_MODEL = "slow-llm"
-"""A whole context of it takes 80 seconds: who waits for less saw a cancel."""
+"""A whole context of it takes 80 seconds: a request that ends earlier was cancelled."""
 USER_HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 
@@ -75,7 +75,7 @@ def test_the_usage_says_what_of_the_prompt_was_cached(client: openai.OpenAI) -> 
 
 
 def ended_requests(host: InferenceServer, model: str) -> int:
-    """How many requests of `model` came to an end, whatever it was."""
+    """How many requests of `model` ended, in any way."""
     statistics = host.model_statistics(model)[0].inference_stats
     return int(statistics.success.count + statistics.fail.count)
 
@@ -87,7 +87,7 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_the_fingerprint_is_the_models_and_the_same_in_every_response(client: openai.OpenAI) -> None:
-    chat = {"messages": USER_HI, "max_tokens": 2}
+    chat: dict[str, Any] = {"messages": USER_HI, "max_tokens": 2}
     first = client.chat.completions.create(model=MODEL, **chat).system_fingerprint
     assert first is not None and first.startswith("fp_")
     chunks = list(client.chat.completions.create(model=MODEL, stream=True, **chat))
@@ -237,8 +237,4 @@ def test_disconnect_ends_a_whole_response(client: openai.OpenAI, host: Inference
 
 
 def wait_until_ended(host: InferenceServer, count: int) -> None:
-    for _ in range(200):
-        if ended_requests(host, SLOW_MODEL) == count:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{ended_requests(host, SLOW_MODEL)} requests ended, expected {count}")
+    eventually(lambda: ended_requests(host, SLOW_MODEL) == count)

@@ -10,13 +10,13 @@ import httpx
 import openai
 import orjson
 import pytest
-from fake_llm_server import FAILED, MODEL, REASON, FakeLlmServer
-from openai_live_server import serve_openai
 
-from llmbackend.cli_flags import HttpFlags
+from llmbackend.cli.protocol_flags import HttpFlags
 from llmbackend.core.errors import TritonError
-from llmbackend.frontends.openai.http import MAX_OBJECTS, json_object
+from llmbackend.frontends.openai.requests import MAX_OBJECTS, json_object
 from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
+from tests.helpers.fake_llm_server import FAILED, MODEL, REASON, FakeLlmServer
+from tests.helpers.openai_live_server import serve_openai
 
 USER_HI: list[Any] = [{"role": "user", "content": "hi"}]
 CHAT = {"model": MODEL, "messages": USER_HI}

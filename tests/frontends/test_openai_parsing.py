@@ -1,4 +1,4 @@
-"""Whatever JSON arrives: a request is parsed or refused with a field's name, and nothing else happens."""
+"""Arbitrary JSON: a request is parsed, or refused with a field's name, and nothing else happens."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import openai
 import pytest
-from openai_live_server import serve_openai
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
+from llmbackend.core.server_options import ServerOptions
+from tests.helpers.openai_live_server import serve_openai
 
 CODE = """
 import numpy as np

@@ -9,11 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from kserve_runner import Running
-from mock_llm_host import BLOCK_TOKENS, BLOCKS, MODEL, mock_llm_host
 
 from llmbackend.core.backend_api import MetricKind
-from llmbackend.frontends.orca import KV_CACHE_FAMILY
+from llmbackend.frontends.operations.metrics import KV_CACHE_FAMILY
+from tests.helpers.core_host import version_of
+from tests.helpers.kserve_runner import Running
+from tests.helpers.mock_llm_host import BLOCK_TOKENS, BLOCKS, MODEL, mock_llm_host
 
 FORMAT, LOAD = "endpoint-load-metrics-format", "endpoint-load-metrics"
 TEXT = "TEXT named_metrics.kv_cache_utilization=0.250000, named_metrics.max_token_capacity=1280"
@@ -27,7 +28,7 @@ REQUESTS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     running = Running(tmp_path_factory.mktemp("host"))
-    backend = running.host._lifecycle.get("llm").backend
+    backend = version_of(running.host, "llm").backend
     family = backend.metric_family(
         MetricKind.GAUGE, KV_CACHE_FAMILY, "Blocks.", ("model", "version", "kv_cache_block_type")
     )
@@ -53,7 +54,7 @@ def test_generate_tells_the_load_of_the_model_in_both_formats(running: Running, 
     json.loads(JSON.removeprefix("JSON "))
 
 
-def test_nobody_gets_the_header_who_does_not_ask_for_a_known_format(running: Running) -> None:
+def test_only_clients_that_ask_for_a_known_format_get_the_header(running: Running) -> None:
     assert load(running, "generate", "") is None
     assert load(running, "generate", "xml") is None
 
@@ -65,7 +66,7 @@ def test_a_model_that_reports_no_whole_kv_cache_gives_no_header(running: Running
 def test_infer_tells_it_too(running: Running, tmp_path: Path) -> None:
     body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["x"]}]}
     url = f"http://{running.http}/v2/models/textid/infer"
-    family = running.host._lifecycle.get("textid").backend.metric_family(
+    family = version_of(running.host, "textid").backend.metric_family(
         MetricKind.GAUGE, KV_CACHE_FAMILY, "Blocks.", ("model", "version", "kv_cache_block_type")
     )
     for kind, value in {"used": 10, "tokens_per": 32}.items():

@@ -10,15 +10,15 @@ from typing import Any
 import httpx
 import pytest
 import typer
-from kserve_runner import Running
-from mock_llm_host import MODEL, mock_llm_host
 
 from llmbackend import __version__
-from llmbackend.cors_flags import CorsFlags
-from llmbackend.frontends.cors import CorsOptions, around
-from llmbackend.frontends.doors.doors import Doors
-from llmbackend.frontends.doors.settings import DoorSettings
-from llmbackend.frontends.protocol_options import ProtocolOptions
+from llmbackend.cli.protocol_flags import CorsFlags
+from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.settings import AccessSettings
+from llmbackend.frontends.http_app import with_cors
+from llmbackend.frontends.protocol_options import CorsOptions, ProtocolOptions
+from tests.helpers.kserve_runner import Running
+from tests.helpers.mock_llm_host import MODEL, mock_llm_host
 
 PAGE = "https://page.example"
 KEY = {"authorization": "Bearer secret"}
@@ -31,7 +31,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         tmp_path_factory.mktemp("host"),
         start=partial(mock_llm_host, engine={"mock_step_ms": 5}),
         protocols=ProtocolOptions(cors=CorsOptions(origins=(PAGE,))),
-        doors=Doors(DoorSettings(api_keys=("secret",))),
+        access=AccessControl(AccessSettings(api_keys=("secret",))),
     )
     yield running
     running.stop()
@@ -103,7 +103,7 @@ def test_a_page_may_read_answers_and_refusals(http: httpx.Client, stream: bool) 
 def test_without_origins_there_is_no_middleware() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
-    assert around(app, CorsOptions()) is app
+    assert with_cors(app, CorsOptions()) is app
 
 
 def test_flags_take_vllms_json_or_one_value() -> None:

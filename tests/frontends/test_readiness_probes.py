@@ -7,7 +7,7 @@ import threading
 from typing import Any, cast
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.frontends.readiness_probes import ReadinessProbes
+from llmbackend.frontends.operations.probes import ReadinessProbes
 
 
 class SlowServer:
@@ -36,7 +36,7 @@ def test_probes_share_a_question_and_never_get_an_answer_older_than_their_own() 
         await asyncio.to_thread(server.asking.acquire)
         server.ready = True  # the question that is under way was asked before
         storm = [asyncio.ensure_future(probes.model_is_ready("m", 1)) for _ in range(200)]
-        storm[0].cancel()  # a client that leaves takes the answer from nobody
+        storm[0].cancel()  # a client that leaves does not take the answer from the others
         await asyncio.sleep(0)
         server.go.set()
         return [await first, *await asyncio.gather(*storm[1:]), await probes.model_is_ready("m", 1)]

@@ -14,8 +14,9 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 import tritonclient.utils.shared_memory as shm
-from kserve_runner import Running
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
+
+from tests.helpers.kserve_runner import Running
 
 VALUES = np.arange(4, dtype=np.float32).reshape(1, 4)
 NUMBERS = itertools.count()
@@ -109,7 +110,7 @@ def test_strings_go_through_shared_memory_beside_tensors_that_do_not(client: Any
     client.register_system_shared_memory("in", in_key, 64)
     client.register_system_shared_memory("out", out_key, 64)
     numbers = module_of(client).InferInput("I", [2, 1], "INT32")
-    numbers.set_data_from_numpy(np.int32([[1], [2]]))
+    numbers.set_data_from_numpy(np.array([[1], [2]], np.int32))
     result = client.infer(
         "multi",
         [shared_input(client, "S", [3], "BYTES", "in", len(serialized.item())), numbers],

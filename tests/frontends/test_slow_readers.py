@@ -1,4 +1,4 @@
-"""Clients that read slowly or not at all: their requests end, and nobody else notices."""
+"""Clients that read slowly or not at all: their requests end, and other clients are not affected."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from fake_llm_server import FakeLlmServer
-from kserve_runner import Running
-from kserve_scripted import RECORD
-from openai_live_server import serve_openai
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.backend_api import ResponseFlag, Tensor
 from llmbackend.core.messages import InferenceResponse
-from llmbackend.frontends.inference import InferenceGate
+from llmbackend.frontends.inference import Backlog, Inference, response_bytes
+from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.limits import FrontendLimits, GrpcLimits, HttpLimits, InferenceLimits
-from llmbackend.frontends.mailbox import Backlog, ResponseStream, size_bytes
+from tests.helpers.fake_llm_server import FakeLlmServer
+from tests.helpers.kserve_runner import Running
+from tests.helpers.kserve_scripted import RECORD
+from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.waiting import eventually
+
+pytestmark = pytest.mark.slow  # limits of time run out
 
 BUFFER_BYTES = 256 << 10
 FLOOD = "n=100000 kib=8"
@@ -153,17 +156,10 @@ def test_an_openai_stream_that_is_not_read_ends_with_an_error_event() -> None:
     with serve_openai(host, gate=gate) as url:
         body = {"model": "fake", "prompt": ["flood", "flood too"], "stream": True}
         connection = ask(url.removeprefix("http://"), "/v1/completions", body)
-        wait_for(lambda: len(host.handles) == 2 and all(handle.cancelled.is_set() for handle in host.handles))
+        eventually(lambda: len(host.handles) == 2 and all(handle.cancelled.is_set() for handle in host.handles))
         *_, last = read_events(connection)
         assert last["error"]["code"] == "cancelled" and "reads too slowly" in last["error"]["message"]
-        wait_for(lambda: gate.open_inferences == 0)
-
-
-def wait_for(condition: Any, timeout_s: float = 20) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+        eventually(lambda: gate.open_inferences == 0)
 
 
 def wait_until_cut(connection: socket.socket) -> None:
@@ -183,7 +179,7 @@ def test_a_client_that_takes_nothing_for_too_long_is_cut_off(impatient: Running)
 
 def test_an_answer_that_is_not_taken_does_not_hold_its_connection(impatient: Running) -> None:
     connection = ask(impatient.http, "/v2/models/llm/generate", {"id": "whole", "text_input": "n=1 kib=16384"})
-    wait_for(lambda: RECORD.began["whole"].is_set() and impatient.gate.open_inferences == 0)
+    eventually(lambda: RECORD.began["whole"].is_set() and impatient.gate.open_inferences == 0)
     wait_until_cut(connection)
     assert not RECORD.cancelled["whole"].is_set()
 
@@ -213,25 +209,33 @@ def test_a_slow_but_steady_reader_is_served_to_the_end(impatient: Running) -> No
 class ByHand:
     """A mailbox that delivers at once."""
 
-    def put(self, stream: ResponseStream, item: Any) -> None:
-        stream.deliver(item, size_bytes(item))
+    def put(self, inference: Inference, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        inference.deliver(response, flags, response_bytes(response))
+
+
+class NotingHandle:
+    def __init__(self) -> None:
+        self.cancels: list[int] = []
+
+    def cancel(self) -> None:
+        self.cancels.append(1)
 
 
 def test_one_response_may_be_of_any_size_and_the_backlog_is_given_back() -> None:
     backlog = Backlog(1000)
-    streams = [ResponseStream(ByHand(), backlog) for _ in range(2)]  # type: ignore[arg-type]
+    streams = [Inference(ByHand(), backlog) for _ in range(2)]  # type: ignore[arg-type]
     big = InferenceResponse("m", 1, "", (Tensor.text("t", "x" * 5000),))
     for stream in streams:
         stream(big, ResponseFlag.NONE)
     assert backlog.waiting_bytes > 10_000 and [stream.pop()[0] for stream in streams] == [big, big]
     assert backlog.waiting_bytes == 0
-    overflows: list[int] = []
-    streams[0].on_overflow = lambda: overflows.append(1)
+    handle = NotingHandle()
+    streams[0].accepted(handle)
     for _ in range(4):
         streams[0](big, ResponseFlag.NONE)
-    first, last = streams[0].pop_all()
+    first, last = streams[0].pop(), streams[0].pop()
     assert first[0] is big and last[0] is not None and last[0].error is not None
-    assert last[1] is ResponseFlag.FINAL and overflows == [1] and backlog.waiting_bytes == 0
+    assert last[1] is ResponseFlag.FINAL and handle.cancels == [1] and backlog.waiting_bytes == 0
     streams[1](big, ResponseFlag.NONE)
     streams[1].close()
     streams[1](big, ResponseFlag.FINAL)

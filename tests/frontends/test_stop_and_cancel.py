@@ -13,15 +13,16 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from fake_llm_server import FakeLlmServer
-from kserve_runner import Running
-from kserve_scripted import RECORD
-from openai_live_server import serve_openai
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from llmbackend.frontends.generate import StreamedBody
-from llmbackend.frontends.inference import InferenceGate
+from llmbackend.frontends.http.responses import StreamedBody
+from llmbackend.frontends.inference_gate import InferenceGate
+from tests.helpers.fake_llm_server import FakeLlmServer
+from tests.helpers.kserve_runner import Running
+from tests.helpers.kserve_scripted import RECORD
+from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.waiting import eventually
 
 LONG = "n=1000 sleep=20"
 
@@ -124,16 +125,9 @@ def test_an_openai_client_that_leaves_cancels_every_choice(endpoint: str, stream
         with connect(url) as connection:
             connection.sendall(http_request(f"/v1/{endpoint}", body))
             choices = 1 if "chat" in endpoint else 3
-            wait_for(lambda: len(host.handles) == choices)
+            eventually(lambda: len(host.handles) == choices)
         assert all(handle.cancelled.wait(10) for handle in host.handles)
-        wait_for(lambda: gate.open_inferences == 0)
-
-
-def wait_for(condition: Any, timeout_s: float = 10) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+        eventually(lambda: gate.open_inferences == 0)
 
 
 def test_one_refused_prompt_of_several_cancels_the_others() -> None:
@@ -250,7 +244,7 @@ def test_stop_finds_requests_of_every_protocol(running: Running, client: httpx.C
         ),
         run("stream", lambda: [message.error_message for message in stub.ModelStreamInfer(requests, timeout=20)]),
     ]
-    wait_for(lambda: running.gate.open_inferences == 2)
+    eventually(lambda: running.gate.open_inferences == 2)
     assert stop(client, "same") == (200, {"id": "same", "cancelled": 2})
     for thread in threads:
         thread.join(20)

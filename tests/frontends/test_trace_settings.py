@@ -13,13 +13,14 @@ import httpx
 import pytest
 import tritonclient.grpc
 import tritonclient.http
-from kserve_runner import Running
-from mock_llm_host import MODEL as MODEL_NAME
-from mock_llm_host import mock_llm_host
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.tracing.settings import TraceLevel, TraceSettings
+from tests.helpers.kserve_runner import Running
+from tests.helpers.mock_llm_host import MODEL as MODEL_NAME
+from tests.helpers.mock_llm_host import mock_llm_host
+from tests.helpers.waiting import eventually
 
 SERVER, MODEL = "/v2/trace/setting", "/v2/models/identity/trace/setting"
 DEFAULTS = {
@@ -137,11 +138,12 @@ def test_settings_over_grpc(stub: Any) -> None:
         "trace_count": ["3"],
     }
     assert setting("identity", trace_rate=[]) == defaults | {"trace_count": ["3"]}
-    for values, code, text in (
+    refused: tuple[tuple[dict[str, Any], str, str], ...] = (
         ({"trace_file": ["x"]}, "UNIMPLEMENTED", "trace file location can not be updated through network protocol"),
         ({"trace_rate": ["1", "2"]}, "INVALID_ARGUMENT", "expect only 1 value for 'trace_rate'"),
         ({"trace_count": ["-2"]}, "INVALID_ARGUMENT", "'trace_count'. Expecting value >= -1, got: -2"),
-    ):
+    )
+    for values, code, text in refused:
         with pytest.raises(grpc.RpcError) as caught:
             setting(**values)
         error: Any = caught.value
@@ -169,14 +171,13 @@ def traced(running: Running, tmp_path: Path) -> Iterator[Running]:
     settings = TraceSettings(level=TraceLevel.TIMESTAMPS, rate=1, file=str(tmp_path / "trace.json"))
     traced = Running(tmp_path, trace=settings)
     yield traced
-    if traced.frontend is not None:
+    if not traced.is_stopped:
         traced.stop()
 
 
 def written(running: Running, tmp_path: Path) -> list[dict[str, Any]]:
     """Stops the server; the objects of its trace file."""
     running.stop()
-    running.frontend = None
     found: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())
     return found
 
@@ -270,10 +271,7 @@ def test_a_client_that_goes_away_closes_its_trace(traced: Running) -> None:
         next(chunks)
         assert traced.host.tracing.open_count == 1
     traced.wait_until_nothing_is_open()
-    deadline_s = time.monotonic() + 10
-    while traced.host.tracing.open_count:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    eventually(lambda: not traced.host.tracing.open_count)
 
 
 def test_tracing_is_switched_on_while_the_server_runs(running: Running, tmp_path: Path) -> None:
@@ -285,10 +283,7 @@ def test_tracing_is_switched_on_while_the_server_runs(running: Running, tmp_path
             client.post("/v2/models/identity/infer", json=INFER)
             client.post("/v2/models/identity/infer", json=INFER)
             assert client.get(MODEL).json()["trace_count"] == "0"
-        deadline_s = time.monotonic() + 10
-        while not (tmp_path / "trace.json.0").exists():  # written after the answer's last byte
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        eventually(lambda: (tmp_path / "trace.json.0").exists())  # written after the answer's last byte
         found = json.loads((tmp_path / "trace.json.0").read_text())
         tensor = {"name": "INPUT0", "data": "1,2,3,4", "shape": "1,4", "dtype": "FP32"}
         assert {"id": 1, "activity": "TENSOR_QUEUE_INPUT", "tensor": tensor} in found

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import typer
-from kserve_runner import Running
 
+from llmbackend.cli.observability_flags import TraceFlags
+from llmbackend.cli.protocol_flags import ProtocolFlags
 from llmbackend.core.tracing.settings import OpenTelemetryOptions, TraceLevel, TraceSettings
-from llmbackend.frontends.kserve_grpc import create_grpc_server
+from llmbackend.frontends.grpc.server import create_grpc_server
 from llmbackend.frontends.protocol_options import ProtocolOptions
-from llmbackend.protocol_flags import ProtocolFlags
-from llmbackend.trace_flags import TraceFlags
+from tests.helpers.kserve_runner import Running
 
 
 def settings(*config: str, **deprecated: Any) -> TraceSettings:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pickle import PickleBuffer
@@ -19,6 +18,9 @@ from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.tensors import RawTensor, Tensor
 from llmbackend.frontends.workers import pool as pool_module
 from llmbackend.frontends.workers.pool import WORKERS, WorkerPool
+from tests.helpers.waiting import eventually
+
+pytestmark = pytest.mark.slow
 
 
 def pid_of_worker() -> int:
@@ -44,7 +46,7 @@ def take_memory() -> int:
 
 @pytest.fixture(autouse=True)
 def workers_find_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
 @pytest.fixture
@@ -102,8 +104,5 @@ def test_an_idle_pool_has_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return pid
 
     pid = asyncio.run(use_and_wait())
-    deadline_s = time.monotonic() + 10
-    while time.monotonic() < deadline_s and os.path.exists(f"/proc/{pid}"):
-        time.sleep(0.01)
-    assert not os.path.exists(f"/proc/{pid}")
+    eventually(lambda: not os.path.exists(f"/proc/{pid}"))
     pool.close()

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
@@ -23,13 +24,13 @@ from llmbackend.core.errors import TritonError
 
 from .bystanders import Bystanders
 from .configurations import CONFIG_INPUTS, ConfigInput, ConfigReader
+from .fuzzed_server import HANG_S, FuzzedServer, running
 from .grpc_inputs import GRPC_INPUTS, RAW_GRPC_INPUTS
 from .grpc_target import GrpcTarget, RawGrpcTarget
 from .http_inputs import HTTP_INPUTS
 from .http_target import RAW_HTTP_INPUTS, HttpTarget, RawHttpTarget
 from .openapi_target import run_schemathesis
-from .tally import KINDS, Finding, Tally, drive
-from .victim import HANG_S, Victim, running
+from .tally import KINDS, Finding, Input, Tally, drive
 
 Target = Callable[[float], Tally]
 """Runs for so many seconds."""
@@ -41,10 +42,10 @@ def main() -> int:
     options = _options()
     logging.disable(logging.CRITICAL)  # the configurations that are read here log their refusals
     reports = Path(tempfile.mkdtemp(prefix="llmbackend-fuzz-report-"))
-    with running() as victim, Bystanders(victim, options.seed) as beside:
-        tallies = list(_run_all(_targets(victim, reports, options.seed), options))
-        victim_log = reports / "server.log"
-        victim_log.write_bytes(victim.log_path.read_bytes())
+    with running() as fuzzed, Bystanders(fuzzed, options.seed) as beside:
+        tallies = list(_run_all(_targets(fuzzed, reports, options.seed), options))
+        server_log = reports / "server.log"
+        server_log.write_bytes(fuzzed.log_path.read_bytes())
     return _report(tallies, beside, reports)
 
 
@@ -56,22 +57,27 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _targets(victim: Victim, reports: Path, seed: int) -> dict[str, Target]:
-    targets: dict[str, Target] = {"OpenAPI": lambda seconds: run_schemathesis(victim, reports, seconds, seed)}
+def _targets(fuzzed: FuzzedServer, reports: Path, seed: int) -> dict[str, Target]:
+    targets: dict[str, Target] = {"OpenAPI": lambda seconds: run_schemathesis(fuzzed, reports, seconds, seed)}
     for name, inputs in HTTP_INPUTS.items():
-        targets[name] = lambda seconds, n=name, i=inputs: drive(n, i, HttpTarget(victim), seconds, seed)
-    targets["raw HTTP"] = lambda seconds: drive("raw HTTP", RAW_HTTP_INPUTS, RawHttpTarget(victim), seconds, seed)
-    targets["gRPC"] = lambda seconds: _grpc(victim, seconds, seed)
-    targets["raw gRPC"] = lambda seconds: drive("raw gRPC", RAW_GRPC_INPUTS, RawGrpcTarget(victim), seconds, seed)
+        targets[name] = _driving(name, inputs, lambda: HttpTarget(fuzzed), seed)
+    targets["raw HTTP"] = _driving("raw HTTP", RAW_HTTP_INPUTS, lambda: RawHttpTarget(fuzzed), seed)
+    targets["gRPC"] = lambda seconds: _grpc(fuzzed, seconds, seed)
+    targets["raw gRPC"] = _driving("raw gRPC", RAW_GRPC_INPUTS, lambda: RawGrpcTarget(fuzzed), seed)
     reader = ConfigReader(reports / "models")
-    read = functools.partial(_read_configuration, reader)
     for name, configurations in CONFIG_INPUTS.items():
-        targets[name] = lambda seconds, n=name, i=configurations: drive(n, i, read, seconds, seed)
+        targets[name] = _driving(name, configurations, lambda: functools.partial(_read_configuration, reader), seed)
     return targets
 
 
-def _grpc(victim: Victim, seconds: float, seed: int) -> Tally:
-    with contextlib.closing(GrpcTarget(victim)) as target:
+def _driving(
+    name: str, inputs: st.SearchStrategy[Input], make_run: Callable[[], Callable[[Input], None]], seed: int
+) -> Target:
+    return lambda seconds: drive(name, inputs, make_run(), seconds, seed)
+
+
+def _grpc(fuzzed: FuzzedServer, seconds: float, seed: int) -> Tally:
+    with contextlib.closing(GrpcTarget(fuzzed)) as target:
         return drive("gRPC", GRPC_INPUTS, target, seconds, seed)
 
 

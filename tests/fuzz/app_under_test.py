@@ -1,6 +1,6 @@
 """The HTTP application around a real host with a mock model, called without sockets.
 
-For: the bounded tests of the suite. Does not know: what is sent. Invariant: a request has HANG_S seconds; whatever is
+For: the bounded tests of the suite. Does not know: what is sent. Invariant: a request has HANG_S seconds; what is
 logged as an error with a traceback while it runs is told with its answer.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import ServerOptions
+from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.openai import create_openai_router
 
@@ -96,7 +96,8 @@ class AppUnderTest:
         async def receive() -> MutableMapping[str, Any]:
             if body:
                 return body.pop()
-            return await asyncio.get_running_loop().create_future()  # the client stays
+            await asyncio.Event().wait()  # the client stays
+            raise AssertionError
 
         async def send(event: MutableMapping[str, Any]) -> None:
             events.append(event)

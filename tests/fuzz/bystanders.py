@@ -18,8 +18,8 @@ from tests.chaos.load import Clients, Load, Run, undisturbed
 from tests.chaos.outcome import Outcome
 from tests.chaos.specs import Lengths, StreamSpec, make_specs
 
+from .fuzzed_server import BYSTANDER_MODEL, FuzzedServer
 from .tally import Finding, Tally
-from .victim import BYSTANDER_MODEL, Victim
 
 CONCURRENCY = 4
 _SPECS = 48
@@ -28,13 +28,13 @@ _END_S = 150.0
 
 
 class Bystanders:
-    """`with Bystanders(victim, seed) as tally:` keeps streams running; when it is left, `tally` is their judgement."""
+    """`with Bystanders(fuzzed, seed) as tally:` keeps streams running; when it is left, `tally` is their judgement."""
 
-    def __init__(self, victim: Victim, seed: int) -> None:
+    def __init__(self, fuzzed: FuzzedServer, seed: int) -> None:
         self.tally = Tally("streams beside")
         context = multiprocessing.get_context("spawn")
         self._ours, theirs = context.Pipe()
-        address = victim.address
+        address = fuzzed.address
         self._process = context.Process(target=_main, args=(theirs, address.http, address.grpc, seed))
 
     def __enter__(self) -> Tally:

@@ -1,4 +1,4 @@
-"""One HTTP request as bytes, one answer, and what may be said of the answer whatever the request was.
+"""One HTTP request as bytes, one answer, and what holds for every answer, independent of the request.
 
 For: every HTTP target, in process and over sockets. Does not know: endpoints. Invariant: `complaint` is empty exactly
 for an answer that this server may give: no 5xx but 501, 503 and Triton's INTERNAL with one of its texts, and a body in

@@ -14,19 +14,19 @@ from typing import Any
 
 import grpc
 
-from llmbackend.frontends.grpc_errors import INTERNAL_ERROR
+from llmbackend.frontends.grpc.rpc import INTERNAL_ERROR
 
+from .fuzzed_server import HANG_S, FuzzedServer
 from .grpc_inputs import SHARED_MEMORY_KEY, STREAM, GrpcInput
 from .tally import Finding
-from .victim import HANG_S, Victim
 
 _SERVICE = "/inference.GRPCInferenceService/"
 
 
 class GrpcTarget:
-    def __init__(self, victim: Victim) -> None:
-        self._victim = victim
-        self._channel = grpc.insecure_channel(victim.address.grpc)
+    def __init__(self, fuzzed: FuzzedServer) -> None:
+        self._fuzzed = fuzzed
+        self._channel = grpc.insecure_channel(fuzzed.address.grpc)
         self._region = Path(f"/dev/shm{SHARED_MEMORY_KEY}")
         self._region.write_bytes(b"\5\0\0\0hello".ljust(8192, b"\0"))
 
@@ -42,14 +42,16 @@ class GrpcTarget:
             answers = []
         if any(INTERNAL_ERROR.encode() in answer for answer in answers):
             raise Finding("5xx", f"in band: {INTERNAL_ERROR}")
-        self._victim.check()
+        self._fuzzed.check()
 
     def _call(self, given: GrpcInput) -> Iterable[bytes]:
         if given.rpc == STREAM:
-            stream = self._channel.stream_stream(_SERVICE + STREAM)
-            return stream(iter(given.messages), timeout=HANG_S)
+            stream: Any = self._channel.stream_stream(_SERVICE + STREAM)
+            answers: Iterable[bytes] = stream(iter(given.messages), timeout=HANG_S)
+            return answers
         service = "/grpc.health.v1.Health/" if given.rpc == "Check" else _SERVICE
-        return [self._channel.unary_unary(service + given.rpc)(given.messages[0], timeout=HANG_S)]
+        unary: Any = self._channel.unary_unary(service + given.rpc)
+        return [unary(given.messages[0], timeout=HANG_S)]
 
 
 def _check_status(error: Any) -> None:
@@ -63,9 +65,9 @@ def _check_status(error: Any) -> None:
 class RawGrpcTarget:
     """Bytes on the gRPC port; the RPCs of other connections go on."""
 
-    def __init__(self, victim: Victim) -> None:
-        self._victim = victim
-        host, _, port = victim.address.grpc.partition(":")
+    def __init__(self, fuzzed: FuzzedServer) -> None:
+        self._fuzzed = fuzzed
+        host, _, port = fuzzed.address.grpc.partition(":")
         self._address = (host, int(port))
         self._count = itertools.count(1)
 
@@ -78,13 +80,14 @@ class RawGrpcTarget:
                     pass
             except (TimeoutError, ConnectionError):
                 pass
-        self._victim.check()
+        self._fuzzed.check()
         if next(self._count) % 25 == 0:
             self._check_answers()
 
     def _check_answers(self) -> None:
-        with grpc.insecure_channel(self._victim.address.grpc) as channel:
+        with grpc.insecure_channel(self._fuzzed.address.grpc) as channel:
             try:
-                channel.unary_unary(_SERVICE + "ServerLive")(b"", timeout=HANG_S)
+                is_live: Any = channel.unary_unary(_SERVICE + "ServerLive")
+                is_live(b"", timeout=HANG_S)
             except grpc.RpcError as error:
                 raise Finding("hang", f"ServerLive: {error}") from None

@@ -2,7 +2,7 @@
 
 For: `make fuzz`. Does not know: endpoints. Invariants: a whole request has one answer, which `complaint` allows, and
 leaves the connection usable or closed by the server's own word; raw bytes get answers or a closed connection, never a
-5xx, and harm nobody else.
+5xx, and harm no other client.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from . import examples
 from .exchange import HttpAnswer, HttpInput, complaint
+from .fuzzed_server import HANG_S, FuzzedServer
 from .http_inputs import WHOLE
 from .inputs import as_json, mutated_bytes
 from .tally import Finding
-from .victim import HANG_S, Victim
 
 _QUIET_S = 0.3
 """How long raw bytes may go unanswered before the client hangs up: half a request has no answer."""
@@ -29,8 +29,8 @@ _STATUS_LINE = re.compile(rb"HTTP/1\.1 (\d{3})")
 class HttpTarget:
     """Sends HttpInputs, one after the other, on one connection."""
 
-    def __init__(self, victim: Victim) -> None:
-        self._victim = victim
+    def __init__(self, fuzzed: FuzzedServer) -> None:
+        self._fuzzed = fuzzed
         self._connection: socket.socket | None = None
 
     def __call__(self, request: HttpInput) -> None:
@@ -38,7 +38,7 @@ class HttpTarget:
         found = complaint(request, answer)
         if found:
             raise Finding("5xx" if answer.is_5xx else "violation", found)
-        self._victim.check()
+        self._fuzzed.check()
 
     def _exchange(self, sent: bytes, method: str) -> HttpAnswer:
         connection, self._connection = self._connection or self._connect(), None
@@ -52,7 +52,7 @@ class HttpTarget:
         except TimeoutError:
             raise Finding("hang", f"no answer in {HANG_S:g} s") from None
         except (OSError, http.client.HTTPException) as error:
-            self._victim.check()
+            self._fuzzed.check()
             raise Finding("violation", f"no whole answer: {error!r}") from None
         if answer.headers.get("connection") == "close" or answer.status == 400:
             connection.close()  # a request that is no HTTP is answered and the connection closed
@@ -61,8 +61,8 @@ class HttpTarget:
         return answer
 
     def _connect(self) -> socket.socket:
-        self._victim.check_answers()
-        return socket.create_connection((self._victim.http_host, self._victim.http_port), timeout=HANG_S)
+        self._fuzzed.check_answers()
+        return socket.create_connection((self._fuzzed.http_host, self._fuzzed.http_port), timeout=HANG_S)
 
 
 def _on_the_wire(request: HttpInput) -> bytes:
@@ -75,8 +75,8 @@ def _on_the_wire(request: HttpInput) -> bytes:
 class RawHttpTarget:
     """Sends bytes on a connection of their own."""
 
-    def __init__(self, victim: Victim) -> None:
-        self._victim = victim
+    def __init__(self, fuzzed: FuzzedServer) -> None:
+        self._fuzzed = fuzzed
         self._count = itertools.count(1)
 
     def __call__(self, sent: bytes) -> None:
@@ -86,13 +86,13 @@ class RawHttpTarget:
                 raise Finding("5xx", received[:300].decode("utf-8", "replace"))
         if received and not received.startswith(b"HTTP/1.1 "):
             raise Finding("violation", f"the answer is no HTTP: {received[:80]!r}")
-        self._victim.check()
+        self._fuzzed.check()
         if next(self._count) % 50 == 0:
-            self._victim.check_answers()
+            self._fuzzed.check_answers()
 
     def _send(self, sent: bytes) -> bytes:
         received = b""
-        with socket.create_connection((self._victim.http_host, self._victim.http_port), timeout=HANG_S) as connection:
+        with socket.create_connection((self._fuzzed.http_host, self._fuzzed.http_port), timeout=HANG_S) as connection:
             try:
                 connection.sendall(sent)
                 connection.settimeout(_QUIET_S)

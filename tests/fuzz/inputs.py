@@ -101,7 +101,7 @@ def _changed(draw: st.DrawFn, value: Any, path: Path) -> Any:
         return _instead_of(draw, value)
     key, rest = path[0], path[1:]
     copy = value.copy()
-    if rest or draw(st.integers(0, 5)):
+    if rest or draw(st.integers(0, 5)) > 0:
         copy[key] = _changed(draw, value[key], rest)
     else:
         del copy[key]

@@ -13,11 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.server_process import ROOT
+from tests.helpers.server_process import ROOT
 
+from .fuzzed_server import FuzzedServer
 from .http_inputs import DECOUPLED
 from .tally import Finding, Tally
-from .victim import Victim
 
 _CHECKS = ("allowed_answer", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
            "response_headers_conformance")  # fmt: skip
@@ -50,12 +50,12 @@ def _switched_on(checks: tuple[str, ...]) -> str:
     return "\n".join(f"{check}.enabled = true" for check in checks)
 
 
-def run_schemathesis(victim: Victim, directory: Path, seconds: float, seed: int) -> Tally:
+def run_schemathesis(fuzzed: FuzzedServer, directory: Path, seconds: float, seed: int) -> Tally:
     """For about `seconds`; the run's own report is left in `directory`."""
     config, report = directory / "schemathesis.toml", directory / "schemathesis.json"
     config.write_text(_config())
     command = [str(Path(sys.executable).with_name("schemathesis")), "--config-file", str(config), "run"]
-    command += [f"http://{victim.address.http}/openapi.json", "--continue-on-failure"]
+    command += [f"http://{fuzzed.address.http}/openapi.json", "--continue-on-failure"]
     command += ["--phases", "examples,coverage,fuzzing", "--max-time", str(max(1, int(seconds))), "--seed", str(seed)]
     command += [
         "--request-timeout",
@@ -76,7 +76,7 @@ def run_schemathesis(victim: Victim, directory: Path, seconds: float, seed: int)
     for failure in [*found["failures"], *found["errors"]]:
         tally.add(Finding("violation", json.dumps(failure)), f"see {directory / 'schemathesis.txt'}")
     try:
-        victim.check()
+        fuzzed.check()
     except Finding as finding:
         tally.add(finding, "schemathesis")
     return tally

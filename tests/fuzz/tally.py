@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 Kind = Literal["5xx", "crash", "hang", "violation"]
 KINDS: tuple[Kind, ...] = ("5xx", "crash", "hang", "violation")
 _BATCH = 250
-_MOST_FINDINGS = 5
+_MAX_FINDINGS = 5
 _SHRINK_S = 15.0
 _SHOWN_CHARACTERS = 600
 Input = TypeVar("Input")
@@ -60,7 +60,7 @@ def drive(
     tally = Tally(target)
     end_s = time.monotonic() + seconds
     for batch_seed in itertools.count(first_seed):
-        if time.monotonic() > end_s or len(tally.findings) >= _MOST_FINDINGS:
+        if time.monotonic() > end_s or len(tally.findings) >= _MAX_FINDINGS:
             return tally
         _batch(tally, inputs, run, batch_seed, end_s)
     raise AssertionError("unreachable")

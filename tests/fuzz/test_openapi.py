@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
 import jsonschema_rs
 import pytest
+from pydantic import BaseModel
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.frontends import openapi_kserve, openapi_openai
 from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_kserve_router
+from llmbackend.frontends.kserve import openapi as openapi_kserve
 from llmbackend.frontends.openai import create_openai_router
+from llmbackend.frontends.openai import openapi as openapi_openai
 from llmbackend.frontends.openai.errors import OpenAIError
-from llmbackend.frontends.openai.fields import Fields
 from llmbackend.frontends.openai.requests import parse_chat, parse_completion
+from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
 from llmbackend.frontends.openapi import create_openapi_router, document
 
 CATCH_ALL = {"/v1/{path:path}"}
@@ -30,7 +33,8 @@ def routers() -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module")
 def described(routers: tuple[Any, ...]) -> dict[str, Any]:
-    return json.loads(json.dumps(document(routers)))
+    text: dict[str, Any] = json.loads(json.dumps(document(routers)))
+    return text
 
 
 def test_the_documents_paths_are_the_routes(routers: tuple[Any, ...], described: dict[str, Any]) -> None:
@@ -55,21 +59,71 @@ def test_every_schema_is_json_schema_and_every_reference_resolves(described: dic
         jsonschema_rs.validator_for({**described, "$ref": f"#/components/schemas/{name}"})
 
 
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+COMPLETION = {"model": "m", "prompt": "x"}
+
+
 @pytest.mark.parametrize(
-    ("schema", "parse", "least"),
-    [
-        ("ChatCompletionRequest", parse_chat, {"model": "m", "messages": [{"role": "user", "content": "x"}]}),
-        ("CompletionRequest", parse_completion, {"model": "m", "prompt": "x"}),
-    ],
+    ("model", "parse", "least"),
+    [(ChatCompletionRequest, parse_chat, CHAT), (CompletionRequest, parse_completion, COMPLETION)],
 )
 def test_the_documented_fields_are_the_fields_that_are_read(
-    schema: str, parse: Any, least: dict[str, Any], described: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: type[BaseModel], parse: Any, least: dict[str, Any], described: dict[str, Any]
 ) -> None:
-    read = []
-    take = Fields.take
-    monkeypatch.setattr(Fields, "take", lambda self, field: (read.append(self.name(field)), take(self, field))[1])
-    parse(least)
-    documented = described["components"]["schemas"][schema]["properties"].keys()
-    assert {field for field in read if "." not in field} == documented
+    documented = described["components"]["schemas"][model.__name__]["properties"].keys()
+    assert model.model_fields.keys() == documented
     with pytest.raises(OpenAIError, match="unknown field"):
         parse({**least, "no_such_field": None})
+
+
+VALUES: list[Any] = [
+    *(None, True, False, 0, 1, 2, -1, 0.5, 2**70, "", "x", "auto", "none", "text"),
+    *([], [1], ["x"], [[1]], [1, "x"]),
+    *({}, {"1": 1}, {"x": 1}, {"1": 101}, {"type": "text"}, {"include_usage": True}),
+]
+PARTS: list[Any] = [
+    {"type": "text", "text": "x"},
+    {"type": "text"},
+    {"type": "refusal", "refusal": "x"},
+    {"type": "text", "text": "x", "more": None},
+    {"type": "image_url"},
+]
+FUNCTION = {"name": "f", "arguments": "{}"}
+CALLS: list[Any] = [{"id": "c", "function": FUNCTION}, {"id": "c"}, {"id": "c", "function": FUNCTION, "more": None}]
+
+
+@pytest.mark.parametrize(
+    ("schema", "parse", "least"),
+    [("ChatCompletionRequest", parse_chat, CHAT), ("CompletionRequest", parse_completion, COMPLETION)],
+)
+def test_what_the_document_allows_is_what_is_accepted(
+    schema: str, parse: Any, least: dict[str, Any], described: dict[str, Any]
+) -> None:
+    document = jsonschema_rs.validator_for({**described, "$ref": f"#/components/schemas/{schema}"})
+    fields = described["components"]["schemas"][schema]["properties"]
+    bodies = [least | {field: value} for field in fields for value in VALUES]
+    bodies += [least | {"stream": True, "stream_options": value} for value in VALUES]
+    bodies += [least | {"logprobs": value, "top_logprobs": 2, "echo": True} for value in VALUES]
+    if schema == "ChatCompletionRequest":
+        bodies += [least | {"messages": [message]} for message in messages()]
+    for body in bodies:
+        assert document.is_valid(body) == is_accepted(parse, body), body
+
+
+def messages() -> Iterator[dict[str, Any]]:
+    for role in ("system", "developer", "user", "assistant", "tool", "robot"):
+        for content in ({}, *({"content": value} for value in [*VALUES, *([part] for part in PARTS)])):
+            yield {"role": role, **content}
+            yield {"role": role, "tool_call_id": "c", **content}
+        for field in ("name", "refusal", "reasoning", "tool_calls", "audio", "annotations", "function_call", "more"):
+            for value in (*VALUES, *([call] for call in CALLS)):
+                yield {"role": role, field: value}
+                yield {"role": role, "content": "x", field: value}
+
+
+def is_accepted(parse: Any, body: dict[str, Any]) -> bool:
+    try:
+        parse(body)
+    except OpenAIError:
+        return False
+    return True

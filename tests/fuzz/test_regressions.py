@@ -11,7 +11,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from llmbackend.frontends.kserve_grpc import create_grpc_server
+from llmbackend.frontends.grpc.server import create_grpc_server
 
 from .app_under_test import AppUnderTest
 from .exchange import HttpInput, complaint
@@ -90,9 +90,9 @@ def test_a_malformed_message_among_running_requests_ends_the_stream_with_a_statu
     async def run() -> list[tuple[grpc.StatusCode, str | None]]:
         server, port = await create_grpc_server(app.server, address="127.0.0.1:0")
         await server.start()
-        ends = []
+        ends: list[tuple[grpc.StatusCode, str | None]] = []
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            method = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+            method: Any = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
             for _ in range(30):
                 call = method(iter([good.SerializeToString()] * 8 + [b"\xff\xff"]))
                 with contextlib.suppress(grpc.aio.AioRpcError):

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.e2e.server_process import start_server, stop_server
+from tests.helpers.server_process import start_server, stop_server
 
 from .by_design import Rule, read_rules
 from .case import Case, Server

@@ -103,7 +103,7 @@ def grpc_case(name: str, rpc: str, request: Message, metadata: tuple[tuple[str, 
 def stream_case(
     name: str, requests: list[service_pb2.ModelInferRequest], metadata: tuple[tuple[str, str], ...] = ()
 ) -> Case:
-    """All requests on one stream, one after the other's last response, so that the order is everybody's."""
+    """All requests on one stream, one after the other's last response, so that both servers see the same order."""
 
     def send(server: Server) -> str:
         return "\n---\n".join(_one_stream(server, request, metadata) for request in requests)

@@ -189,12 +189,14 @@ def broken_inference(draw: random.Random) -> Iterator[Case]:
     right = tensor("INPUT0", "FP32", (1, 4), [1, 2, 3, 4])
     for field in ("name", "datatype", "shape", "data"):
         yield infer(f"no {field}", "identity", {"inputs": [{key: right[key] for key in right if key != field}]})
+        value: Any
         for value in (None, 7, "x", [], {}, True, [1.5], -1):
             yield infer(f"{field} is {value!r}", "identity", {"inputs": [right | {field: value}]})
     for shape in ([4], [1, 5], [0, 4], [9, 4], [1, 4, 1], [2, 4], [-1, 4]):  # [1, 2**40] ends a Triton 2.51
         yield infer(f"shape {shape}", "identity", {"inputs": [right | {"shape": shape}]})
     for datatype in ("INT32", "FP16", "BYTES", "BF16", "fp32", "FP8"):
         yield infer(f"datatype {datatype}", "identity", {"inputs": [right | {"datatype": datatype}]})
+    body: Any
     for body in (
         {}, {"inputs": []}, {"inputs": {}}, {"inputs": None}, {"inputs": [right, right]}, [], "text", 5,
         {"inputs": [right], "outputs": [{"name": "ABSENT"}]}, {"inputs": [right], "outputs": [{}]},
@@ -409,7 +411,7 @@ def sequences(draw: random.Random) -> Iterator[Case]:
         for sequence in (11, 12):
             xs = numbers(draw, 4)
             for index, x in enumerate(xs):
-                parameters = {
+                parameters: dict[str, Any] = {
                     "sequence_id": sequence, "sequence_start": index == 0, "sequence_end": index == len(xs) - 1
                 }  # fmt: skip
                 body = {"inputs": [tensor("X", "INT32", (1, 1), [x])], "parameters": parameters}
@@ -465,6 +467,7 @@ def settings() -> Iterator[Case]:
         "/v2/logging",
     ):
         yield http_case(f"GET {path}", "GET", path)
+    body: dict[str, Any]
     for body in ({"trace_rate": "5"}, {"trace_rate": "x"}, {"trace_level": ["TIMESTAMPS"]},
                  {"trace_level": ["NOTHING"]},
                  {"trace_count": "-2"}, {"trace_file": "x"}, {"trace_rate": None}, {"absent": "1"}, {"trace_rate": 5},

@@ -1,29 +1,30 @@
-"""The engine core as a state machine: whatever is added, aborted and goes wrong, in whatever order.
+"""The engine core as a state machine: requests are added and aborted, steps fail, in any order.
 
 After every rule no block and no row is lost. Every request ends exactly once; its tokens are those that it would give
-alone, to the last one if it finished, up to its end if it was aborted or failed; and whoever fails was to blame.
+alone, to the last one if it finished, up to its end if it was aborted or failed; only the cause of a failure fails.
 How to search with many more sequences: machine_settings.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
-from engine_requests import VOCAB_SIZE, priorities, prompts, resumed, salts, sampling_params, shares
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, invariant, multiple, rule
-from machine_settings import machine_settings
-from mock_devices import FailingDevice
-from mock_engine import Outcome, make_request
-from repeating_text import repeat_text
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
+from tests.helpers.engine_requests import VOCAB_SIZE, priorities, prompts, resumed, salts, sampling_params, shares
+from tests.helpers.machine_settings import machine_settings
+from tests.helpers.mock_devices import FailingDevice
+from tests.helpers.mock_engine import Outcome, make_request
+from tests.helpers.repeating_text import repeat_text
 
 MAX_MODEL_LEN = 40
 EAGER = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1, max_step_tokens=16)
@@ -47,7 +48,7 @@ class FailingRunner(MockRunner):
     """A mock runner that raises after it has written to the KV cache, as a real one may.
 
     poisonous: requests that no step survives. not_numbers: requests whose sampled row gets an error of its own.
-    failures_left: how many of the next executions raise, whatever they hold. Ids are those of requests.
+    failures_left: how many of the next executions raise, with any rows. Ids are those of requests.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -115,7 +116,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.sampled_from(CACHING),
     )
     def make(
-        self, block_size: int, spare_blocks: int, speculates: bool, caching: tuple[bool, int], **arguments: int
+        self, block_size: int, spare_blocks: int, speculates: bool, caching: tuple[bool, int], **arguments: Any
     ) -> None:
         """An engine that speculates has a model that repeats itself, so that drafts hold and fail often."""
         num_kv_blocks = MAX_MODEL_LEN // block_size + spare_blocks
@@ -200,7 +201,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def fail_one_execution(self) -> None:
-        """The batch fails and each of its rows runs alone afterwards: nobody is hurt."""
+        """The batch fails and each of its rows runs alone afterwards: no request is lost."""
         if self.runner.failures_left == 0:
             self.runner.failures_left = 1
 
@@ -228,7 +229,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.patch.undo()
 
     def _come_to_rest(self) -> None:
-        # Whatever the preemptions, the first running request moves by a token per step, or by its chunk.
+        # With any preemptions, the first running request moves by a token per step, or by its chunk.
         num_lives = sum(map(len, self.lives.values()))
         for _ in range(2 * MAX_MODEL_LEN * (num_lives + 1)):
             if not self.core.has_work:
@@ -281,12 +282,66 @@ class EngineMachine(RuleBasedStateMachine):
     def _judge(self, life: Life) -> None:
         reason, error = life.outcome.finish_reason, life.outcome.error
         if reason == "abort":
-            assert life.aborted, "nobody aborted it"
+            assert life.aborted, "it was not aborted"
         elif reason == "error":
-            assert any(text in error for text in life.may_fail), f"nobody blamed it for: {error}"
+            assert any(text in error for text in life.may_fail), f"unexpected error: {error}"
         else:
             assert (life.token_ids, reason) == (life.expected, life.finish_reason)
 
 
 EngineMachine.TestCase.settings = machine_settings(examples=50, steps=40)
 TestEngineMachine = EngineMachine.TestCase
+
+
+class OverlapMachine(EngineMachine):
+    """Steps overlap: the device is fast or slow at every step, as hypothesis chooses."""
+
+    is_fast: bool
+
+    @initialize(
+        block_size=st.integers(1, 4),
+        spare_blocks=st.integers(-2, 6),
+        steps_in_flight=st.sampled_from((2, 2, 1, 3)),
+        max_num_seqs=st.sampled_from((5, 3, 1)),
+        max_num_batched_tokens=st.sampled_from((64, 8, 3, 1)),
+        caching=st.sampled_from(CACHING),
+        is_fast=st.booleans(),
+    )
+    def make(
+        self,
+        block_size: int,
+        spare_blocks: int,
+        steps_in_flight: int,
+        caching: tuple[bool, int],
+        is_fast: bool,
+        **arguments: Any,
+    ) -> None:
+        config = EngineConfig(
+            model="mock",
+            max_model_len=MAX_MODEL_LEN,
+            block_size=block_size,
+            num_kv_blocks=MAX_MODEL_LEN // block_size + spare_blocks,
+            mock_steps_in_flight=steps_in_flight,
+            enable_prefix_caching=caching[0],
+            num_host_kv_blocks=caching[1],
+            **arguments,
+        )
+        device = FailingDevice(config)
+        device.is_fast = lambda: self.is_fast
+        self.is_fast = is_fast
+        self.begin(EngineCore(config, device), device)
+
+    @rule()
+    def change_pace(self) -> None:
+        self.is_fast = not self.is_fast
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            if hasattr(self, "core"):
+                self.core.close()
+
+
+OverlapMachine.TestCase.settings = machine_settings(examples=30, steps=40)
+TestOverlapMachine = OverlapMachine.TestCase

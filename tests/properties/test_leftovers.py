@@ -8,12 +8,15 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-import leftovers
 import pytest
-from leftovers import Conservation, Snapshot
-from mock_engine import make_core, make_request
+
+from tests.helpers import leftovers
+from tests.helpers.leftovers import Conservation, Snapshot
+from tests.helpers.mock_engine import make_core, make_request
+
+Leaked = TypeVar("Leaked")
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +24,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "WAIT_S", 0.05)
 
 
-def found(leak: Callable[[], object], *, shares_host: bool = False) -> tuple[list[str], object]:
+def found(leak: Callable[[], Leaked], *, shares_host: bool = False) -> tuple[list[str], Leaked]:
     before = Snapshot.take()
     leaked = leak()
     return leftovers.leftovers(before, shares_host=shares_host), leaked
@@ -63,7 +66,7 @@ def test_a_thread_of_a_shared_server_is_its_own() -> None:
 
 
 def test_a_file_descriptor_and_an_event_loop() -> None:
-    leak, (reader, writer) = found(os.pipe)  # type: ignore[misc]
+    leak, (reader, writer) = found(os.pipe)
     os.close(reader)
     os.close(writer)
     assert [text.split(":")[1] for text in leak] == [" pipe", " pipe"]

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Any
 
 import msgspec
 import numpy as np
-from engine_requests import priorities
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -25,15 +25,16 @@ from hypothesis.stateful import (
     multiple,
     rule,
 )
-from machine_settings import machine_settings
-from mock_engine import make_request
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.kv_cache import KVCacheManager
+from llmbackend.engine.memory.kv_cache import KVCacheManager
 from llmbackend.engine.mock.mock_model import MockRunner
-from llmbackend.engine.scheduler import Schedule, Scheduler
-from llmbackend.engine.sequence import Rows, Sequence
+from llmbackend.engine.scheduling.scheduler import Schedule, Scheduler
+from llmbackend.engine.scheduling.sequence import Rows, Sequence
 from llmbackend.engine.step import RowTable
+from tests.helpers.engine_requests import priorities
+from tests.helpers.machine_settings import machine_settings
+from tests.helpers.mock_engine import make_request
 
 MAX_MODEL_LEN = 32
 
@@ -106,8 +107,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         return sequence
 
     @rule(target=sequences, prompts=st.lists(prompts, min_size=2, max_size=4))
-    def add_crowd(self, prompts: list[tuple[int, int, int]]) -> MultipleResults[Sequence]:
-        return multiple(*(self.add(prompt, 0, "", {}) for prompt in prompts))
+    def add_crowd(self, prompts: list[tuple[int, int, int]]) -> MultipleResults[Any]:
+        return multiple(*[self.add(prompt, 0, "", {}) for prompt in prompts])
 
     @rule(sequence=consumes(sequences))
     def remove(self, sequence: Sequence) -> None:
@@ -116,10 +117,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(sequence=consumes(sequences))
     def fail(self, sequence: Sequence) -> None:
-        """Whatever it computed is nonsense from here on, and none of it may be found."""
+        """What it computed is nonsense from here on, and none of it may be found."""
         if sequence in self.running:
             held = self.table.block_table[sequence.row, : self._held(sequence)].tolist()
-            self.scheduler.distrust(sequence)
+            self.scheduler.invalidate(sequence)
             self._remove(sequence)
             holders = {block for one in self.running for block in self._blocks(one)}
             for block in set(held) - holders:
@@ -192,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return {self.rows[row]: n for row, n in zip(rows, plan.num_scheduled_tokens.tolist(), strict=True)}
 
     def _expect_refusal(self, sequence: Sequence, error: str, before: Before) -> None:
-        """Refused is whom the runner does not take, and who outgrew the whole pool."""
+        """Refused are requests that the runner does not take, and those that outgrew the whole pool."""
         if "logit_bias" in error:
             assert sequence.request.sampling.logit_bias
         else:
@@ -202,7 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 
     def _preempted(self, before: Before, schedule: Schedule) -> list[Sequence]:
-        """Who went back to the queue: the least important of the running ones, and never the first."""
+        """Preempted are the least important of the running requests, and never the first."""
         refused = [sequence for sequence, _ in schedule.refused]
         left = [one for one in before.running if one not in refused]
         preempted = [one for one in left if one in self.scheduler._waiting]
@@ -231,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _expect_admission_in_order(
         self, before: Before, admitted: list[Sequence], chunks: dict[Sequence, int], preempted: bool
     ) -> None:
-        """Nobody overtakes the head of the queue, and it waits for a reason: budget, rows, blocks or a preemption."""
+        """No request overtakes the head of the queue, which waits for a reason: budget, rows, blocks, a preemption."""
         queue = [one for one in before.waiting if one in self.waiting]
         assert admitted == queue[: len(admitted)]
         assert not (preempted and admitted)
@@ -270,7 +271,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.slots[self._slot(one, position)] == self._text(one, position)
 
     def _copy_blocks(self) -> None:
-        """Between device and host, in order; what was copied from is nobody's any more."""
+        """Between device and host, in order; what was copied from has no owner any more."""
         size = self.kv_cache.block_size
         for copies in self.kv_cache.host_tier.take_copies():
             for block, host_block in zip(copies.blocks.tolist(), copies.host_blocks.tolist(), strict=True):
@@ -295,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _expect_progress(self, before: Before, schedule: Schedule, chunks: dict[Sequence, int]) -> None:
         if before.running or before.waiting:
-            assert chunks or schedule.refused, "nobody runs and nobody is refused"
+            assert chunks or schedule.refused, "no request runs and none is refused"
 
     def _commit(self, schedule: Schedule) -> None:
         if schedule.plan is not None:
@@ -308,7 +309,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampled = plan.rows[plan.sample_rows]
             self.table.token_ids[sampled, self.table.num_tokens[sampled]] = 90
             self.table.num_tokens[sampled] += 1
-            self.scheduler.computed(plan.rows, self.table.num_computed_tokens[plan.rows])
+            self.scheduler.mark_computed(plan.rows, self.table.num_computed_tokens[plan.rows])
             for one in [one for one in self.running if self._num_tokens(one) >= MAX_MODEL_LEN]:
                 self._remove(one)
 

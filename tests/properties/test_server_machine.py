@@ -1,7 +1,7 @@
 """A whole server as a state machine: real sockets, real clients of every protocol, an engine process that really dies.
 
 Random mixes of streams, disconnects, stops by id, kills, faults in a step and reloads under load. Every request ends
-exactly once; one that nobody ended is, token for token, what it is undisturbed; and at the end nothing is left: no
+exactly once; one that was not stopped is, token for token, what it is undisturbed; and at the end nothing is left: no
 request, no KV block, no engine process too many, no descriptor, no breach that the server counted itself.
 How to search with many more sequences: machine_settings.py.
 """
@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -23,18 +24,18 @@ import psutil
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from machine_settings import machine_settings
 
 from tests.chaos.judge import judge, judge_prefix
 from tests.chaos.load import Arrivals, Clients, LiveStream, Run
 from tests.chaos.outcome import Outcome
 from tests.chaos.server import ServerUnderTest, mock, running
 from tests.chaos.specs import Lengths, StreamSpec, make_specs
+from tests.helpers.machine_settings import machine_settings
 
 MODEL = "mock"
 MAX_FAULTS = 3
 """Of one sequence: fewer deaths in a row than give an engine up."""
-CONVICTED = "times while it ran it"
+BLAMED = "times while it ran it"
 BROKEN_LOGITS = "not finite"
 STRUCK_ALONE = "injected fault"
 """A second exception came while the rows of a step that had raised one ran one by one."""
@@ -105,7 +106,7 @@ def stage() -> Iterator[Stage]:
 
 @dataclass
 class Endless:
-    """A request with an id of its own, too long to end by itself: somebody stops it, or its client goes away."""
+    """A request with an id of its own, too long to end by itself: it is stopped, or its client goes away."""
 
     request_id: str
     answer: asyncio.Task[httpx.Response]
@@ -155,7 +156,7 @@ class ServerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sent.streams)
     @rule(which=st.integers(0, 100), pause_ms=st.sampled_from((0, 10)))
     def disconnect(self, which: int, pause_ms: int) -> None:
-        """A client goes away, whatever its request is doing."""
+        """A client goes away, in any state of its request."""
         _, stream = self.sent.streams[which % len(self.sent.streams)]
         self.sent.abandoned.add(stream)
         stream.abandon()
@@ -180,13 +181,13 @@ class ServerMachine(RuleBasedStateMachine):
     # --- what goes wrong ----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.faults) < MAX_FAULTS)
-    @rule(whole_nursery=st.sampled_from((False, False, True)))
-    def kill_engine(self, whole_nursery: bool) -> None:
+    @rule(with_fork_server=st.sampled_from((False, False, True)))
+    def kill_engine(self, with_fork_server: bool) -> None:
         """The engine, which is the youngest process; or also the one that it was forked from."""
         self.faults.append("kill")
         self._do(self._tokens_came())
         pids = self.stage.server.engine_pids(MODEL)
-        for pid in pids if whole_nursery else pids[-1:]:
+        for pid in pids if with_fork_server else pids[-1:]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -261,7 +262,7 @@ class ServerMachine(RuleBasedStateMachine):
         assert json.loads(self._do(server.post("/v2/repository/index"))[1])[0]["state"] == "READY"
 
     def _children(self) -> list[psutil.Process]:
-        return self.stage.process.children(recursive=True)
+        return list(self.stage.process.children(recursive=True))
 
     def _until(self, condition: Any, complaint: str) -> None:
         deadline_s = time.monotonic() + WAIT_S
@@ -278,7 +279,7 @@ class ServerMachine(RuleBasedStateMachine):
 
 def _is_excused(error: str) -> bool:
     """A request under which an engine died again and again, or that a fault met on its own."""
-    return any(reason in error for reason in (CONVICTED, BROKEN_LOGITS, STRUCK_ALONE))
+    return any(reason in error for reason in (BLAMED, BROKEN_LOGITS, STRUCK_ALONE))
 
 
 def _samples(server: ServerUnderTest, family: str) -> list[float]:
@@ -287,4 +288,5 @@ def _samples(server: ServerUnderTest, family: str) -> list[float]:
 
 
 def test_the_whole_server_loses_nothing(stage: Stage) -> None:
-    run_state_machine_as_test(lambda: ServerMachine(stage), settings=machine_settings(examples=4, steps=10))
+    machine: Any = partial(ServerMachine, stage)
+    run_state_machine_as_test(machine, settings=machine_settings(examples=4, steps=10))

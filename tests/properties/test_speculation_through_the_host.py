@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_host import Call, LlmHost, llm_host
-from repeating_text import repeat_text
+
+from tests.helpers.llm_host import Call, LlmHost, llm_host
+from tests.helpers.repeating_text import repeat_text
 
 OUTPUTS = ("finish_reason", "cumulative_logprob", "logprobs", "num_output_tokens", "output_ids")
 FLAGS = {f"return_{name}": True for name in OUTPUTS}

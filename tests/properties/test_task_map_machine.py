@@ -1,4 +1,4 @@
-"""The infer-task map as a state machine: whatever is sent, cancelled and dies, every stream goes on or ends once.
+"""The infer-task map as a state machine: engines die under requests, and every stream goes on or ends once.
 
 The real host, adapter, managers and engine cores; the test moves their loops (hand_driven.py), so that every order of
 what clients, loops and engines do can come up, and conservation is asked after every single move, without a race. A
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hand_driven import HandTurnedManager, World
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, invariant, multiple, rule
-from llm_host import Call
-from llm_requests import MAX_MODEL_LEN, NUM_KINDS, answer, undisturbed
-from machine_settings import machine_settings
 
 from llmbackend.adapter.infer_task import InferTask
-from llmbackend.adapter.probation import CONVICTION
+from llmbackend.adapter.task_map import BLAME_THRESHOLD
 from llmbackend.core.backend_api import ErrorCode
+from tests.helpers.hand_driven import HandTurnedManager, World
+from tests.helpers.llm_host import Call
+from tests.helpers.llm_requests import MAX_MODEL_LEN, NUM_KINDS, answer, undisturbed
+from tests.helpers.machine_settings import machine_settings
 
 MAX_QUEUE_SIZE = 12
 MAX_ENGINE_FAILURES = 5
@@ -27,14 +27,14 @@ GROUP = "instance_group [ {{ kind: KIND_CPU, count: {} }} ]"
 QUEUE = f'parameters {{ key: "max_queue_size" value {{ string_value: "{MAX_QUEUE_SIZE}" }} }}'
 LEVELS = "dynamic_batching { priority_levels: 2 default_priority_level: 2 }"
 
-DEATHS_TO_CONVICT = int(CONVICTION)
-"""In a trial, by any signal but SIGKILL."""
+DEATHS_TO_BLAME = int(BLAME_THRESHOLD)
+"""Of a request that runs isolated, by any signal but SIGKILL."""
 CANCELLED = "Request was cancelled"
 EXPIRED = "Request timeout expired"
 FULL = "takes no more requests: its queue holds"
 NO_ENGINE = "times in a row"
 DISOWNED = "has no engine that stays alive"
-CONVICTED = f"the engine died {DEATHS_TO_CONVICT} times while it ran it"
+BLAMED = f"the engine died {DEATHS_TO_BLAME} times while it ran it"
 
 
 @dataclass(eq=False)
@@ -139,16 +139,16 @@ class TaskMapMachine(RuleBasedStateMachine):
     def conserved(self) -> None:
         if not hasattr(self, "world"):
             return
-        tasks = self.world.state._tasks
+        tasks = self.world.state.tasks
         open_ids = {client.task.request_id for client in self.all if client.task and not client.call.num_finals}
         assert set(tasks._tasks) == open_ids, "the map holds a request that is over, or lost one that is not"
         queued = {task.request_id for lane in tasks._queue._lanes.values() for task in lane.values()}
         assert len(tasks._queue) == len(queued)
-        assert queued | set(tasks._holder_of) == open_ids and not queued & set(tasks._holder_of)
+        assert queued | set(tasks._engine_of) == open_ids and not queued & set(tasks._engine_of)
         for manager in self.world.managers:
             held = {one for one in manager._live if one in open_ids}
-            assert all(tasks._holder_of[one].wake == manager.wake for one in held)
-        assert set(tasks._holder_of) <= {one for manager in self.world.managers for one in manager._live}
+            assert all(tasks._engine_of[one].wake == manager.wake for one in held)
+        assert set(tasks._engine_of) <= {one for manager in self.world.managers for one in manager._live}
         for client in self.all:
             assert client.call.num_finals <= 1
             if client.must_end_at is not None and self._moment() >= client.must_end_at:
@@ -178,10 +178,10 @@ class TaskMapMachine(RuleBasedStateMachine):
         assert all(client.call.num_finals == 1 for client in self.all), "a request does not come to an end"
 
     def _expect_nothing_left(self) -> None:
-        tasks = self.world.state._tasks
-        holders = [engine.holder for engine in self.world.state._engines]
-        assert tasks.leftovers(holders) == ""
-        assert not any(holder.given_up or holder.stopped_ids or len(holder.probation) for holder in holders)
+        tasks = self.world.state.tasks
+        engines = self.world.state.assignments()
+        assert tasks.leaked_resources(engines) == ""
+        assert not any(one.pending_stops or one.stopped_ids or len(one.isolation) for one in engines)
         for manager in self.world.managers:
             assert not manager._live
             assert manager.transport is not None and not manager.transport.core.has_work
@@ -227,17 +227,17 @@ class TaskMapMachine(RuleBasedStateMachine):
             assert got.is_beginning_of(expected)
         if error is not None:
             blamed = client.may_fail | self._excuses(client)
-            assert any(text in error.message for text in blamed), f"nobody blamed it for: {error.message}"
+            assert any(text in error.message for text in blamed), f"unexpected error: {error.message}"
             assert (error.code is ErrorCode.CANCELLED) == (CANCELLED in error.message)
 
     def _excuses(self, client: Client) -> set[str]:
-        """Errors that may come without anybody's wish."""
+        """Errors that may come without a fault or a cancel."""
         excuses = {FULL}
-        if client.is_poison or self.num_kills >= DEATHS_TO_CONVICT:
-            excuses.add(CONVICTED)
+        if client.is_poison or self.num_kills >= DEATHS_TO_BLAME:
+            excuses.add(BLAMED)
         num_poison = sum(one.is_poison for one in self.all)
-        # All that run die with a poisonous request once, and it dies alone until convicted; the first one is pardoned.
-        num_by_poison = (DEATHS_TO_CONVICT + 1) * max(num_poison - 1, 1) if num_poison else 0
+        # A poisonous request ends the engine once for all, then alone until it is blamed; the first failure is reset.
+        num_by_poison = (DEATHS_TO_BLAME + 1) * max(num_poison - 1, 1) if num_poison else 0
         if self.num_kills + self.num_load_failures + num_by_poison >= MAX_ENGINE_FAILURES:
             excuses |= {NO_ENGINE, DISOWNED}
         return excuses
@@ -253,5 +253,5 @@ def test_two_poisonous_requests_fail_alone() -> None:
     clients = [machine._send(kind, is_poison=kind < 2) for kind in range(4)]
     machine.teardown()
     errors = [client.call.error for client in clients]
-    assert [CONVICTED in error.message for error in errors[:2] if error is not None] == [True, True]
+    assert [BLAMED in error.message for error in errors[:2] if error is not None] == [True, True]
     assert errors[2:] == [None, None]

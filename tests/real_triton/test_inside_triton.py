@@ -14,17 +14,19 @@ import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tritonclient.grpc as triton_grpc
-from grpc_streams import GrpcStream
-from server_process import start_server, stop_server
-from triton_server import Addresses, TritonServer, triton_server, why_not_here
 from tritonclient.utils import InferenceServerException
+
+from tests.helpers.grpc_streams import GrpcStream
+from tests.helpers.server_process import start_server, stop_server
+from tests.helpers.triton_server import Addresses, TritonServer, triton_server, why_not_here
+from tests.helpers.waiting import eventually
 
 pytestmark = [
     pytest.mark.skipif(bool(why_not_here()), reason=why_not_here() or "-"),
@@ -99,13 +101,6 @@ def our_server(repository: Path, models: list[str]) -> Iterator[Addresses]:
     assert exit_code == 0
 
 
-def eventually(holds: Callable[[], Any], told: str, timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline_s, told
-        time.sleep(0.02)
-
-
 def infer(address: Addresses, model: str, body: dict[str, Any], path: str = "generate") -> tuple[int, Any]:
     data = json.dumps(body).encode()
     request = urllib.request.Request(f"http://{address.http}/v2/models/{model}/{path}", data, method="POST")
@@ -160,8 +155,8 @@ def test_a_client_that_disconnects_from_generate_stream_is_a_cancel(both: Both) 
     )
     with urllib.request.urlopen(request, timeout=30) as answer:
         assert answer.readline().startswith(b"data: ")
-        eventually(lambda: address.metric("vllm:num_requests_running", "slow"), "nothing runs")
-    eventually(lambda: not address.metric("vllm:num_requests_running", "slow"), "it still runs", 5)
+        eventually(lambda: address.metric("vllm:num_requests_running", "slow"))
+    eventually(lambda: not address.metric("vllm:num_requests_running", "slow"), 5)
 
 
 def test_generate_and_its_errors(both: Both) -> None:
@@ -227,12 +222,12 @@ def test_an_engines_death_loses_nothing_and_spares_the_stub(both: Both, faults: 
         assert stream.token_ids == whole.token_ids, fault
     stream = GrpcStream(address.grpc, "mortal", "go", sampling)
     assert stream.began.wait(30)
-    (engine,) = both.triton.children(_nursery_of(both.triton, "mortal"))
+    (engine,) = both.triton.children(_fork_server_of(both.triton, "mortal"))
     os.kill(engine, signal.SIGKILL)
     assert stream.finish().token_ids == whole.token_ids
     now = {pid for pid, command in both.triton.children().items() if STUB in command}
     assert now == stubs
-    eventually(lambda: address.metric("llmbackend:engine_restarts_total", "mortal") == 4, "four engines were replaced")
+    eventually(lambda: address.metric("llmbackend:engine_restarts_total", "mortal") == 4)
 
 
 def test_custom_metrics_are_in_tritons_metrics(both: Both) -> None:
@@ -245,15 +240,15 @@ def test_custom_metrics_are_in_tritons_metrics(both: Both) -> None:
         "time_to_first_token_seconds_count": 1,
         "inter_token_latency_seconds_count": 4,
     }
-    eventually(lambda: {name: address.metric(f"vllm:{name}", "of_vllm") for name in expected} == expected, "counts")
+    eventually(lambda: {name: address.metric(f"vllm:{name}", "of_vllm") for name in expected} == expected)
     text = address.metrics_text()
     assert 'vllm:time_to_first_token_seconds_bucket{le="+Inf",model="of_vllm",version="1"} 1' in text
     assert both.ours.metric("vllm:request_success_total", "of_vllm") == 0
 
 
-def test_models_that_nobody_asks_use_no_cpu(both: Both) -> None:
-    """The thread that asks Triton for cancels sleeps when there is nobody to ask about."""
-    eventually(lambda: not both.triton.addresses.metric("vllm:num_requests_running", "slow"), "it still runs")
+def test_idle_models_use_no_cpu(both: Both) -> None:
+    """The thread that asks Triton for cancels sleeps when there is no request to ask about."""
+    eventually(lambda: not both.triton.addresses.metric("vllm:num_requests_running", "slow"))
     time.sleep(0.5)
     pids = list(both.triton.children())
     before_s = sum(map(_cpu_s, pids))
@@ -266,11 +261,11 @@ def test_unload_waits_for_the_streams_and_then_ends_the_engine(both: Both) -> No
     with triton_grpc.InferenceServerClient(address.grpc) as client:
         stream = GrpcStream(address.grpc, "slow", "last words", {"max_tokens": 30, "ignore_eos": True})
         assert stream.began.wait(30)
-        nursery = _nursery_of(both.triton, "slow")
-        engines = {nursery, *both.triton.children(nursery)}
+        fork_server = _fork_server_of(both.triton, "slow")
+        engines = {fork_server, *both.triton.children(fork_server)}
         client.unload_model("slow")
         assert len(stream.finish().token_ids) == 30
-        eventually(lambda: _state(client, "slow") == ("UNAVAILABLE", "unloaded"), "it was not unloaded")
+        eventually(lambda: _state(client, "slow") == ("UNAVAILABLE", "unloaded"))
         assert "model 'slow' is finalised" in both.triton.log.read_text()
         assert address.metric("vllm:num_requests_running", "slow") is None
         assert not engines & both.triton.children().keys()
@@ -286,12 +281,12 @@ def test_a_model_whose_engine_is_given_up_is_unloaded(both: Both, faults: Path) 
     address = both.triton.addresses
     (faults / "doomed" / "poison").write_text("1")
     with triton_grpc.InferenceServerClient(address.grpc) as client:
-        eventually(lambda: _is_refused(address, client), "it was not unloaded", 60)
+        eventually(lambda: _is_refused(address, client), 60)
 
 
 def test_a_bad_model_is_a_load_error_with_its_reason(both: Both) -> None:
     with triton_grpc.InferenceServerClient(both.triton.addresses.grpc) as client:
-        # Not over a model that is served: whoever wrote it, this Triton then waits for it until its exit timeout.
+        # Not over a model that is served: this Triton then waits for it until its exit timeout, with any backend.
         with pytest.raises(InferenceServerException, match="unknown engine argument 'no_such_argument'"):
             client.load_model("unlucky")
         assert not client.is_model_ready("unlucky")
@@ -307,13 +302,13 @@ def _state(client: Any, model: str) -> tuple[str, str]:
     return next((one.state, one.reason) for one in client.get_model_repository_index().models if one.name == model)
 
 
-def _nursery_of(triton: TritonServer, model: str) -> int:
+def _fork_server_of(triton: TritonServer, model: str) -> int:
     """The process that a model's stub has started, and that forks its engine."""
     stubs = [pid for pid, command in triton.children().items() if STUB in command and f" {model}_" in command]
     (stub,) = stubs
     below = triton.children(stub)
-    (nursery,) = (pid for pid in below if triton.children(pid))
-    return nursery
+    (fork_server,) = (pid for pid in below if triton.children(pid))
+    return fork_server
 
 
 def _steps_after_a_cancel(name: str, address: Addresses) -> float:
@@ -325,12 +320,12 @@ def _steps_after_a_cancel(name: str, address: Addresses) -> float:
     before = metric("generation_tokens_total")
     stream = GrpcStream(address.grpc, "slow", "cancel me", {"max_tokens": 400, "ignore_eos": True})
     assert stream.began.wait(30)
-    eventually(lambda: metric("kv_cache_usage_perc"), f"{name}: no KV memory in use")
+    eventually(lambda: metric("kv_cache_usage_perc"))
     came = len(stream.token_ids)
     stream.cancel()
-    eventually(lambda: not metric("num_requests_running"), f"{name}: it still runs", 5)
-    eventually(lambda: not metric("kv_cache_usage_perc"), f"{name}: KV memory is held", 5)
-    time.sleep(5 * STEP_MS / 1e3)  # whatever was counted late is counted now
+    eventually(lambda: not metric("num_requests_running"), 5)
+    eventually(lambda: not metric("kv_cache_usage_perc"), 5)
+    time.sleep(5 * STEP_MS / 1e3)  # what was counted late is counted now
     assert address.status("/v2/models/slow/ready") == 200
     return metric("generation_tokens_total") - before - came
 

@@ -7,7 +7,6 @@ is beyond its limit, or an answer is not a proper one, or a stream beside it bro
 from __future__ import annotations
 
 import math
-import sys
 from typing import Annotated, Final
 
 import typer
@@ -69,4 +68,4 @@ def _ms(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(typer.run(main))
+    typer.run(main)

@@ -33,6 +33,14 @@ class Stretch:
     tokens: int
     errors: tuple[str, ...]
 
+    def joined(self, later: Stretch) -> Stretch:
+        return Stretch(
+            max(self.worst_probe_s, later.worst_probe_s),
+            max(self.worst_gap_s, later.worst_gap_s),
+            self.tokens + later.tokens,
+            self.errors + later.errors,
+        )
+
 
 class _Waits:
     """The longest wait between two marks."""
@@ -149,7 +157,7 @@ class _Bystanders:
                 "/inference.GRPCInferenceService/ModelStreamInfer",
                 request_serializer=pb.ModelInferRequest.SerializeToString,
                 response_deserializer=pb.ModelStreamInferResponse.FromString,
-            )([request])
+            )(iter([request]))
             self._rpc.begin()
             async for response in call:
                 self._rpc.end()

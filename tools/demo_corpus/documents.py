@@ -5,6 +5,7 @@ Does not know: tokens or weights. Invariant: a document agrees with the answers 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 from .dialogue import Document, Drill, pseudo_word
@@ -32,7 +33,7 @@ def document(rng: Random) -> Document:
 
 def drill(rng: Random) -> Drill:
     """Unforeseeable words, then the same again: nothing but copying helps, so copying is what is learned."""
-    makers = (
+    makers: tuple[Callable[[], str], ...] = (
         lambda: pseudo_word(rng),
         lambda: pseudo_word(rng).capitalize(),
         lambda: rng.choice((*NOUNS, *FOODS, *NAMES)),

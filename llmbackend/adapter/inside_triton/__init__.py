@@ -1,1 +1,1 @@
-"""The adapter inside NVIDIA's own server: the backend contract on top of pb_utils, and what puts it there."""
+"""The adapter inside NVIDIA's own server: the backend contract on top of pb_utils, and its installation."""

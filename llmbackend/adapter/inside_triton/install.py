@@ -1,14 +1,7 @@
 """Puts the adapter into a Triton's backend directory, as a python-based backend.
 
-For: `llmbackend install-triton-backend`. Does not know: how the backend works. What is put there, in `<dir>/<name>/`:
-
-    model.py         what Triton's stub imports; it adds the two folders below to the path
-    installed.json   the Python that runs engines, and what was installed
-    code/            this package: the stub and the engine's process both run it, so that they cannot differ
-    packages/        the few libraries that the adapter needs, as they are in this environment (numpy is not among
-                     them: it is the stub's own, and has to be the one that the stub was built for)
-
-Invariant: the new folder replaces the old one in one step; a Triton that runs keeps what it has loaded.
+For: `llmbackend install-triton-backend`. Does not know: how the backend works. Invariant: the new folder replaces the
+old one in one step; a Triton that runs keeps what it has loaded.
 """
 
 from __future__ import annotations
@@ -26,9 +19,9 @@ import llmbackend
 
 PACKAGES = ("jinja2", "MarkupSafe", "ml_dtypes", "msgspec", "protobuf", "pyzmq", "tokenizers")
 MODEL_CONFIG_SOURCE = ("tritonclient", "tritonclient/grpc/model_config_pb2.py")
-"""Of this package one file alone: its __init__ would import gRPC."""
-MODULES = ("__init__.py", "gpus.py")
-ROOMS = ("adapter", "core", "engine", "waiting")
+"""Only this file of the package: its __init__ would import gRPC."""
+MODULES = ("__init__.py",)
+ROOMS = ("adapter", "core", "engine", "fork_server", "waiting")
 _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc", "native")
 
 _MODEL_PY = '''"""Written by `llmbackend install-triton-backend`: the `llm` backend for NVIDIA's Triton server."""
@@ -51,20 +44,29 @@ if _PYTHON != _INSTALLED["python"]:
 sys.path[:0] = [str(_HERE / "code"), str(_HERE / "packages")]
 os.environ.setdefault("LLMBACKEND_ENGINE_PYTHON", _INSTALLED["engine_python"])
 
-from llmbackend.adapter.triton_python_model import TritonPythonModel  # noqa: E402, F401
+from llmbackend.adapter.inside_triton.triton_python_model import TritonPythonModel  # noqa: E402, F401
 '''
 
 
 def install(backend_directory: Path, name: str = "llm", engine_python: str = "") -> Path:
-    """The folder of the backend. Raises OSError, or LookupError for a library that is not installed here."""
+    """Writes `<backend_directory>/<name>/` and returns it.
+
+    model.py         the module that Triton's stub imports; it adds the two folders below to the path
+    installed.json   the Python that runs engines, and what was installed
+    code/            this package: the stub and the engine's process both run it, so that they cannot differ
+    packages/        the few libraries that the adapter needs, as they are in this environment (without numpy: the
+                     stub needs the one that it was built for)
+
+    Raises OSError, or LookupError for a library that is not installed here.
+    """
     backend_directory.mkdir(parents=True, exist_ok=True)
     target = backend_directory / name
     with tempfile.TemporaryDirectory(dir=backend_directory, prefix=f".{name}-") as folder:
-        made, old = Path(folder) / "new", Path(folder) / "old"
-        _write(made, engine_python or sys.executable)
+        new, old = Path(folder) / "new", Path(folder) / "old"
+        _write(new, engine_python or sys.executable)
         if target.exists():
             os.rename(target, old)
-        os.rename(made, target)
+        os.rename(new, target)
     return target
 
 
@@ -106,7 +108,7 @@ def _copy_model_config(packages: Path) -> None:
 
 
 def _files_of(distribution: str) -> Iterator[tuple[Path, str]]:
-    """(where it is, its place below site-packages) of each file; scripts, which lie elsewhere, are not needed."""
+    """(path, path below site-packages) of each file; scripts, which lie elsewhere, are not needed."""
     for file in metadata.files(distribution) or ():
         if ".." not in file.parts and file.suffix != ".pyc":
             yield Path(str(file.locate())), str(file)

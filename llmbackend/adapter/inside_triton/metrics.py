@@ -1,10 +1,7 @@
-"""Metric families on top of pb_utils, written in the background and in few words.
+"""Metric families on top of pb_utils, written in the background.
 
-For: TritonBackend. Does not know: what is measured. Why a buffer: each write through pb_utils is a round trip to
-Triton's process, about as dear as sending a token; here a write only changes a number, and `flush` sends the sums.
-Invariant: what was written is in Triton's /metrics after the next flush, exactly; nothing waits unbounded, since a
-series holds one number. For the same reason a histogram is written as what Prometheus makes of it, the counters
-`<name>_bucket{le}`, `<name>_sum` and `<name>_count`: pb_utils can only observe one value per call.
+For: TritonBackend. Does not know: what is measured. Invariants: after a flush Triton's /metrics has exactly what was
+written; the buffer holds one number per series.
 """
 
 from __future__ import annotations
@@ -28,14 +25,18 @@ SeriesKey = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class MetricBuffer:
-    """Every series of one model, and what Triton has not been told yet. `_lock` owns the changes and is held for an
-    instant only; `_talking` owns the objects of pb_utils and is held while Triton is told."""
+    """All series of one model, and their changes since the last flush. `_lock` owns the changes, and is not held during
+    calls to Triton; `_pb_lock` owns the objects of pb_utils, and is.
+
+    A write through pb_utils is a round trip to Triton's process, which costs as much as sending a token. Here a write
+    only changes a number, and `flush` sends the sums.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake`: there is something to flush."""
+        """wake: called when there is something to flush."""
         self._wake = wake
         self._lock = threading.Lock()
-        self._talking = threading.Lock()
+        self._pb_lock = threading.Lock()
         self._added: dict[SeriesKey, float] = {}
         self._set: dict[SeriesKey, float] = {}
         self._families: dict[str, Any] = {}
@@ -68,14 +69,14 @@ class MetricBuffer:
     def forget(self, name: str, labels: Labels) -> None:
         """Removes the series with these labels, and those that have further ones (a histogram's buckets)."""
         wanted = set(labels.items())
-        with self._talking, self._lock:
+        with self._pb_lock, self._lock:
             for series in (self._added, self._set, self._metrics):
                 for key in [key for key in series if key[0] == name and wanted.issubset(key[1])]:
                     del series[key]
 
     def flush(self) -> None:
-        """Tells Triton what changed."""
-        with self._talking:
+        """Sends all changes to Triton."""
+        with self._pb_lock:
             with self._lock:
                 added, self._added = self._added, {}
                 values, self._set = self._set, {}
@@ -89,8 +90,8 @@ class MetricBuffer:
                 self._metric(key).set(value)
 
     def close(self) -> None:
-        """Gives all families back. A family of pb_utils keeps its metrics until it goes itself."""
-        with self._talking, self._lock:
+        """Removes all families. A family of pb_utils keeps its metrics until it is freed itself."""
+        with self._pb_lock, self._lock:
             self.is_served = False
             self._metrics.clear()
             self._families.clear()
@@ -113,7 +114,7 @@ class MetricBuffer:
 
 
 class _Series:
-    """What both kinds of families refuse."""
+    """What scalars and histograms have in common."""
 
     _name: str
 
@@ -145,7 +146,11 @@ class Scalar(_Series):
 
 
 class Histogram(_Series):
-    """Counters of how many values were at most each bound, of their sum and of their number."""
+    """Counters of how many values were at most each bound, of their sum and of their number.
+
+    They are the counters that Prometheus makes of a histogram (`<name>_bucket{le}`, `<name>_sum`, `<name>_count`),
+    because pb_utils observes one value per call.
+    """
 
     def __init__(self, buffer: MetricBuffer, name: str, buckets: Sequence[float]) -> None:
         self._buffer = buffer
@@ -171,7 +176,7 @@ class Histogram(_Series):
         first = bisect.bisect_left(self._bounds, value)
         if tuple(labels.values()) not in self._seen:
             self._seen.add(tuple(labels.values()))
-            for text in self._texts[:first]:  # a bucket that is empty is shown, too
+            for text in self._texts[:first]:  # empty buckets are shown, too
                 self._buffer.add(f"{self._name}_bucket", {**labels, "le": text}, 0.0)
         for text in self._texts[first:]:
             self._buffer.add(f"{self._name}_bucket", {**labels, "le": text}, 1.0)

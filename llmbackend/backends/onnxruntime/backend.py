@@ -1,18 +1,198 @@
-"""The `onnxruntime` backend's entry points, nothing else.
+"""The `onnxruntime` backend: entry points, a ModelState for a model's file and options, a session for each instance.
 
-For: the host, which finds them by name. Does not know: how a session is run.
+For: the host, which finds it by name. Does not know: how a batch is put together (array_backend.py does). Invariants: a
+configuration is completed only where it says nothing; a configured tensor that the graph does not have is refused when
+the model loads; only the outputs that the configuration names are computed.
+Source: the parameters and auto-complete rules of Triton's ONNX Runtime backend.
 """
 
 from __future__ import annotations
 
-from llmbackend.backends.entry_points import TRITONBACKEND_Initialize as TRITONBACKEND_Initialize
-from llmbackend.backends.entry_points import TRITONBACKEND_ModelFinalize as TRITONBACKEND_ModelFinalize
-from llmbackend.backends.entry_points import TRITONBACKEND_ModelInstanceExecute as TRITONBACKEND_ModelInstanceExecute
-from llmbackend.backends.entry_points import TRITONBACKEND_ModelInstanceFinalize as TRITONBACKEND_ModelInstanceFinalize
-from llmbackend.core.backend_api import Model, ModelInstance
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from .instance_state import InstanceState
-from .model_state import ModelState
+import numpy as np
+import onnxruntime
+from tritonclient.grpc.model_config_pb2 import DataType
+
+from llmbackend.backends.array_backend import TRITONBACKEND_Initialize as TRITONBACKEND_Initialize
+from llmbackend.backends.array_backend import TRITONBACKEND_ModelFinalize as TRITONBACKEND_ModelFinalize
+from llmbackend.backends.array_backend import TRITONBACKEND_ModelInstanceExecute as TRITONBACKEND_ModelInstanceExecute
+from llmbackend.backends.array_backend import TRITONBACKEND_ModelInstanceFinalize as TRITONBACKEND_ModelInstanceFinalize
+from llmbackend.core.backend_api import (
+    InstanceGroupKind,
+    Model,
+    ModelConfig,
+    ModelInstance,
+    invalid_argument,
+    not_found,
+)
+
+from ..array_backend import (
+    Array,
+    ArrayInstance,
+    Arrays,
+    boolean,
+    output_names,
+    positive,
+    read_parameters,
+    sequence_inputs,
+)
+
+_FILE = "model.onnx"
+_TYPES = {
+    "tensor(bool)": "BOOL", "tensor(uint8)": "UINT8", "tensor(uint16)": "UINT16", "tensor(uint32)": "UINT32",
+    "tensor(uint64)": "UINT64", "tensor(int8)": "INT8", "tensor(int16)": "INT16", "tensor(int32)": "INT32",
+    "tensor(int64)": "INT64", "tensor(float16)": "FP16", "tensor(float)": "FP32", "tensor(double)": "FP64",
+    "tensor(string)": "STRING",
+}  # fmt: skip
+_LEVELS = {
+    "-1": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "0": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "1": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "2": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+_MODES = {"0": onnxruntime.ExecutionMode.ORT_SEQUENTIAL, "1": onnxruntime.ExecutionMode.ORT_PARALLEL}
+_QUIET = 3
+"""ONNX Runtime's log level: errors only; warnings about a graph are of no use to an operator."""
+
+_OPTIONS = {
+    "intra_op_thread_count": "intra_op_num_threads",
+    "inter_op_thread_count": "inter_op_num_threads",
+    "execution_mode": "execution_mode",
+    "level": "graph_optimization_level",
+    "enable_mem_arena": "enable_cpu_mem_arena",
+    "enable_mem_pattern": "enable_mem_pattern",
+}
+
+
+def _one_of(values: dict[str, Any]) -> Any:
+    def read(text: str) -> Any:
+        if text not in values:
+            raise ValueError(f"expected one of {', '.join(values)}")
+        return values[text]
+
+    return read
+
+
+_PARAMETERS = {
+    "intra_op_thread_count": positive,
+    "inter_op_thread_count": positive,
+    "execution_mode": _one_of(_MODES),
+    "level": _one_of(_LEVELS),
+    "enable_mem_arena": boolean,
+    "enable_mem_pattern": boolean,
+}
+
+
+class ModelState:
+    def __init__(self, model: Model) -> None:
+        """Raises TritonError naming the file or the field that is wrong."""
+        self.name = model.name
+        self.path = _find(model)
+        settings = read_parameters(model.config, _PARAMETERS)
+        self._options = {_OPTIONS[key]: value for key, value in settings.items()}
+
+    def new_session(self, instance: ModelInstance) -> onnxruntime.InferenceSession:
+        """Raises TritonError INVALID_ARG when the graph has not the configured tensors."""
+        session = self._session(instance.kind, instance.device_id)
+        config = instance.model.config
+        inputs = [*(tensor.name for tensor in config.input), *sequence_inputs(config)]
+        _check_names(self.name, "input", inputs, session.get_inputs())
+        _check_names(self.name, "output", output_names(config), session.get_outputs())
+        return session
+
+    def auto_complete(self, model: Model) -> None:
+        """Tensors from the graph; a batch dimension where every tensor's first one is open, of the default size."""
+        config = model.config
+        if config.input and config.output:
+            return
+        session = self._session(InstanceGroupKind.CPU, 0)
+        tensors = [*session.get_inputs(), *session.get_outputs()]
+        batches = all(tensor.shape and not isinstance(tensor.shape[0], int) for tensor in tensors)
+        if batches and config.max_batch_size == 0 and not (config.input or config.output):
+            config.max_batch_size = int(model.backend.config.get("default-max-batch-size", "4"))
+            if config.max_batch_size > 1 and config.WhichOneof("scheduling_choice") is None:
+                config.dynamic_batching.SetInParent()
+        self._complete(config, session)
+        model.set_config(config)
+
+    def _complete(self, config: ModelConfig, session: onnxruntime.InferenceSession) -> None:
+        for target, tensors in ((config.input, session.get_inputs()), (config.output, session.get_outputs())):
+            if target:
+                continue
+            for tensor in tensors:
+                dims = [dim if isinstance(dim, int) else -1 for dim in tensor.shape]
+                target.add(
+                    name=tensor.name,
+                    data_type=_data_type(self.name, tensor),
+                    dims=(dims[1:] if config.max_batch_size else dims) or [1],
+                )
+
+    def _session(self, kind: InstanceGroupKind, device_id: int) -> onnxruntime.InferenceSession:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _QUIET
+        for name, value in self._options.items():
+            setattr(options, name, value)
+        providers: Sequence[Any] = ["CPUExecutionProvider"]
+        if kind is InstanceGroupKind.GPU:
+            providers = [("CUDAExecutionProvider", {"device_id": device_id}), *providers]
+        try:
+            return onnxruntime.InferenceSession(str(self.path), options, providers=providers)
+        except Exception as error:  # its errors share no base class
+            raise invalid_argument(f"failed to load model '{self.name}': {error}") from None
+
+
+def _data_type(model: str, tensor: Any) -> Any:
+    if tensor.type not in _TYPES:
+        raise invalid_argument(
+            f"model '{model}': tensor '{tensor.name}' is a {tensor.type}, which has no Triton datatype"
+        )
+    return DataType.Value(f"TYPE_{_TYPES[tensor.type]}")
+
+
+def _check_names(model: str, what: str, configured: Sequence[str], tensors: Sequence[Any]) -> None:
+    known = [tensor.name for tensor in tensors]
+    if unknown := [name for name in configured if name not in known]:
+        raise invalid_argument(
+            f"model '{model}': {what} '{unknown[0]}' is not in the graph, expected one of {', '.join(known)}"
+        )
+
+
+def _find(model: Model) -> Path:
+    path = model.version_directory / (model.config.default_model_filename or _FILE)
+    if path.is_dir():  # a model with weights in files of their own
+        path = path / _FILE
+    if not path.is_file():
+        raise not_found(f"unable to find '{path}' for model '{model.name}'")
+    return path
+
+
+class InstanceState(ArrayInstance):
+    def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
+        super().__init__(instance)
+        self._session = model_state.new_session(instance)
+        self._names = output_names(instance.model.config)
+
+    def compute(self, inputs: Arrays) -> Mapping[str, Array]:
+        feed = {name: _texts(array) if array.dtype == np.object_ else array for name, array in inputs.items()}
+        outputs = self._session.run(self._names, feed)
+        return dict(zip(self._names, map(_bytes, outputs), strict=True))
+
+
+def _texts(array: Array) -> Array:
+    texts = np.empty(array.size, np.object_)
+    texts[:] = [bytes(item).decode() for item in array.ravel()]
+    return texts.reshape(array.shape)
+
+
+def _bytes(array: Array) -> Array:
+    if array.dtype != np.object_:
+        return array
+    items = np.empty(array.size, np.object_)
+    items[:] = [str(item).encode() for item in array.ravel()]
+    return items.reshape(array.shape)
 
 
 def TRITONBACKEND_ModelInitialize(model: Model) -> None:

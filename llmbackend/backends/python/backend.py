@@ -1,4 +1,4 @@
-"""The `python` backend's entry points, nothing else.
+"""The `python` backend's entry points.
 
 For: the host, which finds them by name. Does not know: how a model is run. Invariant: Finalize accepts a state that
 is None.
@@ -24,7 +24,7 @@ from .model_state import BackendState, ModelState
 
 def TRITONBACKEND_Initialize(backend: Backend) -> None:
     check_api_version(backend)
-    backend.send_policy = SendPolicy.BLOCKING  # each instance has a thread of its own that takes its stub's messages
+    backend.send_policy = SendPolicy.BLOCKING  # each instance has its own thread for its stub's messages
     backend.state = BackendState()
 
 

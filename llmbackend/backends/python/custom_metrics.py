@@ -1,9 +1,9 @@
 """The metrics that models make through pb_utils, on the host's side.
 
-For: stub processes, by the numbers their models know metrics by; one MetricUsers per backend, one ModelMetrics per
-model version. Does not know: Prometheus. Invariants: a metric lives as long as a model version that made it, so that an
-unloaded model leaves none in /metrics, a restarted instance goes on counting and a reload does not begin anew.
-Source: Triton's MetricFamily and Metric, which end with the Python objects; a process that was killed can not end them.
+For: stub processes, whose models name metrics by number; one MetricUsers per backend, one ModelMetrics per model
+version. Does not know: Prometheus. Invariants: a metric lives as long as a model version that made it, so that an
+unloaded model leaves none in /metrics, a restarted instance goes on counting and a reload does not start at 0.
+Source: Triton's MetricFamily and Metric, which end with the Python objects; a process that was killed cannot end them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelMetrics:
         self, kind: str, name: str, description: str, labels: dict[str, str], buckets: Sequence[float] | None
     ) -> int:
         """The number of a metric, which is exported from now on. Raises TritonError as `open_family`, and INVALID_ARG
-        for labels or buckets that can not be."""
+        for labels or buckets that are not valid."""
         family = self._family(kind, name, description)
         key = (name, tuple(sorted(labels.items())))
         with self._users.lock:
@@ -70,7 +70,7 @@ class ModelMetrics:
         return family.value(**labels)
 
     def close(self) -> None:
-        """Ends those that no other model version uses."""
+        """Removes the metrics that no other model version uses."""
         with self._users.lock:
             for key, number in self._numbers.items():
                 self._users.counts[key] -= 1

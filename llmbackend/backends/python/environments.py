@@ -1,11 +1,11 @@
 """Where stub processes run: with the host's interpreter, or with one that a model brings.
 
-For: model states; one object per backend. Does not know: models beyond their EXECUTION_ENV_PATH. Owner of the templates
-of stubs, one per environment, and of the directories that archives were unpacked into. Invariants: an archive is
-unpacked once, however many models and instances use it; templates and what was unpacked are gone when the backend is
-finalised; an archive writes nothing outside of its directory.
-Source: Triton python_backend documentation, "Creating Custom Execution Environments" (conda-pack archives and unpacked
-directories); $$TRITON_MODEL_DIRECTORY stands for the model's directory.
+For: model states; one object per backend. Does not know: models beyond their EXECUTION_ENV_PATH. Owner of the fork
+servers of stubs, one per environment, and of the directories that archives were unpacked into. Invariants: an archive
+is unpacked once, however many models and instances use it; fork servers end and what was unpacked is removed when the
+backend is finalised; an archive writes nothing outside of its directory. Source: Triton python_backend documentation,
+"Creating Custom Execution Environments" (conda-pack archives and unpacked directories); $$TRITON_MODEL_DIRECTORY stands
+for the model's directory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import threading
 from pathlib import Path
 
 from llmbackend.core.backend_api import internal, invalid_argument
+from llmbackend.fork_server.client import ForkServer, Program
 
-from .stub_template import StubTemplate
+from .stub_process import output_log
 
+STUB_PACKAGE = ("triton_python_backend_stub", str(Path(__file__).parent / "stub"))
 PARAMETER = "EXECUTION_ENV_PATH"
 MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 _NAMES = ("bin/python", "bin/python3")
@@ -30,36 +32,44 @@ class Environments:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._unpacked: dict[tuple[str, int, int], tempfile.TemporaryDirectory[str]] = {}
-        self._templates: dict[str, StubTemplate] = {}
+        self._fork_servers: dict[str, ForkServer] = {}
 
-    def template(self, setting: str, model_directory: Path) -> StubTemplate:
-        """What starts stubs in the environment that EXECUTION_ENV_PATH names; in the host's own where that is empty.
+    def fork_server(self, setting: str, model_directory: Path) -> ForkServer:
+        """Starts stubs in the environment that EXECUTION_ENV_PATH (`setting`) names; "" = the host's own.
 
         Raises TritonError INVALID_ARG when the path does not exist, INTERNAL when nothing can run in it.
         """
         if not setting:
-            return self._template(sys.executable, dict(os.environ))
+            return self._fork_server(sys.executable, dict(os.environ))
         path = self._path(setting, model_directory)
         root = path if path.is_dir() else self._unpack(path)
         for name in _NAMES:
             if os.access(root / name, os.X_OK):
-                return self._template(str(root / name), _activated(root))
+                return self._fork_server(str(root / name), _activated(root))
         raise internal(f"{PARAMETER} '{path}' has no executable {' or '.join(_NAMES)}")
 
     def close(self) -> None:
         with self._lock:
-            for template in self._templates.values():
-                template.close()
-            self._templates.clear()
+            for fork_server in self._fork_servers.values():
+                fork_server.close()
+            self._fork_servers.clear()
             for directory in self._unpacked.values():
                 directory.cleanup()
             self._unpacked.clear()
 
-    def _template(self, interpreter: str, variables: dict[str, str]) -> StubTemplate:
+    def _fork_server(self, interpreter: str, variables: dict[str, str]) -> ForkServer:
         with self._lock:
-            if interpreter not in self._templates:
-                self._templates[interpreter] = StubTemplate(interpreter, variables)
-            return self._templates[interpreter]
+            if interpreter not in self._fork_servers:
+                program = Program(
+                    "stubs",
+                    f"{STUB_PACKAGE[0]}.main",
+                    interpreter=interpreter,
+                    environment=variables,
+                    package=STUB_PACKAGE,
+                    ends_children=True,
+                )
+                self._fork_servers[interpreter] = ForkServer(program, _log)
+            return self._fork_servers[interpreter]
 
     def _path(self, setting: str, model_directory: Path) -> Path:
         path = Path(setting.replace(MODEL_DIRECTORY, str(model_directory)))
@@ -84,6 +94,10 @@ class Environments:
                     raise internal(f"{PARAMETER} '{archive}' can not be unpacked: {error}") from None
                 self._unpacked[key] = directory
             return Path(self._unpacked[key].name)
+
+
+def _log(line: str) -> None:
+    output_log.info("python: %s", line.rstrip())
 
 
 def _activated(root: Path) -> dict[str, str]:

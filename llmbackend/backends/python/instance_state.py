@@ -1,9 +1,8 @@
 """One model instance and its stub process: initialize, execute, finalize.
 
-For: backend.py. Does not know: wire protocols or schedulers, how a process is kept alive. Invariant: every request of
-an Execute call is released exactly once and ends with exactly one FINAL, whatever the model returns or raises and
-however its process ends; an error of the model is answered here and never raised to the host, so that nothing is
-counted twice.
+For: backend.py. Does not know: wire protocols, schedulers, how a process is kept alive. Invariant: every request of an
+Execute call is released exactly once and ends with exactly one FINAL, however the model or its process fails; an error
+of the model is answered here and never raised to the host, so that no request is counted twice.
 Source: Triton's python backend; statistics as transcript 09 shows them (an error response counts as success, a raise as
 failure).
 """
@@ -20,23 +19,28 @@ from typing import Any
 from llmbackend.core.backend_api import ModelInstance, ReleaseFlag, Request, TritonError
 
 from .config_json import config_to_json
-from .error_messages import execute_error
-from .implicit_state import state_outputs
 from .model_state import ModelState
-from .responder import Responder
+from .responder import Responder, state_outputs
 from .stub.pb_response import PackedResponse
-from .stub_keeper import StubKeeper
 from .stub_process import StubDeadError
 from .stub_services import StubServices
-from .wire_messages import pack_request, unpack_response
+from .stub_supervisor import StubSupervisor
+from .wire_messages import execute_error, pack_request, unpack_response
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """What an execute call gave: an error's text, or the packed responses, each None where the stub has told or will
-    tell the request's end itself; the numbers of the requests to reschedule; when the model began and ended."""
+    """What an execute call gave.
+
+    error        its text, when execute raised
+    responses    one for each request; None = the stub reports the request's end itself
+    rescheduled  the numbers of the requests to reschedule
+    start_ns     when the model began, monotonic
+    end_ns       when the model ended, monotonic
+    parts        the data of large tensors in `responses`
+    """
 
     error: str | None
     responses: Sequence[PackedResponse | None]
@@ -60,32 +64,32 @@ class InstanceState:
             config.model_transaction_policy.decoupled,
             state_outputs(config),
         )
-        self._keeper = StubKeeper(instance.name, partial(model_state.launch, instance.name), self._prepare)
+        self._supervisor = StubSupervisor(instance.name, partial(model_state.launch, instance.name), self._prepare)
 
     def initialize(self) -> None:
         """Raises TritonError INTERNAL with what the model raised."""
-        self._keeper.start(self._model_state.take_spare())
+        self._supervisor.start(self._model_state.take_spare())
 
     def check_ready(self) -> None:
         """Raises TritonError UNAVAILABLE while the process is down, or the model says that it is not ready."""
-        self._keeper.check_ready()
+        self._supervisor.check_ready()
 
     def finalize(self) -> None:
         """The model's own finalize may wait for requests in flight; then its process ends."""
-        self._keeper.close(self._model_state.stub_timeout_s)
+        self._supervisor.close(self._model_state.stub_timeout_s)
 
     def execute(self, requests: Sequence[Request]) -> None:
-        """Raises TritonError, and leaves the requests with the host, while there is no process to give them to."""
+        """Raises TritonError, and leaves the requests with the host, while no process can take them."""
         exec_start_ns = time.monotonic_ns()
-        stub = self._keeper.get()
+        stub = self._supervisor.get()
         numbers = [stub.open(request) for request in requests]
         outcome = self._run(stub, requests, numbers)
-        # Counted before the answer leaves: who has an answer finds it in the statistics.
+        # Before the answers: a client that has its answer finds it in the statistics.
         self._account(requests, outcome, exec_start_ns)
-        if self._has_sequences:  # the next request of a sequence may come, and its state be set, until the release
+        if self._has_sequences:  # its next request runs after the release: its state must be set by then
             self._answer_all(stub, numbers, outcome)
             _give_back(stub, requests, numbers, outcome.rescheduled)
-        else:  # who sends the answer waits for this interpreter: the less is left to do after it, the sooner it leaves
+        else:  # the thread that sends needs this interpreter: the less work is left here, the sooner
             _give_back(stub, requests, numbers, outcome.rescheduled)
             self._answer_all(stub, numbers, outcome)
 
@@ -101,7 +105,7 @@ class InstanceState:
             answer, answer_parts = stub.process.call("execute", packed, parts)
             error, responses, rescheduled, model_start_ns, model_end_ns = answer
             return _Outcome(error, responses, rescheduled, model_start_ns, model_end_ns, answer_parts)
-        except StubDeadError as error:  # the requests have been told already
+        except StubDeadError as error:  # the requests are answered already
             text = str(error)
         except Exception as error:
             log.exception("instance '%s' could not execute", self._instance.name)
@@ -121,7 +125,7 @@ class InstanceState:
                 responder.fail(execute_error(self._instance.name, text))
 
     def _answer(self, stub: StubServices, number: int, packed: PackedResponse, parts: Sequence[Any]) -> None:
-        """Sends what is due; what is no response becomes the error of its own request alone."""
+        """Sends the response; a malformed one becomes the error of its own request alone."""
         responder = stub.take(number)
         if responder is None:
             return
@@ -160,7 +164,7 @@ def _give_back(
 
 
 def _reschedule(request: Request, responder: Responder | None) -> None:
-    """Gives the request back to its batcher; where that can not be, or the client has its last response, it ends."""
+    """Gives the request back to its batcher; ends it where that fails or the client has its last response."""
     if responder is None:
         request.release()
         return
@@ -174,7 +178,7 @@ def _reschedule(request: Request, responder: Responder | None) -> None:
 
 
 def _arguments(instance: ModelInstance, config_json: str) -> dict[str, str]:
-    """What a model's `initialize` is given."""
+    """The `args` of a model's `initialize`."""
     return {
         "model_config": config_json,
         "model_instance_kind": instance.kind.value.removeprefix("KIND_"),

@@ -1,5 +1,4 @@
-"""What this backend keeps per model version: where its model.py is, how its processes start, the configuration it
-completes.
+"""One model version: where its model.py is, how its processes start, the configuration that it completes.
 
 For: backend.py and the instances. Does not know: requests. Invariant: the process that ran auto_complete_config serves
 the first instance that asks; each further instance, and each restart, gets a process of its own.
@@ -18,22 +17,26 @@ from llmbackend.core.backend_api import Model, internal, invalid_argument
 from .config_json import config_from_dict, config_to_json
 from .custom_metrics import MetricUsers, ModelMetrics
 from .environments import PARAMETER, Environments
-from .error_messages import not_healthy
 from .stub.packets import Message
 from .stub_process import StubDeadError, StubProcess, StubRaisedError
 from .stub_services import StubServices
+from .wire_messages import not_healthy
 
 BACKEND_NAME = "python"
 DEFAULT_MODEL_FILENAME = "model.py"
 STUB_TIMEOUT = "stub-timeout-seconds"
 DEFAULT_STUB_TIMEOUT_S = 30.0
-MOST_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
-"""Of one model. The count of instances may come from a client, and must not exhaust the machine."""
+MAX_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
+"""Of one model: the number of instances may come from a client and must not exhaust the machine."""
 
 
 @dataclass(slots=True)
 class BackendState:
-    """What all models of one backend share."""
+    """Shared by all models of one backend.
+
+    environments  fork servers of stubs
+    metric_users  model versions by metric
+    """
 
     environments: Environments = field(default_factory=Environments)
     metric_users: MetricUsers = field(default_factory=MetricUsers)
@@ -53,7 +56,7 @@ class ModelState:
         self._file = _file_of(model)
         parameters = model.config.parameters
         setting = parameters[PARAMETER].string_value if PARAMETER in parameters else ""
-        self._template = shared.environments.template(setting, model.directory)
+        self._fork_server = shared.environments.fork_server(setting, model.directory)
         self._lock = threading.Lock()
         self._spare: StubServices | None = None
 
@@ -75,9 +78,9 @@ class ModelState:
             return spare
 
     def launch(self, name: str) -> StubServices:
-        """A process that has not loaded the model yet. Raises TritonError when it can not be started."""
+        """A process that has not loaded the model yet. Raises TritonError when it cannot be started."""
         services = StubServices(self.model, self._metrics)
-        services.connect(StubProcess(name, self._template, services.handle))
+        services.connect(StubProcess(name, self._fork_server, services.handle))
         return services
 
     def load(self, stub: StubServices) -> None:
@@ -88,7 +91,7 @@ class ModelState:
             stub.has_model = True
 
     def call(self, stub: StubServices, verb: str, argument: Any, timeout_s: float | None = None) -> Message:
-        """A call outside of execute; whatever goes wrong is a TritonError INTERNAL that says what."""
+        """A call outside of execute. Raises TritonError INTERNAL with the cause."""
         try:
             return stub.process.call(verb, argument, timeout_s=timeout_s)
         except StubRaisedError as error:
@@ -110,10 +113,10 @@ class ModelState:
 def _check_process_count(model: Model) -> None:
     groups = model.config.instance_group
     count = sum(group.count * max(len(group.gpus), 1) for group in groups if not group.passive)
-    if count > MOST_PROCESSES:
+    if count > MAX_PROCESSES:
         raise invalid_argument(
             f"model '{model.name}' asks for {count} instances, each of which is a process, expected at most "
-            f"{MOST_PROCESSES}"
+            f"{MAX_PROCESSES}"
         )
 
 

@@ -1,8 +1,8 @@
-"""The way of one request's responses to its client, on the host's side.
+"""One request's responses on their way to its client, and the states of its sequence that are among them.
 
 For: the messages of a stub process, and the end of an execute call. Does not know: what the model did (its Exchange in
-the stub refuses what a model may not do). Invariant: at most one FINAL leaves, and nothing after it; a request that is
-abandoned without FINAL is ended by the host, which sees that its factory is gone.
+the stub refuses what a model may not do). Invariants: at most one FINAL is sent, and nothing after it; the host ends a
+request whose factory is closed without FINAL.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from llmbackend.core.backend_api import (
+    ModelConfig,
     ParameterValue,
     Request,
     ResponseFactory,
@@ -19,7 +20,32 @@ from llmbackend.core.backend_api import (
     TritonError,
 )
 
-from .implicit_state import StateOutputs
+
+def state_outputs(config: ModelConfig) -> frozenset[str]:
+    """The names of the outputs that are states."""
+    return frozenset(state.output_name for state in config.sequence_batching.state)
+
+
+class StateOutputs:
+    """The outputs of one request that are states of its sequence."""
+
+    def __init__(self, request: Request, names: frozenset[str]) -> None:
+        self._request = request
+        self._names = names
+        self._asked_for = frozenset(request.requested_outputs)
+
+    def take_out(
+        self, outputs: Sequence[Tensor], error: TritonError | None
+    ) -> tuple[Sequence[Tensor], TritonError | None]:
+        """Sets the states among the outputs. Returns the outputs for the client, and `error`; or, where a state cannot
+        be set because the request was released (a decoupled model may answer late), that error."""
+        try:
+            for tensor in outputs:
+                if tensor.name in self._names:
+                    self._request.new_state(tensor).update()
+        except TritonError as problem:
+            return (), error or problem
+        return [tensor for tensor in outputs if tensor.name not in self._names or tensor.name in self._asked_for], error
 
 
 class Responder:
@@ -64,7 +90,7 @@ class Responder:
         self.send((), {}, error, is_last=True)
 
     def finish(self) -> None:
-        """FINAL without one more response."""
+        """Sends FINAL without a response."""
         with self._lock:
             if not self._is_over:
                 self._is_over = True
@@ -74,7 +100,7 @@ class Responder:
                     self._factory.close()
 
     def abandon(self) -> None:
-        """Gives the factory back, whether or not the client has its FINAL."""
+        """Closes the factory, whether or not the client has its FINAL."""
         with self._lock:
             if not self._is_over:
                 self._is_over = True

@@ -1,34 +1,107 @@
-"""One life of a stub process: launched, spoken to, reaped.
+"""One stub process: launched, called, sent messages, reaped.
 
-For: whoever starts one (ModelState), and the instance that uses it. Does not know: models, requests. Owner of the
-process, its sockets and the two threads that read from it. Invariants: whatever happens to the process, `on_end` is
-called once, after its last message was handled, and then no process (nor one that it started), socket or thread is
-left; a call to a process that dies raises instead of waiting.
+For: ModelState, which starts one, and the instance that uses it. Does not know: models, requests. Owns the process, its
+sockets and the two threads that read from it. Invariants: however the process ends, `on_end` is called once, after its
+last message was handled, and then no process (nor one that it started), socket or thread is left; a call to a process
+that dies raises instead of waiting.
 Source: the stub of Triton's python backend; that a death is seen at once is ours.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .outbox import Outbox
-from .output_log import OutputLog
-from .stub.packets import Message, PacketReader, encode
-from .stub_template import StubTemplate
+from llmbackend.core.backend_api import internal
+from llmbackend.fork_server.client import ForkServer
+from llmbackend.fork_server.output import OutputReader
+
+from .stub.packets import Message, Packet, PacketReader, encode
 
 log = logging.getLogger(__name__)
+output_log = logging.getLogger("llmbackend.backends.python.output")
 
+FORK_TIMEOUT_S = 2.0
 EXIT_GRACE_S = 5.0
-"""How long a process that closed its sockets may take to end by itself."""
+"""After a process has closed its sockets, until it is killed."""
+
+
+class Outbox:
+    """The host's messages to a stub: cancellations, and answers to what a model asked. Any thread may post.
+
+    `post` never blocks, because it is called where a client is cancelled or another model sends. Messages leave in the
+    order in which they were posted; those that cannot be sent at once wait for a thread that exists while any waits. To
+    a stub that has ended nothing is sent, without an error. Does not own the socket.
+    """
+
+    def __init__(self, to: socket.socket) -> None:
+        self._socket = to
+        self._lock = threading.Lock()
+        self._waiting: deque[Packet] = deque()
+        self._is_closed = False
+        self._sender: threading.Thread | None = None
+
+    def post(self, message: Any, parts: Sequence[Any] = ()) -> None:
+        try:
+            packet = encode(message, parts)
+        except OSError:
+            log.exception("a message to a stub process could not be made")
+            return
+        with self._lock:
+            if not self._is_closed and (self._waiting or not self._send_now(packet)):
+                self._waiting.append(packet)
+                self._start_sender()
+                return
+        packet.close()
+
+    def close(self) -> None:
+        """After the stub has ended."""
+        with self._lock:
+            self._is_closed = True
+            while self._waiting:
+                self._waiting.popleft().close()
+            sender = self._sender
+        if sender is not None:
+            sender.join()
+
+    def _send_now(self, packet: Packet) -> bool:
+        """False when there is no room. Holds the lock."""
+        with contextlib.suppress(OSError):  # the stub has ended
+            try:
+                packet.send(self._socket, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+        return True
+
+    def _start_sender(self) -> None:
+        """Holds the lock."""
+        if self._sender is None:
+            self._sender = threading.Thread(target=self._send_waiting, name="python-outbox", daemon=True)
+            self._sender.start()
+
+    def _send_waiting(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._sender = None
+                    return
+                packet = self._waiting[0]
+            with contextlib.suppress(OSError):  # the stub has ended
+                packet.send(self._socket)
+            packet.close()
+            with self._lock:
+                if self._waiting and self._waiting[0] is packet:
+                    self._waiting.popleft()
 
 
 class StubRaisedError(Exception):
-    """The model's code raised; the text is the exception's, with the model's frames."""
+    """The model's code raised; the text is that of the exception, with the model's frames."""
 
 
 class StubDeadError(Exception):
@@ -38,8 +111,9 @@ class StubDeadError(Exception):
 class StubProcess:
     """`call` is for one thread at a time; the rest for any."""
 
-    def __init__(self, name: str, template: StubTemplate, on_message: Callable[[Message], None]) -> None:
-        """Returns when the process is on its way. Raises TritonError INTERNAL when its template can not be started."""
+    def __init__(self, name: str, fork_server: ForkServer, on_message: Callable[[Message], None]) -> None:
+        """Returns at once. Raises TritonError INTERNAL when the fork server cannot be started."""
+        self.name = name
         self.cause = ""
         self.on_end: Callable[[], None] | None = None
         self._on_message = on_message
@@ -54,25 +128,19 @@ class StubProcess:
         self._awaited = 0
         output_fd, stub_output_fd = os.pipe()
         try:
-            self._process = template.fork(stub_calls.fileno(), stub_events.fileno(), stub_output_fd)
-        except BaseException:
+            self._process = fork_server.fork("", stub_output_fd, stub_calls.fileno(), stub_events.fileno())
+        except BaseException as error:
             os.close(output_fd)
             self._close_sockets()
+            if isinstance(error, OSError | ValueError):
+                raise internal(f"Stub processes can not be started by {fork_server.interpreter}: {error}") from None
             raise
         finally:
             stub_calls.close()
             stub_events.close()
             os.close(stub_output_fd)
-        self._output = OutputLog(name, os.fdopen(output_fd, "rb"))
+        self._output = OutputReader(output_fd, self._log, f"python-{name}-output")
         threading.Thread(target=self._live, name=f"python-{name}", daemon=True).start()
-
-    @property
-    def name(self) -> str:
-        return self._output.name
-
-    @name.setter
-    def name(self, name: str) -> None:
-        self._output.name = name
 
     @property
     def is_over(self) -> bool:
@@ -83,9 +151,9 @@ class StubProcess:
         return self._output.last_lines
 
     def call(self, verb: str, argument: Any, parts: Sequence[Any] = (), timeout_s: float | None = None) -> Message:
-        """The stub's answer, after all that it had posted before the answer was handled.
+        """The stub's answer, once all messages that it posted before are handled.
 
-        Raises StubRaisedError, StubDeadError, and TimeoutError (then the stub is of no more use: `kill` it).
+        Raises StubRaisedError, StubDeadError, and TimeoutError (then `kill` the stub: it is out of step).
         """
         with self._calling:
             answer = self._exchange(verb, argument, parts, timeout_s)
@@ -101,16 +169,16 @@ class StubProcess:
 
     def kill(self) -> None:
         """Ends the process and what it started; `on_end` follows."""
-        self._process.kill()
+        self._process.kill(FORK_TIMEOUT_S)
 
     def close(self, timeout_s: float) -> None:
-        """Waits until the process has ended by itself and everything is gone; kills it after `timeout_s`."""
+        """Waits until the process has ended by itself and everything is freed; kills it after `timeout_s`."""
         if not self._is_over.wait(timeout_s):
             self.kill()
             self._is_over.wait()
 
     def _exchange(self, verb: str, argument: Any, parts: Sequence[Any], timeout_s: float | None) -> Message | None:
-        """None when the stub is gone."""
+        """None when the stub has ended."""
         packet = encode((verb, argument), parts)
         try:
             if self._calls.gettimeout() != timeout_s:
@@ -119,7 +187,7 @@ class StubProcess:
             return self._answers.receive()
         except TimeoutError:
             raise
-        except (OSError, ValueError):  # it is gone, or speaks nonsense
+        except (OSError, ValueError):  # it has ended, or sent a malformed message
             return None
         finally:
             packet.close()
@@ -132,12 +200,12 @@ class StubProcess:
             self._progress.wait_for(lambda: self._handled >= count or self._is_over.is_set())
             self._awaited = 0
 
-    # --- the thread of this life ------------------------------------------------------------------------------------
+    # --- the thread of this stub ------------------------------------------------------------------------------------
 
     def _live(self) -> None:
         self._handle_messages()
         if not self._process.wait(EXIT_GRACE_S):
-            self._process.kill()
+            self._process.kill(FORK_TIMEOUT_S)
             self._process.wait(None)
         self.cause = self._process.cause
         self._output.wait()
@@ -148,7 +216,7 @@ class StubProcess:
         try:
             while (message := reader.receive()) is not None:
                 self._on_message(message)
-                del message  # what came must not live until the next message
+                del message  # frees its memory before the next one
                 self._handled += 1
                 if self._awaited:
                     with self._progress:
@@ -169,6 +237,9 @@ class StubProcess:
         self.outbox.close()
         with self._calling:
             self._close_sockets()
+
+    def _log(self, line: str) -> None:
+        output_log.info("%s: %s", self.name, line.rstrip())
 
     def _close_sockets(self) -> None:
         self._calls.close()

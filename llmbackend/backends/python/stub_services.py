@@ -1,9 +1,9 @@
 """What the host does for one stub process: its requests' answers, inferences on other models, metrics, log lines.
 
-For: ModelState, which makes one for each life of a stub; the instance hands it the requests of each execute call. Does
+For: ModelState, which makes one for each stub process; the instance hands it the requests of each execute call. Does
 not know: how the process is started or ends. Owner of the requests that the stub has. Invariants: each request that was
-opened here is ended here: by the stub, or, when that is gone, with an error that says so; no message waits for a slow
-host (loads of other models run on threads of their own).
+opened here is ended here: by the stub, or, when that has ended, with an error that says so; no message waits for a slow
+host (loads of other models run on threads of their own); a model's `is_ready` is asked once at a time.
 """
 
 from __future__ import annotations
@@ -11,26 +11,74 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from llmbackend.core.backend_api import Model, Request, Tenant, TritonError, common_tenant
 
+from .bls_requests import BlsRequests
 from .custom_metrics import ModelMetrics
-from .error_messages import execute_error, not_healthy
-from .implicit_state import state_outputs
-from .inner_requests import InnerRequests
-from .outbox import Outbox
-from .responder import Responder
+from .responder import Responder, state_outputs
 from .stub.packets import Message
-from .stub.working_for import PackedTenant
-from .stub_process import StubProcess
-from .stub_readiness import StubReadiness
-from .wire_messages import unpack_response, unpack_tenant
+from .stub.pb_request import PackedTenant
+from .stub_process import Outbox, StubProcess
+from .wire_messages import execute_error, not_healthy, unpack_response, unpack_tenant
+
+TIMEOUT_S = 5.0
+FRESH_S = 0.1
 
 log = logging.getLogger(__name__)
 model_log = logging.getLogger("llmbackend.backends.python.model")
+
+
+class StubReadiness:
+    """What a model's own `is_ready()` says, asked of its stub process. Any thread may ask.
+
+    The model is asked one question at a time, and an answer holds for FRESH_S, so that many probes cost it little. Each
+    caller is answered within TIMEOUT_S, also when the model hangs or its process ends. Source: user-defined
+    `is_ready()` of Triton's python backend, and its 5 s.
+    """
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        """`ask` sends the question and returns at once; `answer` follows."""
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._pending: Future[str] | None = None
+        self._last: tuple[float, str] | None = None
+        self._end: str | None = None
+
+    def reason(self) -> str:
+        """Why the model is not ready; "" when it is."""
+        with self._lock:
+            if self._end is not None:
+                return self._end
+            if self._last is not None and time.monotonic() - self._last[0] < FRESH_S:
+                return self._last[1]
+            if self._pending is None:
+                self._pending = Future()
+                self._ask()
+            pending = self._pending
+        try:
+            return pending.result(TIMEOUT_S)
+        except TimeoutError:
+            return f"is_ready() has not returned within {TIMEOUT_S:g} s"
+
+    def answer(self, reason: str) -> None:
+        """On the thread of the stub's messages."""
+        with self._lock:
+            self._last = (time.monotonic(), reason)
+            pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.set_result(reason)
+
+    def close(self, reason: str) -> None:
+        """The stub has ended."""
+        with self._lock:
+            self._end = reason
+        self.answer(reason)
 
 
 class StubServices:
@@ -45,25 +93,25 @@ class StubServices:
         self.tells_readiness = False
         self.is_abandoned = False
         self._outbox: Outbox
-        self._inner: InnerRequests
+        self._bls: BlsRequests
         self._readiness: StubReadiness
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._responders: dict[int, Responder] = {}
 
     def connect(self, process: StubProcess) -> None:
-        """Before the process is called for the first time: until then it says nothing."""
+        """Call it before the process is called for the first time; until then that sends nothing."""
         self.process = process
         self._outbox = process.outbox
-        self._inner = InnerRequests(self._model, process.outbox)
+        self._bls = BlsRequests(self._model, process.outbox)
         self._readiness = StubReadiness(partial(process.outbox.post, ("is_ready",)))
 
     def not_ready_reason(self) -> str:
-        """What the model's own `is_ready()` says against it; "" when it is ready, or has no such function."""
+        """Why the model's own `is_ready()` denies it; "" when it is ready or has no such function."""
         return self._readiness.reason() if self.tells_readiness else ""
 
     def open(self, request: Request) -> int:
-        """The number under which the stub gets this request. To a stub that is gone it is over at once."""
+        """The number under which the stub gets this request; the request of a stub that has ended fails at once."""
         responder, number = Responder(request, self._states), next(self._numbers)
         with self._lock:
             self._responders[number] = responder
@@ -73,12 +121,12 @@ class StubServices:
         return number
 
     def take(self, number: int) -> Responder | None:
-        """The responder of a request, no longer the stub's; None when the stub has ended it."""
+        """Takes a request from the stub; None when the stub has ended it."""
         with self._lock:
             return self._responders.pop(number, None)
 
     def abandon(self, error: TritonError) -> None:
-        """The stub is gone."""
+        """The stub has ended: so do its requests, with `error`."""
         self.is_abandoned = True
         with self._lock:
             responders = list(self._responders.values())
@@ -86,10 +134,10 @@ class StubServices:
         for responder in responders:
             responder.fail(error)
         self._readiness.close(error.message)
-        self._inner.cancel_all()
+        self._bls.cancel_all()
 
     def handle(self, message: Message) -> None:
-        """Raises for anything that is no message of a stub."""
+        """Raises for a malformed message."""
         (verb, *arguments), parts = message
         if verb == "response":
             self._on_response(*arguments, parts=parts)
@@ -117,19 +165,19 @@ class StubServices:
             responder.abandon()
 
     def _on_infer(self, number: int, is_stream: bool, fields: dict[str, Any], *, parts: Sequence[Any]) -> None:
-        parent = self._responders.get(fields["parent"])  # the request whose trace the model handed on
+        parent = self._responders.get(fields["parent"])  # the request whose trace the model passed on
         trace = None if parent is None else parent.trace
-        self._inner.start(number, is_stream, fields, parts, trace, self._tenant_of(fields["tenants"]))
+        self._bls.start(number, is_stream, fields, parts, trace, self._tenant_of(fields["tenants"]))
 
     def _tenant_of(self, packed: Collection[PackedTenant] | None) -> Tenant:
-        """On whose behalf a call is made. One from a thread of the model's own may be for any request that it has."""
+        """The tenant that a call is made for. One from a thread of the model may be for any request that it has."""
         if packed is not None:
             return common_tenant(frozenset(map(unpack_tenant, packed)))
         with self._lock:
             return common_tenant(frozenset(responder.tenant for responder in self._responders.values()))
 
     def _on_cancel_infer(self, number: int) -> None:
-        self._inner.cancel(number)
+        self._bls.cancel(number)
 
     def _on_is_ready(self, reason: str) -> None:
         self._readiness.answer(reason)
@@ -141,7 +189,7 @@ class StubServices:
     def _on_metric(self, number: int, action: str, value: float) -> None:
         try:
             self._metrics.change(number, action, value)
-        except TritonError as error:  # the model was told already where it could be
+        except TritonError as error:  # where possible, the stub has refused it before
             log.error("a metric of model '%s' can not be changed: %s", self._model.name, error)
 
     def _on_metric_family(self, question: int, *arguments: Any) -> None:
@@ -167,7 +215,7 @@ class StubServices:
             answer = (True, function(*arguments))
         except TritonError as error:
             answer = (False, error.message)
-        except Exception as error:  # a bug of the host, or of the question; the model must not wait for ever
+        except Exception as error:  # a bug; the model must not wait for ever
             log.exception("a question of model '%s' could not be answered", self._model.name)
             answer = (False, f"{type(error).__name__}: {error}")
         self._outbox.post(("answer", question, answer, True))

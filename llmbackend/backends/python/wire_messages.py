@@ -1,7 +1,8 @@
 """Requests, responses, tensors and errors of the host, as they go to and come from a stub process.
 
-For: everything here that fills or reads a packet. Does not know: sockets, who sends. Invariant: a tensor of a stub has
-the shape and size that it says, or reading it raises, which ends the stub's life and nobody else's.
+For: everything here that fills or reads a packet, or fails a request. Does not know: sockets. Invariants: a tensor of a
+stub has the shape and size that it states, or reading it raises, which ends that stub alone; the errors that Triton has
+words for begin with Triton's text.
 """
 
 from __future__ import annotations
@@ -14,23 +15,33 @@ from llmbackend.core.backend_api import (
     NO_TENANT,
     NUMPY_DTYPE,
     ErrorCode,
-    InnerResponse,
+    InferenceResponse,
     ParameterValue,
     Request,
     Tenant,
     Tensor,
     TritonError,
+    internal,
 )
 
 from .stub.errors import PackedError
-from .stub.pb_request import PackedRequest
+from .stub.pb_request import PackedRequest, PackedTenant
 from .stub.pb_response import PackedResponse
-from .stub.tensor_wire import PackedTensor, pack_tensor, unpack_data
-from .stub.working_for import PackedTenant
+from .stub.pb_tensor import PackedTensor, pack_tensor, unpack_data
 
 _CODES = tuple(ErrorCode)
 _PARAMETER_TYPES: tuple[type[ParameterValue], ...] = (bool, int, float, str)
 Response = tuple[list[Tensor], Mapping[str, ParameterValue], TritonError | None]
+
+
+def not_healthy(name: str, cause: str) -> TritonError:
+    """Triton's text, and then the cause, which Triton does not give."""
+    return internal(f"Stub process '{name}' is not healthy. {cause}".rstrip())
+
+
+def execute_error(instance_name: str, text: str) -> TritonError:
+    """The error of the requests of an execute call that raised."""
+    return internal(f"Failed to process the request(s) for model '{instance_name}', message: {text}")
 
 
 def pack_request(request: Request, number: int, parts: list[Any]) -> PackedRequest:
@@ -56,7 +67,7 @@ def unpack_tenant(packed: PackedTenant) -> Tenant:
     return NO_TENANT if packed is None else Tenant(*packed)
 
 
-def pack_response(response: InnerResponse, parts: list[Any]) -> PackedResponse:
+def pack_response(response: InferenceResponse, parts: list[Any]) -> PackedResponse:
     if response.error is not None:
         return [], _plain(response.parameters), pack_error(response.error)
     outputs = [pack_tensor(tensor.name, tensor.datatype, tensor.data, parts) for tensor in response.outputs]

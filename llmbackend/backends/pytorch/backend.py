@@ -1,18 +1,201 @@
-"""The `pytorch` backend's entry points, nothing else.
+"""The `pytorch` backend: entry points, TorchScript archives and torch.export programs, one copy for each instance.
 
-For: the host, which finds them by name. Does not know: how a program is run.
+For: the host, which finds it by name. Does not know: how a batch is put together (array_backend.py does). Invariants: a
+configuration whose inputs cannot be matched with the program's arguments is refused when the model loads; tensors share
+memory with a request's arrays only where those may be written to.
+Source: the naming rules and parameters of Triton's PyTorch backend.
 """
 
 from __future__ import annotations
 
-from llmbackend.backends.entry_points import TRITONBACKEND_Initialize as TRITONBACKEND_Initialize
-from llmbackend.backends.entry_points import TRITONBACKEND_ModelFinalize as TRITONBACKEND_ModelFinalize
-from llmbackend.backends.entry_points import TRITONBACKEND_ModelInstanceExecute as TRITONBACKEND_ModelInstanceExecute
-from llmbackend.backends.entry_points import TRITONBACKEND_ModelInstanceFinalize as TRITONBACKEND_ModelInstanceFinalize
-from llmbackend.core.backend_api import Model, ModelInstance
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from .instance_state import InstanceState
-from .model_state import ModelState
+import ml_dtypes
+import numpy as np
+import torch
+
+from llmbackend.backends.array_backend import TRITONBACKEND_Initialize as TRITONBACKEND_Initialize
+from llmbackend.backends.array_backend import TRITONBACKEND_ModelFinalize as TRITONBACKEND_ModelFinalize
+from llmbackend.backends.array_backend import TRITONBACKEND_ModelInstanceExecute as TRITONBACKEND_ModelInstanceExecute
+from llmbackend.backends.array_backend import TRITONBACKEND_ModelInstanceFinalize as TRITONBACKEND_ModelInstanceFinalize
+from llmbackend.core.backend_api import (
+    InstanceGroupKind,
+    Model,
+    ModelInstance,
+    internal,
+    invalid_argument,
+    not_found,
+    unsupported,
+)
+
+from ..array_backend import (
+    Array,
+    ArrayInstance,
+    Arrays,
+    boolean,
+    output_names,
+    positive,
+    read_parameters,
+    sequence_inputs,
+)
+from ..ragged import batch_input_names
+
+_FILES = ("model.pt", "model.pt2")
+_INDEXED = re.compile(r"^.+__(\d+)$")
+_PARAMETERS = {
+    "INFERENCE_MODE": boolean,
+    "DISABLE_OPTIMIZED_EXECUTION": boolean,
+    "INTRA_OP_THREAD_COUNT": positive,
+}
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loaded program.
+
+    call       takes tensors in the order of the arguments
+    arguments  their names; None = the file does not have them
+    device     torch's name
+    """
+
+    call: Callable[..., Any]
+    arguments: tuple[str, ...] | None
+    device: str
+
+    def run(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        result = self.call(*tensors)
+        is_texts = isinstance(result, list) and all(isinstance(item, str) for item in result)
+        return tuple(result) if isinstance(result, tuple | list) and not is_texts else (result,)
+
+
+def load_torchscript(path: Path, device: str, settings: Mapping[str, Any]) -> Program:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is old, and so are many models
+        module = torch.jit.load(str(path), map_location=device)  # type: ignore[no-untyped-call]
+        module.eval()
+        schema = module.forward.schema
+    optimise = not settings.get("DISABLE_OPTIMIZED_EXECUTION", False)
+
+    def call(*tensors: Any) -> Any:
+        try:
+            with torch.jit.optimized_execution(optimise):  # type: ignore[attr-defined]
+                return module(*tensors)
+        except torch.jit.Error as error:  # pages of source code, then what the program raised
+            raise RuntimeError(str(error).strip().splitlines()[-1]) from None
+
+    return Program(call, tuple(argument.name for argument in schema.arguments[1:]), device)
+
+
+def load_exported(path: Path, device: str, settings: Mapping[str, Any]) -> Program:
+    exported = torch.export.load(str(path))
+    arguments = exported.graph_signature.user_inputs
+    return Program(exported.module().to(device), tuple(str(argument) for argument in arguments), device)
+
+
+class ModelState:
+    def __init__(self, model: Model) -> None:
+        """Raises TritonError naming the file or the field that is wrong."""
+        config = model.config
+        self.name = model.name
+        self.path = _find(model)
+        self.settings: dict[str, Any] = read_parameters(config, _PARAMETERS)
+        self.inputs = [*(tensor.name for tensor in config.input), *batch_input_names(config), *sequence_inputs(config)]
+        self.outputs = in_order(output_names(config))
+        if not self.inputs or not self.outputs:
+            raise invalid_argument(f"model '{model.name}': a PyTorch model's inputs and outputs must be configured")
+        if any(tensor.optional for tensor in config.input):
+            raise unsupported(f"model '{model.name}': a PyTorch program has no optional inputs")
+
+    def new_program(self, device: str) -> Program:
+        """Raises TritonError INVALID_ARG when the file is none, or takes other arguments than are configured."""
+        load = load_exported if self.path.suffix == ".pt2" else load_torchscript
+        try:
+            program = load(self.path, device, self.settings)
+        except Exception as error:  # the loader's own errors are of many kinds
+            raise invalid_argument(f"failed to load model '{self.name}': {_first_line(error)}") from None
+        arguments = program.arguments
+        if arguments is not None and len(arguments) != len(self.inputs):
+            raise invalid_argument(
+                f"model '{self.name}': inputs are {', '.join(self.inputs)}, but the program's arguments are "
+                f"{', '.join(arguments) or 'none'}"
+            )
+        return program
+
+    def arranged(self, arguments: Sequence[str] | None) -> list[str]:
+        """The inputs' names in the order of the program's arguments: by name, else by index, else as configured."""
+        if arguments is not None and set(arguments) == set(self.inputs):
+            return list(arguments)
+        return in_order(self.inputs)
+
+
+def in_order(names: list[str]) -> list[str]:
+    """By the index of names of the form <name>__<index>, if all are; else as they are configured."""
+    indices = [int(match[1]) for name in names if (match := _INDEXED.match(name))]
+    if len(indices) != len(names):
+        return names
+    return [name for _, name in sorted(zip(indices, names, strict=True))]
+
+
+def _find(model: Model) -> Path:
+    named = model.config.default_model_filename
+    for name in (named,) if named else _FILES:
+        path = model.version_directory / name
+        if path.exists():
+            return path
+    raise not_found(f"unable to find '{model.version_directory / (named or _FILES[0])}' for model '{model.name}'")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+class InstanceState(ArrayInstance):
+    def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
+        super().__init__(instance)
+        is_gpu = instance.kind is InstanceGroupKind.GPU
+        self._device = f"cuda:{instance.device_id}" if is_gpu else "cpu"
+        settings = model_state.settings
+        if threads := settings.get("INTRA_OP_THREAD_COUNT"):
+            torch.set_num_threads(threads)  # the whole process's, as in Triton
+        self._program = model_state.new_program(self._device)
+        self._inputs = model_state.arranged(self._program.arguments)
+        self._output_names = model_state.outputs
+        self._grad = torch.inference_mode if settings.get("INFERENCE_MODE", True) else torch.no_grad
+
+    def compute(self, inputs: Arrays) -> Mapping[str, Array]:
+        with self._grad():
+            tensors = [to_torch(inputs[name], self._device) for name in self._inputs]
+            outputs = self._program.run(tensors)
+            if len(outputs) < len(self._output_names):
+                raise internal(f"the program gave {len(outputs)} outputs, expected {len(self._output_names)}")
+            return {name: to_numpy(output) for name, output in zip(self._output_names, outputs, strict=False)}
+
+
+def to_torch(array: Array, device: str) -> Any:
+    """A tensor; a list of str for an array of bytes, which TorchScript takes as List[str]."""
+    if array.dtype == np.object_:
+        return [bytes(item).decode() for item in array.ravel()]
+    writable = array if array.flags.writeable else array.copy()
+    if array.dtype == _BF16:
+        return torch.from_numpy(writable.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(writable).to(device)
+
+
+def to_numpy(output: Any) -> Array:
+    if isinstance(output, list):
+        texts = np.empty(len(output), np.object_)
+        texts[:] = [str(item).encode() for item in output]
+        return texts
+    tensor = output.detach().cpu().contiguous()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(_BF16)  # type: ignore[no-any-return]
+    return tensor.numpy()  # type: ignore[no-any-return]
 
 
 def TRITONBACKEND_ModelInitialize(model: Model) -> None:

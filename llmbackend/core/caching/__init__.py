@@ -1,1 +1,1 @@
-"""The response cache: answers of models kept for requests that are equal."""
+"""The response cache: stored responses for equal requests."""

@@ -1,8 +1,7 @@
-"""The cache in this process's memory: least recently used entries go when its size is reached.
+"""The response cache in this process's memory: the least recently used entries are evicted when it is full.
 
-For: `--cache-config=local,size=N`. Does not know: what an entry holds. Invariant: the entries, with what the process
-needs to keep each of them, never take more than `size` bytes.
-Source: Triton's local_cache (texts, metrics).
+For: `--cache-config=local,size=N`. Does not know: what an entry contains. Invariant: the entries, with the memory that
+the process needs to keep each of them, never exceed `size` bytes. Source: Triton's local_cache (texts, metrics).
 """
 
 from __future__ import annotations
@@ -11,24 +10,20 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client.core import Metric
 
 from llmbackend.core.errors import ErrorCode, TritonError, internal, invalid_argument
 
-from .response_cache import Settings
-
 log = logging.getLogger(__name__)
 
 ENTRY_OVERHEAD_BYTES = 256
-"""Key, bytes objects, and the place in the dictionary of one entry."""
+"""Of one entry: its key, the bytes objects and the slot in the dictionary."""
 
 
 class CacheCounts(NamedTuple):
-    """Durations are nanoseconds."""
-
     size_bytes: int
     used_bytes: int
     entries: int
@@ -52,8 +47,8 @@ class LocalCache:
         log.info("Response Cache is created with size %d", size_bytes)
 
     @classmethod
-    def create(cls, settings: Settings) -> LocalCache:
-        """Raises TritonError INVALID_ARG for settings without a size, or with others."""
+    def create(cls, settings: Mapping[str, str]) -> LocalCache:
+        """Raises TritonError INVALID_ARG for settings without `size`, or with others."""
         if "size" not in settings:
             raise invalid_argument("Failed to initialize LocalCache: config didn't contain a valid 'size' field.")
         if unknown := sorted(settings.keys() - {"size"}):
@@ -143,13 +138,10 @@ _GAUGES: tuple[tuple[str, str, Callable[[CacheCounts], float]], ...] = (
 
 
 class LocalCacheMetrics:
-    """A collector of the server's registry. By design read when asked for, where Triton copies once a second."""
+    """A collector. By design read at each scrape, where Triton copies the values once a second."""
 
     def __init__(self, cache: LocalCache) -> None:
         self._cache = cache
-
-    def describe(self) -> list[Metric]:
-        return []
 
     def collect(self) -> Iterator[Metric]:
         counts = self._cache.counts()

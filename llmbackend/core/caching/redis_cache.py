@@ -1,24 +1,20 @@
-"""The cache in a Redis server, which several servers may share.
+"""The response cache in a Redis server, which several servers may share.
 
-For: `--cache-config=redis,host=…,port=…`. Does not know: what an entry holds. Invariants: nobody but the cache's own
-threads waits for the network; a Redis that is slow or gone makes lookups misses and insertions nothing, with an error
-in the log, and fails no request; no more insertions wait than `MOST_WAITING_INSERTS`.
-Source: Triton's redis_cache (settings, texts). By design different: connect_timeout and socket_timeout are a second
-each unless set (0 = wait for ever, Triton's default). How long entries live and how much memory they take is Redis's
-business (`maxmemory`, `maxmemory-policy allkeys-lru`).
+For: `--cache-config=redis,host=…,port=…`. Does not know: what an entry contains. Invariants: only the cache's own
+threads wait for the network; when Redis is slow or gone, lookups miss and insertions are dropped, with an error in the
+log.
+Source: Triton's redis_cache (settings, texts).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from llmbackend.core.errors import ErrorCode, TritonError, internal, invalid_argument, unsupported
-
-from .response_cache import Settings
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -26,23 +22,30 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEY_PREFIX = b"llmbackend:response:"
-MOST_WAITING_INSERTS = 256
+MAX_WAITING_INSERTS = 256
 _TLS_OPTIONS = {"cert": "ssl_certfile", "key": "ssl_keyfile", "cacert": "ssl_ca_certs", "cacert_dir": "ssl_ca_path"}
 _NUMBERS = {"port": 0, "db": 0, "connect_timeout": 1000, "socket_timeout": 1000, "pool_size": 1, "wait_timeout": 100}
-"""Settings that are numbers, and their defaults; timeouts in milliseconds."""
+"""Settings that are numbers, and their defaults; timeouts in ms."""
 _SETTINGS = frozenset({"host", "user", "password", *_NUMBERS, *_TLS_OPTIONS})
 
 
 class RedisCache:
+    """A ResponseCache. At most `MAX_WAITING_INSERTS` insertions wait.
+
+    By design different from Triton: connect_timeout and
+    socket_timeout are 1 second each unless set (0 = no timeout, Triton's default). The lifetime of entries and their
+    memory are configured in Redis (`maxmemory`, `maxmemory-policy allkeys-lru`).
+    """
+
     is_remote = True
 
     def __init__(self, client: Redis, threads: int) -> None:
         self._client = client
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="redis-cache")
-        self._insert_room = threading.BoundedSemaphore(MOST_WAITING_INSERTS)
+        self._insert_room = threading.BoundedSemaphore(MAX_WAITING_INSERTS)
 
     @classmethod
-    def create(cls, settings: Settings) -> RedisCache:
+    def create(cls, settings: Mapping[str, str]) -> RedisCache:
         """Connects. Raises TritonError: INVALID_ARG for settings, UNSUPPORTED without the `redis` package, INTERNAL
         when Redis does not answer."""
         if "host" not in settings or "port" not in settings:
@@ -67,7 +70,7 @@ class RedisCache:
 
     def run_insert(self, task: Callable[[], None]) -> None:
         if not self._insert_room.acquire(blocking=False):
-            log.warning("RedisCache: %d insertions wait, one more is dropped", MOST_WAITING_INSERTS)
+            log.warning("RedisCache: %d insertions wait, one more is dropped", MAX_WAITING_INSERTS)
             return
         future = self._threads.submit(task)
         future.add_done_callback(lambda _: self._insert_room.release())
@@ -103,7 +106,7 @@ def _number(name: str, text: str | int) -> int:
     return number
 
 
-def _client(settings: Settings, numbers: dict[str, int]) -> Redis:
+def _client(settings: Mapping[str, str], numbers: dict[str, int]) -> Redis:
     try:
         import redis
         from redis.backoff import NoBackoff
@@ -124,7 +127,7 @@ def _client(settings: Settings, numbers: dict[str, int]) -> Redis:
         password=settings.get("password"),
         socket_connect_timeout=numbers["connect_timeout"] / 1000 or None,
         socket_timeout=numbers["socket_timeout"] / 1000 or None,
-        retry=Retry(NoBackoff(), 1),  # a connection that Redis closed is opened again, and no more than that
+        retry=Retry(NoBackoff(), 1),  # reopens a connection that Redis closed, once
         **tls,
     )
     return redis.Redis(connection_pool=pool)

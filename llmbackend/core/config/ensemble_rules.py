@@ -1,8 +1,8 @@
 """What the configuration of an ensemble must fulfil by itself: a data flow from its inputs to its outputs.
 
-For: validation of configurations, and whoever asks what an ensemble is made of. Does not know: composing models
-(ensemble_agreement.py), repositories, requests. Invariant: after the check every tensor of the ensemble has one writer,
-is read or is an output, and gets a value.
+For: model_config_rules.py, and all that needs an ensemble's composing models. Does not know: the configurations of
+composing models (lifecycle), repositories, requests. Invariant: after the check every tensor of the ensemble has one
+producer, is read or is an output, and gets a value.
 Source: ValidateEnsembleSchedulingConfig in Triton's model_config_utils.cc.
 """
 
@@ -13,6 +13,8 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from llmbackend.core.errors import invalid_argument
 
 PLATFORM = "ensemble"
+_StepsOfTensor = dict[str, set[int]]
+"""Ensemble tensor → indices of the steps that read it, or that write it."""
 
 
 def is_ensemble(config: ModelConfig) -> bool:
@@ -20,7 +22,7 @@ def is_ensemble(config: ModelConfig) -> bool:
 
 
 def composing_models(config: ModelConfig) -> dict[str, set[int]]:
-    """The models that the steps name, in order, with the versions that they ask for (-1 = any)."""
+    """The models that the steps name, in order, each with the versions that they ask for (-1 = any)."""
     models: dict[str, set[int]] = {}
     for step in config.ensemble_scheduling.step:
         models.setdefault(step.model_name, set()).add(step.model_version)
@@ -28,7 +30,7 @@ def composing_models(config: ModelConfig) -> dict[str, set[int]]:
 
 
 def validate_scheduling(config: ModelConfig) -> None:
-    """Raises TritonError INVALID_ARG for a data flow that can not work."""
+    """Raises TritonError INVALID_ARG for a data flow that cannot work."""
     name = config.name
     if not config.HasField("ensemble_scheduling"):
         raise invalid_argument(f"ensemble scheduling must be set for ensemble {name} whose platform is {PLATFORM}")
@@ -46,13 +48,9 @@ def validate_scheduling(config: ModelConfig) -> None:
     _check_flow(config, readers, writers)
 
 
-Links = dict[str, set[int]]
-"""Ensemble tensor → the steps at that end of it."""
-
-
-def _read_steps(config: ModelConfig) -> tuple[Links, Links]:
-    readers: Links = {}
-    writers: Links = {}
+def _read_steps(config: ModelConfig) -> tuple[_StepsOfTensor, _StepsOfTensor]:
+    readers: _StepsOfTensor = {}
+    writers: _StepsOfTensor = {}
     for index, step in enumerate(config.ensemble_scheduling.step):
         for field_name in ("model_name", "input_map", "output_map"):
             if not getattr(step, field_name):
@@ -69,7 +67,7 @@ def _read_steps(config: ModelConfig) -> tuple[Links, Links]:
     return readers, writers
 
 
-def _check_flow(config: ModelConfig, readers: Links, writers: Links) -> None:
+def _check_flow(config: ModelConfig, readers: _StepsOfTensor, writers: _StepsOfTensor) -> None:
     name, known = config.name, {*readers, *writers}
     for tensor in config.input:
         if tensor.name not in known:
@@ -87,7 +85,7 @@ def _check_flow(config: ModelConfig, readers: Links, writers: Links) -> None:
 
 
 def _written(config: ModelConfig) -> set[str]:
-    """The tensors that exist in the end: the inputs, and what the steps make that get all they read."""
+    """The tensors that get a value: the inputs, and the outputs of steps whose inputs all get one."""
     written = {tensor.name for tensor in config.input}
     waiting = list(config.ensemble_scheduling.step)
     while True:

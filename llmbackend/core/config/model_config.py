@@ -1,15 +1,15 @@
-"""Model configurations: reading config.pbtxt and JSON overrides, defaults, and Triton's JSON form of the result.
+"""Model configurations: reads config.pbtxt and JSON overrides, completes them, writes Triton's JSON of the result.
 
-For: the repository (parse, defaults), model loading (instance groups), frontends (`config_to_json`). Does not know:
-files other than the one it is given, backends. Invariant: a configuration that came through here has a name, a
-backend, a version policy and filled-in defaults. The rules that refuse one are in model_config_rules.
-Source: GetNormalizedModelConfig in Triton's core; golden transcripts 04, 08, 57.
+For: the repository (read, complete), model loading (instance groups), frontends (`config_to_json`). Does not know:
+backends, rules (model_config_rules.py). Invariant: a field that a configuration sets is kept.
+Source: GetNormalizedModelConfig, AutoCompleteBackendFields in Triton's core; golden transcripts 04, 08, 57.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from llmbackend.core.backend_api import InstanceGroupKind
 from llmbackend.core.errors import internal, invalid_argument
 
-from .sequence_rules import set_sequence_defaults
-
 CONFIG_FILE_NAME = "config.pbtxt"
 _ERROR_CHARACTERS = 500
+_SEQUENCE_IDLE_US = 1_000_000
 _STRING_OR_KEY = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<key>[A-Za-z_]\w*)(?=\s*:)', re.ASCII | re.DOTALL)
 
 
@@ -41,7 +40,7 @@ def parse_text(text: str, source: str) -> ModelConfig:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The configuration in a config.pbtxt. Raises TritonError INTERNAL when it can not be read or parsed."""
+    """The configuration in a config.pbtxt. Raises TritonError INTERNAL when it cannot be read or parsed."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -60,8 +59,8 @@ def parse_json(text: str | bytes) -> ModelConfig:
 
 
 def _json(text: str | bytes) -> Any:
-    """orjson refuses what the protobuf library cannot hold: lone surrogates, NaN. Keys may be bare words, as for
-    protobuf's parser in C++."""
+    """orjson refuses what the protobuf library cannot hold: lone surrogates, NaN. As in protobuf's parser in C++, keys
+    may be bare words."""
     try:
         return orjson.loads(text)
     except ValueError:
@@ -74,8 +73,77 @@ def _quote_key(found: re.Match[str]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """A parser quotes what it was given, which may be megabytes."""
+    """Shortened: a parser quotes its input, which may be megabytes."""
     return (str(error).splitlines() or [type(error).__name__])[0][:_ERROR_CHARACTERS]
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelLayout:
+    """How a model of a backend is stored in a repository."""
+
+    backend: str
+    platforms: tuple[str, ...]
+    """Names from before the field `backend` existed; the first one is filled in."""
+    filename: str
+    """The file or directory in each version directory."""
+
+
+_LAYOUTS = (
+    _ModelLayout("tensorflow", ("tensorflow_savedmodel",), "model.savedmodel"),
+    _ModelLayout("tensorflow", ("tensorflow_graphdef",), "model.graphdef"),
+    _ModelLayout("tensorrt", ("tensorrt_plan",), "model.plan"),
+    _ModelLayout("onnxruntime", ("onnxruntime_onnx",), "model.onnx"),
+    _ModelLayout("openvino", (), "model.xml"),
+    _ModelLayout("pytorch", ("pytorch_libtorch", "libtorch"), "model.pt"),
+    _ModelLayout("pytorch", (), "model.pt2"),
+    _ModelLayout("python", (), "model.py"),
+)
+
+
+def fill_backend(config: ModelConfig, directory: Path) -> None:
+    """Fills `backend`, `platform` and `default_model_filename` of the model in `directory`, whose name must be set.
+
+    Raises TritonError INVALID_ARG when neither the configuration, the files nor the name tell the backend."""
+    if config.HasField("ensemble_scheduling"):
+        return
+    layout = _layout_of(config, _version_files(directory))
+    if layout is not None:
+        config.backend = config.backend or layout.backend
+        config.platform = config.platform or next(iter(layout.platforms), "")
+        config.default_model_filename = config.default_model_filename or layout.filename
+    elif not (config.backend or config.platform or config.default_model_filename):
+        _fill_from_name(config)
+
+
+def _version_files(directory: Path) -> frozenset[str]:
+    return frozenset(
+        path.name for version in directory.glob("[1-9]*") if version.is_dir() for path in version.iterdir()
+    )
+
+
+def _layout_of(config: ModelConfig, files: Collection[str]) -> _ModelLayout | None:
+    known = [layout for layout in _LAYOUTS if config.backend in ("", layout.backend)]
+    if config.platform:
+        fitting = [layout for layout in known if config.platform in layout.platforms]
+    elif config.default_model_filename:
+        fitting = [layout for layout in known if config.default_model_filename == layout.filename]
+    else:
+        fitting = [layout for layout in known if layout.filename in files]
+    if not fitting and config.backend:
+        fitting = known
+    return next(iter(fitting), None)
+
+
+def _fill_from_name(config: ModelConfig) -> None:
+    """A model named `<any>.<backend>` belongs to that backend."""
+    _, dot, backend = config.name.partition(".")
+    if not dot:
+        raise invalid_argument(
+            f"Invalid model name: Could not determine backend for model '{config.name}' with no backend in model "
+            f"configuration. Expected model name of the form 'model.<backend_name>'."
+        )
+    config.backend = backend
+    config.default_model_filename = f"model.{backend}"
 
 
 def set_defaults(config: ModelConfig) -> None:
@@ -89,14 +157,25 @@ def set_defaults(config: ModelConfig) -> None:
         batching = config.dynamic_batching
         if not batching.preferred_batch_size and config.max_batch_size > 0:
             batching.preferred_batch_size.append(config.max_batch_size)
-    set_sequence_defaults(config)
+    _set_sequence_defaults(config)
+
+
+def _set_sequence_defaults(config: ModelConfig) -> None:
+    if not config.HasField("sequence_batching"):
+        return
+    batching = config.sequence_batching
+    batching.max_sequence_idle_microseconds = batching.max_sequence_idle_microseconds or _SEQUENCE_IDLE_US
+    if batching.HasField("oldest") and not batching.oldest.preferred_batch_size and config.max_batch_size > 0:
+        batching.oldest.preferred_batch_size.append(config.max_batch_size)
 
 
 def set_instance_groups(
     config: ModelConfig, preferred: Sequence[tuple[InstanceGroupKind, int]], gpus: Sequence[int] = ()
 ) -> None:
-    """Names, kinds, counts and GPUs of instance groups; `preferred` is what the backend asks for when the model names
-    none, `gpus` are the host's.
+    """Completes names, kinds, counts and GPUs of instance groups.
+
+    preferred: the backend's kinds and counts for a model without groups
+    gpus: the host's GPU ids
 
     A model without groups gets one named as the model; a group without a name becomes `<model>_<index>`. KIND_AUTO is
     KIND_GPU where there are GPUs, and all that the group lists; KIND_GPU without a list is all of them. An ensemble has
@@ -119,9 +198,9 @@ def set_instance_groups(
 
 
 def merge_auto_complete(config: ModelConfig, proposed: ModelConfig) -> None:
-    """Takes from a backend's auto-completed configuration what Triton takes: max_batch_size, input, output, the
-    scheduling choice if none is set, and model_transaction_policy; and, which Triton does not, parameters that are not
-    set, for what a backend has to tell frontends."""
+    """Takes from a backend's auto-completed configuration what Triton takes: max_batch_size, input, output,
+    model_transaction_policy, and the scheduling choice if none is set. Beyond Triton it also takes parameters that are
+    not set, by which a backend informs frontends."""
     config.max_batch_size = proposed.max_batch_size
     del config.input[:]
     config.input.extend(proposed.input)

@@ -1,38 +1,53 @@
-"""What a model configuration must fulfil before a model is loaded from it.
+"""The rules that a model configuration must fulfil, and Triton's text for each.
 
-For: the repository (before a load) and model loading (after auto-complete). Does not know: backends, files.
-Invariant: a rule names the field, its value and the model; a field that this host does not serve is refused or warned
-about, never ignored in silence. Source: ValidateModelConfig in Triton's core.
+For: the repository (before a load) and model loading (after auto-complete). Does not know: backends, files, requests.
+Invariant: a field that this host does not support is refused or warned about by name, never ignored in silence.
+Source: ValidateModelConfig and its neighbours in Triton's model_config_utils.cc, texts verbatim.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
 from google.protobuf.message import Message
 from tritonclient.grpc.model_config_pb2 import (
+    BatchInput,
+    BatchOutput,
+    DataType,
     ModelConfig,
+    ModelInput,
     ModelInstanceGroup,
+    ModelOutput,
     ModelQueuePolicy,
+    ModelSequenceBatching,
 )
 
-from llmbackend.core.errors import invalid_argument
+from llmbackend.core.errors import TritonError, invalid_argument
+from llmbackend.core.requests.reshape import VARIABLE, reshape_fault
 
-from .batching_rules import validate_batch_io, validate_response_cache
 from .ensemble_rules import is_ensemble, validate_scheduling
-from .sequence_rules import validate_sequence_batching
 
 log = logging.getLogger(__name__)
 
-MOST_INSTANCES = 1024
-"""Each has a thread at the least; a number from a client must not exhaust the machine."""
+MAX_INSTANCES = 1024
+"""Per model. Each has at least one thread; a number from a client must not exhaust the machine."""
+
+_Control = ModelSequenceBatching.Control
+_BOOLEAN_KINDS = (_Control.CONTROL_SEQUENCE_START, _Control.CONTROL_SEQUENCE_END, _Control.CONTROL_SEQUENCE_READY)
+_VALUE_FIELDS = ("int32_false_true", "fp32_false_true", "bool_false_true")
+_ID_TYPES = (DataType.TYPE_UINT64, DataType.TYPE_INT64, DataType.TYPE_UINT32, DataType.TYPE_INT32, DataType.TYPE_STRING)
+_NOT_A_DIMENSION = "must be integer >= 1, or -1 to indicate a variable-size dimension"
 
 
 def validate_config(config: ModelConfig) -> None:
-    """Raises TritonError INVALID_ARG for a broken rule."""
+    """Raises TritonError INVALID_ARG for a broken rule.
+
+    Initial states are checked where they are made (scheduling/sequences/inputs.py).
+    """
     name = config.name
     if is_ensemble(config):
         validate_scheduling(config)
@@ -55,13 +70,13 @@ def validate_config(config: ModelConfig) -> None:
     for group in config.instance_group:
         _validate_group(name, group)
     count = sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group)
-    if count > MOST_INSTANCES:
-        raise invalid_argument(f"model '{name}' asks for {count} instances, expected at most {MOST_INSTANCES}")
+    if count > MAX_INSTANCES:
+        raise invalid_argument(f"model '{name}' asks for {count} instances, expected at most {MAX_INSTANCES}")
     validate_batch_io(config)
 
 
 def _validate_enums(model: str, message: Message) -> None:
-    """Protobuf's enums are open: a configuration may hold a number that has no name."""
+    """Refuses numbers without a name, which protobuf's open enums accept."""
     field: Any
     for field, value in message.ListFields():
         is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
@@ -73,7 +88,7 @@ def _validate_enums(model: str, message: Message) -> None:
 
 
 def _validate_paths(config: ModelConfig) -> None:
-    """A configuration may come from a client: the file that it names must lie in the version's directory."""
+    """The file that it names must be in the version directory: a configuration may come from a client."""
     path = PurePath(config.default_model_filename)
     if path.is_absolute() or ".." in path.parts or "\0" in config.default_model_filename:
         raise invalid_argument(
@@ -120,8 +135,8 @@ def _validate_group(model: str, group: ModelInstanceGroup) -> None:
 
 
 def validate_instance_groups(config: ModelConfig, gpus: Sequence[int], min_compute_capability: float) -> None:
-    """For groups that have names, kinds and GPUs (set_instance_groups); `gpus` are the host's. Raises TritonError
-    INVALID_ARG with the texts of ValidateInstanceGroup in Triton's core."""
+    """For groups completed by set_instance_groups; gpus: the host's GPU ids. Raises TritonError INVALID_ARG with the
+    texts of ValidateInstanceGroup in Triton's core."""
     for group in config.instance_group:
         subject = f"instance group {group.name} of model {config.name}"
         kind = ModelInstanceGroup.Kind.Name(group.kind)
@@ -140,10 +155,195 @@ def validate_instance_groups(config: ModelConfig, gpus: Sequence[int], min_compu
 
 
 def warn_of_ignored_fields(config: ModelConfig) -> None:
-    """One WARNING for each configured field that this host serves without."""
+    """Logs one WARNING for each configured field that this host ignores."""
     ignored = {
         "model_operations": bool(config.model_operations.op_library_filename),
     }
     for field, is_set in ignored.items():
         if is_set:
             log.warning("model '%s': '%s' in the model configuration is not supported and ignored", config.name, field)
+
+
+def validate_response_cache(config: ModelConfig) -> None:
+    """Raises TritonError INVALID_ARG for a model whose responses cannot be cached."""
+    if not config.response_cache.enable:
+        return
+    reason = ""
+    if config.HasField("sequence_batching"):
+        reason = "sequence batching scheduler"
+    elif config.model_transaction_policy.decoupled:
+        reason = "'decoupled' transaction policy"
+    if reason:
+        raise invalid_argument(
+            f"Response Cache does not currently support model {config.name} with {reason}. Please disable the response "
+            f"cache."
+        )
+
+
+def validate_batch_io(config: ModelConfig) -> None:
+    """The rules for `batch_input`, `batch_output` and shape tensors. Raises TritonError INVALID_ARG."""
+    try:
+        _check_batch_io(config)
+    except TritonError as error:
+        raise invalid_argument(f"{error.message} for {config.name}") from None
+
+
+def _check_batch_io(config: ModelConfig) -> None:
+    inputs = {tensor.name for tensor in config.input}
+    outputs = {tensor.name for tensor in config.output}
+    if any(tensor.is_shape_tensor for tensor in (*config.input, *config.output)):
+        raise invalid_argument("shape tensors are only supported for TensorRT platform")
+    for item in config.batch_input:
+        _validate_sources("input", BatchInput.Kind.Name(item.kind), list(item.source_input), inputs)
+        if item.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
+            raise invalid_argument("batch input data type must be TYPE_INT32 or TYPE_FP32")
+    for item in config.batch_output:
+        _validate_sources("output", BatchOutput.Kind.Name(item.kind), list(item.source_input), inputs)
+        _validate_targets(list(item.target_name), outputs)
+
+
+def _validate_sources(what: str, kind: str, sources: list[str], inputs: set[str]) -> None:
+    if len(sources) != 1:
+        raise invalid_argument(f"batch {what} kind '{kind}' expects 1 source input, got {len(sources)}")
+    if sources[0] not in inputs:
+        raise invalid_argument(f"unknown source input name '{sources[0]}'")
+
+
+def _validate_targets(targets: list[str], outputs: set[str]) -> None:
+    for index, target in enumerate(targets):
+        if target not in outputs:
+            raise invalid_argument(f"unknown target output name '{target}'")
+        if target in targets[:index]:
+            raise invalid_argument(f"target output name '{target}' can only be specified once")
+
+
+def validate_sequence_batching(config: ModelConfig) -> None:
+    """Raises TritonError INVALID_ARG with Triton's text for the first rule that is broken."""
+    if not config.HasField("sequence_batching"):
+        return
+    name, batching = config.name, config.sequence_batching
+    validate_response_cache(config)
+    for kind in (*_BOOLEAN_KINDS, _Control.CONTROL_SEQUENCE_CORRID):
+        _validate_control(name, batching, kind)
+    for size in batching.oldest.preferred_batch_size:
+        if size <= 0:
+            raise invalid_argument(f"sequence batching preferred batch size must be positive for {name}")
+        if size > config.max_batch_size:
+            raise invalid_argument(f"sequence batching preferred batch size must be <= max batch size for {name}")
+    if batching.oldest.max_candidate_sequences < 0:
+        raise invalid_argument(f"sequence batching max candidate sequences must not be negative for {name}")
+    if not 0.0 <= batching.direct.minimum_slot_utilization <= 1.0:
+        raise invalid_argument(f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}")
+    _validate_state_memory(config)
+
+
+def _validate_control(model: str, batching: ModelSequenceBatching, kind: int) -> None:
+    names: set[str] = set()
+    is_known = False
+    for item in batching.control_input:
+        if not item.name:
+            raise invalid_argument(f"sequence batching control tensor must have a name for {model}")
+        if item.name in names:
+            raise invalid_argument(
+                f"sequence batching control tensor '{item.name}' is specified for multiple control kinds for {model}"
+            )
+        names.add(item.name)
+        for control in item.control:
+            if control.kind != kind:
+                continue
+            if is_known:
+                raise invalid_argument(
+                    f"sequence batching specifies multiple {_Control.Kind.Name(kind)} tensors for {model}"
+                )
+            is_known = True
+            if kind in _BOOLEAN_KINDS:
+                _validate_control_values(model, control)
+            else:
+                _validate_correlation_id(model, control)
+
+
+def _validate_control_values(model: str, control: Any) -> None:
+    what = f"for {_Control.Kind.Name(control.kind)} for {model}"
+    given = [field for field in _VALUE_FIELDS if getattr(control, field)]
+    if not given:
+        raise invalid_argument(
+            f"sequence batching must specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' {what}"
+        )
+    if len(given) > 1:
+        raise invalid_argument(
+            f"sequence batching specifies more than one from 'int32_false_true', 'fp32_false_true' and "
+            f"'bool_false_true' {what}"
+        )
+    if len(getattr(control, given[0])) != 2:
+        raise invalid_argument(f"sequence batching control '{given[0]}' must have exactly 2 entries {what}")
+
+
+def _validate_correlation_id(model: str, control: Any) -> None:
+    kind = _Control.Kind.Name(control.kind)
+    if any(getattr(control, field) for field in _VALUE_FIELDS):
+        raise invalid_argument(
+            f"sequence batching must not specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' for "
+            f"{kind} for {model}"
+        )
+    if control.data_type not in _ID_TYPES:
+        raise invalid_argument(
+            f"unexpected data type for control {kind} for {model}. Allowed data types are TYPE_UINT64, TYPE_INT64, "
+            f"TYPE_UINT32, TYPE_INT32 and TYPE_STRING"
+        )
+
+
+def _validate_state_memory(config: ModelConfig) -> None:
+    """Growable memory is GPU memory, which states of this host never use; Triton refuses it at the first request."""
+    kinds = {group.kind for group in config.instance_group}
+    for state in config.sequence_batching.state:
+        if state.use_growable_memory and not state.use_same_buffer_for_input_output:
+            raise invalid_argument(
+                f"In order to 'use_growable_memory', you must also enable 'use_single_buffer' for state input name "
+                f"'{state.input_name}'."
+            )
+        if state.use_growable_memory and kinds - {ModelInstanceGroup.KIND_GPU, ModelInstanceGroup.KIND_AUTO}:
+            raise invalid_argument(
+                f"'use_growable_memory' can only work with KIND_GPU model instances right now. Please either change "
+                f"the instance type to KIND_GPU or set 'use_growable_memory' to false for state input name "
+                f"'{state.input_name}'."
+            )
+
+
+def validate_tensors(config: ModelConfig) -> None:
+    """Names, datatypes, dimensions and reshapes of inputs and outputs, once the backend has completed them.
+
+    Raises TritonError INVALID_ARG for the first rule that is broken. As in Triton's core, texts name the model without
+    quotes, and a tensor may be given twice if both are equal (TensorRT-LLM's `ensemble` does so)."""
+    faults = chain(
+        _tensor_faults("model input", config.input, config.max_batch_size),
+        _tensor_faults("model output", config.output, config.max_batch_size),
+    )
+    fault = next(faults, "")
+    if fault:
+        raise invalid_argument(f"{fault} for {config.name}")
+
+
+def _tensor_faults(what: str, tensors: Sequence[ModelInput | ModelOutput], max_batch_size: int) -> Iterator[str]:
+    seen: dict[str, ModelInput | ModelOutput] = {}
+    for tensor in tensors:
+        if not tensor.name:
+            yield f"{what} must specify 'name'"
+        if seen.setdefault(tensor.name, tensor) != tensor:
+            yield f"{what} '{tensor.name}' is given twice, and differently"
+        if fault := _tensor_fault(tensor, max_batch_size):
+            yield f"{what} '{tensor.name}' {fault}"
+
+
+def _tensor_fault(tensor: ModelInput | ModelOutput, max_batch_size: int) -> str:
+    """What is wrong with one tensor; "" = nothing."""
+    if tensor.data_type == DataType.TYPE_INVALID:
+        return "must specify 'data_type'"
+    if not tensor.dims:
+        return "must specify 'dims'"
+    if any(dim < 1 and dim != VARIABLE for dim in tensor.dims):
+        return f"dimension {_NOT_A_DIMENSION}"
+    if not tensor.HasField("reshape"):
+        return ""
+    if any(dim < 1 and dim != VARIABLE for dim in tensor.reshape.shape):
+        return f"reshape dimensions {_NOT_A_DIMENSION}"
+    return reshape_fault(tensor.dims, tensor.reshape.shape, max_batch_size > 0)

@@ -1,10 +1,8 @@
-"""From models' names to serving versions: poll the repository, find the backends, load in order, swap in.
+"""From model names to serving versions: poll the repository, find the backend, load in order of dependence, swap in.
 
-For: the server (startup, load and unload requests) and poll mode. Does not know: server states, protocols. Owner of the
-repository, of the dependencies between models, and of one lock per model whose load is under way. Invariants: a model
-is loaded after the models that it is made of, and again when one of them has changed; loads that share a model run one
-after the other, others do not wait for each other here (a load takes its locks in order of name, so that none waits for
-ever); names that clients invent leave nothing behind.
+For: the server and poll mode. Does not know: server states, protocols. Invariants: a model is loaded after the models
+that it is made of, and again when one of them changed; loads that share a model run one after the other, others side by
+side; names of models that do not exist leave no state behind.
 Source: LoadUnloadModels and LoadModelByDependency in Triton's model_repository_manager.cc.
 """
 
@@ -12,25 +10,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 from llmbackend.core.backend_manager import BackendManager
 from llmbackend.core.config.ensemble_rules import composing_models
-from llmbackend.core.errors import ErrorCode, TritonError, internal, invalid_argument
+from llmbackend.core.errors import ErrorCode, LoadError, TritonError, internal, invalid_argument
 from llmbackend.core.host_services import HostServices
-from llmbackend.core.messages import LoadParameters, ServerOptions
+from llmbackend.core.messages import LoadParameters
 from llmbackend.core.models.model import LoadedModel
-from llmbackend.core.repository.load_parameters import check_model_name
-from llmbackend.core.repository.model_dependencies import ModelDependencies
+from llmbackend.core.repository.model_dependencies import ModelDependencies, circles, in_levels, parts_of
 from llmbackend.core.repository.model_files import ModelSource
 from llmbackend.core.repository.model_names import ModelNames
-from llmbackend.core.repository.model_repository import ModelRepository, ModelSpec
+from llmbackend.core.repository.model_repository import ModelRepository, ModelSpec, check_model_name
 from llmbackend.core.repository.repository_agents import AgentManager
+from llmbackend.core.server_options import ServerOptions
 
-from .load_operation import LoadOperation
+from .ensemble_validation import Faults, validate_ensemble
 from .model_lifecycle import ModelLifecycle
-from .model_versions import ModelState
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ ALL_MODELS = "*"
 
 
 class NamedLocks:
-    """One lock per name that somebody holds or waits for, and none for other names."""
+    """A lock per name, which exists only while it is held or waited for."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -93,18 +91,18 @@ class ModelLoader:
         return list(dict.fromkeys(sources[0].name for sources in self.repository.listing().values()))
 
     def load(self, name: str, parameters: LoadParameters | None = None) -> None:
-        """Loads or reloads every model of that name, and what it is made of; blocks until done. Loaded models whose
-        files did not change are left alone.
+        """Loads or reloads every model of that name, and the models that it is made of; blocks until done. Loaded
+        models whose files did not change are left alone.
 
-        Raises TritonError: INTERNAL when it can not be polled, INVALID_ARG for a bad name or path and when it fails.
+        Raises TritonError: INTERNAL when it cannot be polled, INVALID_ARG for a bad name or path and when it fails.
         """
         errors = self.load_together({name: parameters})
         if errors:
-            raise joined(list(errors.values()))
+            raise _joined(list(errors.values()))
 
     def load_together(self, wanted: Mapping[str, LoadParameters | None]) -> dict[str, TritonError]:
-        """As `load` for several models, side by side where none is made of another. The errors of those that failed, by
-        key."""
+        """As `load` for several models, side by side where none is made of another. Returns the errors of those that
+        failed, by key."""
         with self._hold_and_poll(wanted) as polled:
             specs = {key: spec for key, spec in polled.items() if isinstance(spec, ModelSpec)}
             errors = {key: error for key, error in polled.items() if isinstance(error, TritonError)}
@@ -112,52 +110,51 @@ class ModelLoader:
             self._dependencies.remember(specs.values(), explicit=asked)
             operation = LoadOperation(self.lifecycle, self._load_spec, specs, missing=errors)
             operation.run()
-        self._follow(operation.changed, done=specs.keys())
+        self._update_ensembles(operation.changed, done=specs.keys())
         errors |= operation.errors
         return {key: error for key, error in errors.items() if key in asked}
 
     def unload(self, name: str, unload_dependents: bool = False) -> None:
-        """Begins to unload every model of that name, and every ensemble that is made of it; unknown models are fine.
-        With `unload_dependents` also the parts of an ensemble that were loaded for its sake alone.
+        """Begins to unload every model of that name, and every ensemble that is made of it; unknown models are ignored.
+        With `unload_dependents` also the composing models of an ensemble that were loaded only for it.
 
-        Raises TritonError INVALID_ARG for a bad name, INTERNAL when a load came between and versions serve on.
+        Raises TritonError INVALID_ARG for a bad name, INTERNAL when a concurrent load left versions that serve.
         """
         check_model_name(name)
         for key in self.names.keys(name):
             self.unload_key(key, unload_dependents)
-            states = self.lifecycle.versions(key).items()
-            available = [version for version, (state, _) in states if state is ModelState.READY]
+            available = self.lifecycle.versions.ready_versions(key)
             if available:
                 raise internal(
                     f"failed to unload '{name}', versions that are still available: {','.join(map(str, available))}"
                 )
 
     def unload_key(self, key: str, unload_dependents: bool = False) -> None:
-        """As `unload`, of one model."""
+        """As `unload`, for one model by its key."""
         removed = self._dependencies.forget(key, with_parts=unload_dependents)
         for model in removed:
             self.names.discard(model)
             self.lifecycle.unload(model)
         for ensemble in self._dependencies.affected_by(removed):
-            if self.lifecycle.loaded_spec(ensemble) is not None:
+            if self.lifecycle.versions.loaded_spec(ensemble) is not None:
                 log.error("ensemble %s contains models that are not available or ambiguous: %s", ensemble, key)
             self.lifecycle.unload(ensemble)
 
     def is_current(self, source: ModelSource) -> bool:
-        """Whether what serves was loaded from these very files."""
-        loaded = self.lifecycle.loaded_spec(source.key)
+        """Whether what serves was loaded from the files as they are now."""
+        loaded = self.lifecycle.versions.loaded_spec(source.key)
         return loaded is not None and loaded.signature == self.repository.signature(source)
 
-    def left_behind(self) -> dict[str, int]:
+    def leaked_resources(self) -> dict[str, int]:
         """Counts that are 0 while nothing is loaded or unloaded."""
-        return {"loads waiting for each other": len(self._locks), **self.lifecycle.left_behind()}
+        return {"loads waiting for each other": len(self._locks), **self.lifecycle.versions.leaked_resources()}
 
     @contextmanager
     def _hold_and_poll(
         self, wanted: Mapping[str, LoadParameters | None]
     ) -> Iterator[dict[str, ModelSpec | TritonError]]:
-        """The wanted models and all that they are made of as the repository has them, with the locks of all of them
-        held; or why one can not be polled."""
+        """Holds the locks of the wanted models and of all models that they are made of. Gives each, by key, as the
+        repository has it, or why it cannot be polled."""
         names = set(wanted)
         while True:
             with ExitStack() as locks:
@@ -181,8 +178,8 @@ class ModelLoader:
                 pending.update({part: None for part in parts if part not in polled and part not in pending})
         return polled
 
-    def _follow(self, changed: set[str], done: Collection[str]) -> None:
-        """Loads again, or unloads, the ensembles that are made of changed models."""
+    def _update_ensembles(self, changed: set[str], done: Collection[str]) -> None:
+        """Reloads or unloads the ensembles that are made of changed models."""
         for name in self._dependencies.affected_by(changed):
             if name in done:
                 continue
@@ -200,7 +197,7 @@ class ModelLoader:
             self.lifecycle.load(spec)
         finally:
             if spec.agents is not None:
-                spec.agents.abandon()
+                spec.agents.close_unless_loaded()
 
     def _make_model(self, spec: ModelSpec, version: int) -> LoadedModel:
         version_directory = spec.directory / str(version)
@@ -210,8 +207,78 @@ class ModelLoader:
         return model
 
 
-def joined(errors: Sequence[TritonError]) -> TritonError:
-    """One error for all models of a name; that of a failed load tells more than that of a failed poll."""
+def _joined(errors: Sequence[TritonError]) -> TritonError:
+    """One error for all models of a name. Errors of failed loads, which say more, go before those of failed polls."""
     first = sorted(errors, key=lambda error: error.code is not ErrorCode.INVALID_ARG)[0]
     same = dict.fromkeys(error.message for error in errors if error.code is first.code)
     return first if len(same) == 1 else TritonError("".join(same), first.code)
+
+
+class LoadOperation:
+    """One load of some models, level by level: each model after the models that it is made of, models of one level side
+    by side. A loaded model that did not change is left alone, unless a model that it is made of changed. An ensemble
+    that cannot serve is unloaded. The caller holds the locks of these models.
+
+    Source: LoadModelByDependency in Triton's model_repository_manager.cc.
+    """
+
+    def __init__(
+        self,
+        lifecycle: ModelLifecycle,
+        load: Callable[[ModelSpec], None],
+        specs: Mapping[str, ModelSpec],
+        missing: Collection[str] = (),
+        changed: Collection[str] = (),
+    ) -> None:
+        """load: loads one model
+        specs: by key
+        missing: keys of models that no repository has
+        changed: keys of models that changed before
+        """
+        self.changed = set(changed)  # keys of models whose service began, changed or ended
+        self.errors: dict[str, TritonError] = {}  # by key: why a model could not be loaded
+        self._lifecycle = lifecycle
+        self._load_spec = load
+        self._specs = specs
+        self._parts = parts_of(specs)
+        self._circles = circles(self._parts)
+        self._faults = Faults(missing)
+
+    def run(self) -> None:
+        for level in in_levels(self._specs, self._parts):
+            if len(level) == 1:
+                self._load(level[0])
+                continue
+            with ThreadPoolExecutor(len(level), thread_name_prefix="load") as pool:
+                list(pool.map(self._load, level))
+
+    def _load(self, name: str) -> None:
+        spec = self._specs[name]
+        reason = self._circles.get(name) or self._validate_ensemble(spec)
+        if not reason and not self._is_current(spec):
+            try:
+                self._load_spec(spec)
+            except TritonError as error:
+                self._faults.failed[name] = error.reason if isinstance(error, LoadError) else error.message
+                self.errors[name] = error
+                return
+            self.changed.add(name)
+            reason = self._validate_ensemble(spec)  # a composing model may have been unloaded meanwhile
+        if reason:
+            self._reject(name, reason)
+
+    def _validate_ensemble(self, spec: ModelSpec) -> str:
+        return validate_ensemble(spec, self._lifecycle.versions, self._faults) if self._parts[spec.key] else ""
+
+    def _is_current(self, spec: ModelSpec) -> bool:
+        loaded = self._lifecycle.versions.loaded_spec(spec.key)
+        is_same = loaded is not None and not spec.has_override and loaded.signature == spec.signature
+        return is_same and self.changed.isdisjoint(self._parts[spec.key])
+
+    def _reject(self, name: str, reason: str) -> None:
+        log.error("%s", reason)
+        if self._lifecycle.versions.loaded_spec(name) is not None:
+            self.changed.add(name)
+        self._lifecycle.unload(name)
+        self._faults.invalid[name] = reason
+        self.errors[name] = LoadError(name, f"{reason}\n")

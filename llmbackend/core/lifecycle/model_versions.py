@@ -1,25 +1,28 @@
-"""The versions of a model and their states, and which of them serves.
+"""The state of every version of every model: the table that the life cycle changes and everything else reads.
 
-For: the life cycle, whose lock guards all of it. Does not know: loading, threads. Invariant: a version READY or
-UNLOADING has a model; of the versions READY, the highest serves requests that name none.
-Source: Triton's model life cycle (reference §1.1, §1.6).
+For: ModelLifecycle, which alone calls the methods that change it, and all parts that look models up. Does not know: how
+a model is loaded. Invariants: one lock guards all of it; a version READY or UNLOADING has a model; a model that may
+hold requests is at any time either serving or draining; a load changes all of its versions or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from llmbackend.core.errors import not_found, shown_name, unavailable
+from llmbackend.core.errors import TritonError, not_found, shown_name, unavailable
+from llmbackend.core.models.in_flight import InFlight
 from llmbackend.core.models.model import LoadedModel
 from llmbackend.core.repository.model_names import ModelIdentifier
 from llmbackend.core.repository.model_repository import ModelSpec
 
+STOPPING = "Server is stopping"
 UNLOADED = "unloaded"
 
 
-class ModelState(Enum):
+class ModelReadyState(Enum):
     LOADING = "LOADING"
     READY = "READY"
     UNLOADING = "UNLOADING"
@@ -30,49 +33,237 @@ class ModelState(Enum):
 class VersionEntry:
     """`model` serves while READY and drains while UNLOADING."""
 
-    state: ModelState = ModelState.LOADING
+    state: ModelReadyState = ModelReadyState.LOADING
     reason: str = ""
     model: LoadedModel | None = None
+
+    def stop_serving(self) -> LoadedModel | None:
+        """Takes the version out of service. Returns the model that must be retired, if one served."""
+        if self.state is ModelReadyState.READY:
+            self.state = ModelReadyState.UNLOADING
+            return self.model
+        if self.state is ModelReadyState.LOADING:
+            self.state, self.reason = ModelReadyState.UNAVAILABLE, UNLOADED
+        return None
 
 
 @dataclass
 class ModelEntry:
-    """`operation` counts loads and unloads of the model: an operation that finds it changed was overtaken."""
+    """All versions of one model."""
 
     versions: dict[int, VersionEntry]
     spec: ModelSpec | None = None
+    """What the serving versions were loaded from; None when nothing serves."""
     operation: int = 0
+    """Number of loads and unloads so far. A load that finds a higher number than its own was overtaken."""
+
+    def fail_load(self, wanted: Collection[int], errors: Mapping[int, TritonError]) -> None:
+        """Marks the wanted versions that do not serve UNAVAILABLE. errors: by version."""
+        for number in wanted:
+            version = self.versions[number]
+            if version.model is None:
+                version.state = ModelReadyState.UNAVAILABLE
+                version.reason = errors[number].status if number in errors else UNLOADED
+
+    def swap_in(self, spec: ModelSpec, models: Mapping[int, LoadedModel]) -> list[LoadedModel]:
+        """Serves `models` and nothing else. Returns the models that are replaced or not wanted any more."""
+        retired: list[LoadedModel] = []
+        for number, version in self.versions.items():
+            if number in models:
+                if version.model is not None and version.model is not models[number]:
+                    retired.append(version.model)
+                self.versions[number] = VersionEntry(ModelReadyState.READY, model=models[number])
+            elif (model := version.stop_serving()) is not None:
+                retired.append(model)
+        self.spec = spec
+        return retired
 
 
-def ready_model(models: Mapping[str, ModelEntry], name: ModelIdentifier, version: int) -> LoadedModel:
-    """The READY model of that version, -1 = the highest. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's
-    texts."""
-    entry = models.get(name)
-    if entry is None:
-        raise not_found(f"{_unknown(name)} is not found")
-    if version >= 0:
-        found = entry.versions.get(version)
-        if found is None:
-            raise not_found(f"{_unknown(name)} version {version} is not found")
-        if found.state is not ModelState.READY or found.model is None:
-            raise unavailable(f"{_unknown(name)} version {version} is not at ready state")
-        return found.model
-    ready = [number for number, found in entry.versions.items() if found.state is ModelState.READY]
-    model = entry.versions[max(ready)].model if ready else None
-    if model is None:
-        raise not_found(f"{_unknown(name)} has no available versions")
-    return model
+@dataclass(frozen=True)
+class Load:
+    """One load under way."""
+
+    spec: ModelSpec
+    operation: int
+    updated: Mapping[int, LoadedModel]
+    """Serving versions that are changed in place; `in_flight` of each is entered until the load ends."""
+
+
+class ModelVersions:
+    """Models go by their ModelIdentifier. Any thread."""
+
+    def __init__(self) -> None:
+        self.operations = InFlight()  # loads and retirements under way
+        self._lock = threading.Lock()
+        self._models: dict[str, ModelEntry] = {}
+        self._draining: set[LoadedModel] = set()
+        self._is_closing = False
+
+    # --- look-up ----------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        with self._lock:
+            return sorted(self._models)
+
+    def states(self, name: str) -> dict[int, tuple[ModelReadyState, str]]:
+        """State and reason of each known version, ascending; {} for a model that was never loaded."""
+        with self._lock:
+            entry = self._models.get(name)
+            versions = entry.versions if entry is not None else {}
+            return {number: (version.state, version.reason) for number, version in sorted(versions.items())}
+
+    def ready_versions(self, name: str) -> list[int]:
+        return [number for number, (state, _) in self.states(name).items() if state is ModelReadyState.READY]
+
+    def loaded_spec(self, name: str) -> ModelSpec | None:
+        """What the serving versions were loaded from; None when nothing serves."""
+        with self._lock:
+            entry = self._models.get(name)
+            return entry.spec if entry is not None else None
+
+    def acquire(self, name: ModelIdentifier, version: int = -1) -> LoadedModel:
+        """A READY model with its `in_flight` entered; the caller leaves it. -1 = the highest READY version.
+
+        Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts.
+        """
+        with self._lock:
+            model = self._ready_model(name, version)
+            model.in_flight.enter()
+            return model
+
+    def get(self, name: ModelIdentifier, version: int = -1) -> LoadedModel:
+        """As `acquire`, without entering `in_flight`: for reading what stays valid after an unload."""
+        with self._lock:
+            return self._ready_model(name, version)
+
+    def ready_models(self, name: ModelIdentifier | None = None) -> list[LoadedModel]:
+        """Every serving version (of one model, or of all), sorted by name and version."""
+        with self._lock:
+            found = [
+                version.model
+                for model_name, entry in self._models.items()
+                for version in entry.versions.values()
+                if version.model is not None and version.state is ModelReadyState.READY and name in (None, model_name)
+            ]
+        return sorted(found, key=lambda model: (model.name, model.version))
+
+    def live_models(self) -> list[LoadedModel]:
+        """Serving and draining ones: all that may hold requests."""
+        ready = self.ready_models()
+        with self._lock:
+            return ready + [model for model in self._draining if model not in ready]
+
+    def leaked_resources(self) -> dict[str, int]:
+        """Counts that are 0 while nothing is loaded or unloaded."""
+        with self._lock:
+            versions = [version for entry in self._models.values() for version in entry.versions.values()]
+            states = [version.state for version in versions]
+            removals = sum(version.model.removal_count for version in versions if version.model is not None)
+            return {
+                "loads and unloads under way": self.operations.count,
+                "model versions that drain": len(self._draining),
+                "model versions in state LOADING": states.count(ModelReadyState.LOADING),
+                "model versions in state UNLOADING": states.count(ModelReadyState.UNLOADING),
+                "removed instances that still run": removals,
+            }
+
+    # --- changes, for ModelLifecycle --------------------------------------------------------------------------------
+
+    @property
+    def is_closing(self) -> bool:
+        return self._is_closing
+
+    def refuse_loads(self) -> None:
+        with self._lock:
+            self._is_closing = True
+
+    def begin_load(self, spec: ModelSpec, can_update: Callable[[LoadedModel], bool]) -> Load:
+        """Versions that do not serve become LOADING; those that do serve on. `can_update` says which serving versions
+        are changed in place. `end_load` must follow. Raises TritonError UNAVAILABLE after `refuse_loads`."""
+        with self._lock:
+            if self._is_closing:
+                raise unavailable(STOPPING)
+            self.operations.enter()
+            entry = self._models.setdefault(spec.key, ModelEntry({}))
+            entry.operation += 1
+            updated = {}
+            for number in spec.versions:
+                version = entry.versions.get(number)
+                if version is None or version.state is not ModelReadyState.READY:
+                    entry.versions[number] = VersionEntry(ModelReadyState.LOADING)
+                elif version.model is not None and can_update(version.model):
+                    version.model.in_flight.enter()
+                    updated[number] = version.model
+            return Load(spec, entry.operation, updated)
+
+    def swap(
+        self, load: Load, models: Mapping[int, LoadedModel], errors: Mapping[int, TritonError]
+    ) -> tuple[bool, list[LoadedModel]]:
+        """Puts all new models into service, or none when there are errors or a newer operation overtook the load.
+
+        Returns whether it was overtaken, and the models to retire, which count as draining from now on.
+        """
+        with self._lock:
+            entry = self._models[load.spec.key]
+            is_outdated = entry.operation != load.operation
+            if is_outdated or errors:
+                retired = [model for version, model in models.items() if version not in load.updated]
+                if not is_outdated:
+                    entry.fail_load(load.spec.versions, errors)
+            else:
+                retired = entry.swap_in(load.spec, models)
+            self._begin_draining(retired)
+            return is_outdated, retired
+
+    def end_load(self, load: Load) -> None:
+        for model in load.updated.values():
+            model.in_flight.leave()
+        self.operations.leave()
+
+    def stop_serving(self, name: str) -> list[LoadedModel]:
+        """Takes every version of a model out of service, and overtakes loads under way. Returns the models to retire,
+        which count as draining from now on."""
+        with self._lock:
+            entry = self._models.get(name)
+            if entry is None:
+                return []
+            entry.operation += 1
+            entry.spec = None
+            retired = [model for version in entry.versions.values() if (model := version.stop_serving()) is not None]
+            self._begin_draining(retired)
+            return retired
+
+    def end_draining(self, model: LoadedModel) -> None:
+        """The model is finalised. Its retirement counts as an operation until `operations.leave`."""
+        with self._lock:
+            self._draining.discard(model)
+            for version in self._models[model.key].versions.values():
+                if version.model is model:
+                    version.model = None
+                    version.state, version.reason = ModelReadyState.UNAVAILABLE, UNLOADED
+
+    def _begin_draining(self, models: Collection[LoadedModel]) -> None:
+        for model in models:
+            self.operations.enter()
+            self._draining.add(model)
+
+    def _ready_model(self, name: ModelIdentifier, version: int) -> LoadedModel:
+        entry = self._models.get(name)
+        if entry is None:
+            raise not_found(f"{_unknown(name)} is not found")
+        if version >= 0:
+            found = entry.versions.get(version)
+            if found is None:
+                raise not_found(f"{_unknown(name)} version {version} is not found")
+            if found.state is not ModelReadyState.READY or found.model is None:
+                raise unavailable(f"{_unknown(name)} version {version} is not at ready state")
+            return found.model
+        ready = [number for number, found in entry.versions.items() if found.state is ModelReadyState.READY]
+        model = entry.versions[max(ready)].model if ready else None
+        if model is None:
+            raise not_found(f"{_unknown(name)} has no available versions")
+        return model
 
 
 def _unknown(name: str) -> str:
     return f"Request for unknown model: '{shown_name(name)}'"
-
-
-def stop_serving(version: VersionEntry) -> LoadedModel | None:
-    """Takes a version out of service; the model that must be retired, if one served."""
-    if version.state is ModelState.READY:
-        version.state = ModelState.UNLOADING
-        return version.model
-    if version.state is ModelState.LOADING:
-        version.state, version.reason = ModelState.UNAVAILABLE, UNLOADED
-    return None

@@ -1,9 +1,8 @@
-"""Model control mode `poll`: what changes in the repositories is loaded, reloaded and unloaded by itself.
+"""Model control mode `poll`: loads, reloads and unloads what changed in the repositories.
 
-For: the server. Does not know: how a model is loaded. Invariants: one poll at a time, the next one `interval_s` after
-the last one ended; a change that can not be loaded leaves what serves alone and is tried again at the next poll, as in
-Triton; a repository that can not be read changes nothing. Source: PollAndUpdate in Triton's core; golden transcript 56.
-(Triton unloads the models of a repository that it can not read.)
+For: the server. Does not know: how a model is loaded. Invariants: one poll at a time; a change that cannot be loaded is
+tried again at the next poll, as in Triton; a repository that cannot be read changes nothing (Triton unloads its
+models). Source: PollAndUpdate in Triton's core; golden transcript 56.
 """
 
 from __future__ import annotations
@@ -23,15 +22,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """load: names of models that are new or differ from what serves. unload: keys of models that are gone, or that are
-    in several repositories now."""
+    """What differs between the repositories and what serves."""
 
     load: Sequence[str]
+    """Names of models that are new or have changed."""
     unload: Sequence[str]
+    """Keys of models that are gone, or are now in several repositories."""
 
 
 def find_changes(loader: ModelLoader) -> Changes:
-    """Raises OSError when a repository can not be read."""
+    """Raises OSError when a repository cannot be read."""
     listing = loader.repository.listing()
     single = {key: sources[0] for key, sources in listing.items() if len(sources) == 1}
     for key, sources in listing.items():
@@ -48,12 +48,12 @@ def _changed(loader: ModelLoader, sources: Mapping[str, ModelSource]) -> list[st
             if not loader.is_current(source):
                 names[source.name] = None
         except TritonError:
-            log.debug("model '%s' can not be read; it is looked at again at the next poll", source.key)
+            log.debug("model '%s' cannot be read; it is read again at the next poll", source.key)
     return list(names)
 
 
 class RepositoryPoller:
-    """Polls on a thread of its own between `start` and `stop`: a load may take minutes, the host's timer may not."""
+    """Polls on a thread of its own, since a load may take minutes."""
 
     def __init__(self, loader: ModelLoader, interval_s: float) -> None:
         self._loader = loader
@@ -66,7 +66,7 @@ class RepositoryPoller:
         self._thread.start()
 
     def stop(self) -> None:
-        """Begins no further poll; one under way ends when its loads do."""
+        """Begins no further poll. One that is under way ends with its loads."""
         self._stopped.set()
 
     def join(self) -> None:
@@ -74,7 +74,7 @@ class RepositoryPoller:
             self._thread.join()
 
     def poll(self) -> None:
-        """Brings what serves in line with the repositories; errors go to the log."""
+        """Loads and unloads until what serves agrees with the repositories. Logs errors."""
         try:
             changes = find_changes(self._loader)
         except OSError as error:

@@ -1,9 +1,9 @@
-"""Metric families that backends make: counters, gauges and histograms under exactly the names they ask for.
+"""Metric families of backends: counters, gauges and histograms under exactly the names that they ask for.
 
 For: Backend.metric_family. Does not know: models, how metrics are served. Invariants: one family per name, of one kind
-and with its first description; every name can be printed, because one that can not would spoil the page for all; a
-sample's name is the family's name, with no suffix added (a counter called `x_total` is printed once as `x_total`).
-Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric; the texts of prometheus-cpp, which Triton hands on.
+and with its first description; every name and label can be printed, since one that cannot would spoil the page for
+all; a sample's name is the family's name without a suffix (a counter `x_total` is printed as `x_total`).
+Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric; the texts of prometheus-cpp, which Triton passes on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Family:
         label_names: tuple[str, ...] | None,
         buckets: tuple[float, ...],
     ) -> None:
-        """`label_names`: those of all its metrics; None: each metric names its own."""
+        """label_names: of all its metrics; None = each metric has its own."""
         self.kind = kind
         self.name = name
         self.description = description
@@ -54,8 +54,8 @@ class Family:
             self._values[()] = 0.0
 
     def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
-        """Makes the metric with these labels, at 0; leaves one that is there as it is. `buckets`: a histogram's upper
-        bounds, in the place of its family's. Raises TritonError INVALID_ARG for labels or buckets that can not be."""
+        """Creates the metric with these labels, at 0, unless it exists. buckets: upper bounds of a histogram, instead
+        of the family's. Raises TritonError INVALID_ARG for invalid labels or buckets."""
         bounds = self.buckets if buckets is None else _checked_bounds(buckets)
         key = self._key(labels)
         for label in labels:
@@ -65,7 +65,8 @@ class Family:
             self._add(key, bounds)
 
     def increment(self, value: float = 1.0, /, **labels: str) -> None:
-        """Adds to a counter or gauge. Raises TritonError INVALID_ARG for a histogram or a counter that would fall."""
+        """Adds to a counter or gauge. Raises TritonError INVALID_ARG for a histogram, and for a counter with value <
+        0."""
         self._check_kind("increment", MetricKind.COUNTER, MetricKind.GAUGE)
         if self.kind is MetricKind.COUNTER and value < 0:
             raise invalid_argument(f"counter '{self.name}' can only be incremented monotonically, got {value}")
@@ -88,7 +89,7 @@ class Family:
             self._values[key] += value
 
     def value(self, /, **labels: str) -> float:
-        """Of a counter or gauge; 0 where nothing was written yet. Raises TritonError INVALID_ARG for a histogram."""
+        """The value of a counter or gauge; 0 if never written. Raises TritonError INVALID_ARG for a histogram."""
         self._check_kind("read", MetricKind.COUNTER, MetricKind.GAUGE)
         key = self._key(labels)
         with self._lock:
@@ -102,7 +103,7 @@ class Family:
             self._bucket_counts.pop(key, None)
 
     def collect(self) -> Metric:
-        """The family as prometheus_client sees one."""
+        """The family as a prometheus_client Metric."""
         metric = Metric(self.name, self.description, self.kind.value)
         with self._lock:
             for key, value in self._values.items():
@@ -145,7 +146,7 @@ def _checked_bounds(buckets: Sequence[float]) -> tuple[float, ...]:
 
 
 def number_text(value: float) -> str:
-    """A sample's value as Triton prints it: whole numbers without a fraction."""
+    """A number as Triton prints it: whole numbers without a fraction."""
     number = float(value)
     if math.isnan(number):
         return "NaN"
@@ -155,7 +156,7 @@ def number_text(value: float) -> str:
 
 
 class MetricFamilies:
-    """Every family that a backend made, by name; a collector of the server's registry."""
+    """All families of backends, by name; a collector of the server's registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._lock = threading.Lock()
@@ -170,8 +171,8 @@ class MetricFamilies:
         label_names: tuple[str, ...] | None,
         buckets: Sequence[float] | None,
     ) -> Family:
-        """Raises TritonError ALREADY_EXISTS when the name is taken by another kind or label names, INVALID_ARG for a
-        name that Prometheus has not."""
+        """The family of that name, created if needed. Raises TritonError ALREADY_EXISTS when it exists with another
+        kind or other label names, INVALID_ARG for a name that Prometheus does not allow."""
         if not _METRIC_NAME.fullmatch(name):
             raise invalid_argument(f"Invalid metric name: '{name}'")
         with self._lock:
@@ -195,13 +196,10 @@ class MetricFamilies:
             return family
 
     def samples(self, name: str) -> list[Sample]:
-        """What the family of that name holds now; [] when there is none."""
+        """The current samples of the family of that name; [] if there is none."""
         with self._lock:
             family = self._families.get(name)
         return family.collect().samples if family is not None else []
-
-    def describe(self) -> list[Metric]:
-        return []
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:

@@ -1,6 +1,6 @@
-"""Which metrics a server shows, and how: `--metrics-config` and its neighbours.
+"""Which metrics a server shows, and how: `--metrics-config`, `--metrics-interval-ms`, `--allow-cpu-metrics`.
 
-For: the command line (it parses), models and the collectors of the registry. Does not know: Prometheus. Invariant:
+For: the command line (parses them), models and the collectors of the registry. Does not know: Prometheus. Invariant:
 names and defaults are Triton's. Source: Triton's command line and metric_model_reporter.cc.
 """
 
@@ -17,10 +17,12 @@ FORMAT = "--metrics-config option format is '<setting>=<value>'. Got"
 
 @dataclass(frozen=True, slots=True)
 class Quantile:
-    """`quantile` of a summary, which may be wrong by `error` (of the requests, not of the value)."""
+    """One quantile of a summary."""
 
     quantile: float
+    """0 to 1."""
     error: float
+    """Allowed error of `quantile`, 0 to 1 (not of the value)."""
 
 
 DEFAULT_QUANTILES = (
@@ -34,19 +36,24 @@ DEFAULT_QUANTILES = (
 
 @dataclass(frozen=True, slots=True)
 class MetricsOptions:
-    """`interval_ms`: how old the metrics of the machine may be."""
+    """Options of the metrics page."""
 
     counter_latencies: bool = True
+    """Whether to show the counters of durations."""
     histogram_latencies: bool = False
+    """Whether to show the histogram of the time to the first response."""
     summary_latencies: bool = False
+    """Whether to show summaries of durations."""
     summary_quantiles: tuple[Quantile, ...] = DEFAULT_QUANTILES
     interval_ms: int = 2000
+    """Greatest age of the machine's metrics."""
     cpu_metrics: bool = True
+    """Whether to show the machine's CPU and memory use."""
 
 
 def with_metrics_config(options: MetricsOptions, items: Iterable[str]) -> MetricsOptions:
-    """`options` with each `<setting>=<value>` applied. Raises ValueError, one line, for one that is not understood.
-    (Triton ignores it.)"""
+    """`options` with each `<setting>=<value>` applied. Raises ValueError, one line, for an unknown setting or value.
+    (Triton ignores those.)"""
     for item in items:
         setting, equals, value = item.partition("=")
         if not equals or not value:
@@ -92,6 +99,6 @@ def _quantile(pair: str) -> Quantile:
 
 
 def _leading_number(text: str) -> float:
-    """As Triton's command line reads numbers: what follows a number does not count. Raises ValueError without one."""
+    """The number at the beginning of `text`, as Triton's command line reads one. Raises ValueError without one."""
     found = _NUMBER.match(text)
     return float(found[0] if found else text)

@@ -1,9 +1,8 @@
-"""The instances of one model version and the threads that run them: made, brought into service, changed, taken away.
+"""The instances of one model version and their threads: created, started, changed while the model serves, stopped.
 
-For: Model. Does not know: requests, why instances change. Invariants: an instance is served by one thread, a passive
-one by none; it is known to the rate limiter as long as it serves; a change that fails leaves the others as they were.
-The set does not hold the model, so that a model that is over is gone at once, with the directory that was made for it.
-Source: TritonModelInstance and TritonBackendThread in Triton's core (reference §2.2).
+For: LoadedModel. Does not know: why instances change. Invariants: an instance is served by one thread, a passive one by
+none; a change that fails leaves the others as they were; a removed instance is finalised when its thread has ended and
+its requests are over. Source: TritonModelInstance, TritonBackendThread and UpdateInstanceGroup in Triton's core.
 """
 
 from __future__ import annotations
@@ -11,10 +10,11 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
@@ -22,25 +22,31 @@ from llmbackend.core.backend_api import ExecutionPolicy, InstanceGroupKind
 from llmbackend.core.backend_manager import LoadedBackend
 from llmbackend.core.scheduling.rate_limiter import RateLimiter
 from llmbackend.core.scheduling.scheduler import ElasticSource, Scheduler
-from llmbackend.core.scheduling.sequences.sequence_batcher import SequenceBatcher
+from llmbackend.core.scheduling.sequences.batcher import SequenceBatcher
 
-from .instance_update import InstanceChange, InstanceRemovals, compare, remove, undoing
-from .live_requests import LiveRequests
-from .model_instance import InstanceThread, LoadedInstance
+from .in_flight import LiveRequests
+from .model_instance import InstanceOwner, InstanceThread, LoadedInstance
 from .warmup import WarmupSample, warm_up
-
-if TYPE_CHECKING:
-    from .model import LoadedModel
 
 log = logging.getLogger(__name__)
 
 
 Samples = Callable[[], Sequence[WarmupSample]]
-"""What an instance executes before its first request."""
+"""Makes the samples that an instance executes before its first request."""
 
 
-def new_instances(model: LoadedModel, config: ModelConfig) -> tuple[LoadedInstance, ...]:
-    """`count` on each GPU of a group, or `count`. Those of different GPUs share their names, as in Triton."""
+@dataclass(frozen=True, slots=True)
+class InstanceChange:
+    """After the change the instances are kept + added."""
+
+    kept: list[LoadedInstance]
+    added: list[LoadedInstance]
+    removed: list[LoadedInstance]
+
+
+def new_instances(model: InstanceOwner, config: ModelConfig) -> tuple[LoadedInstance, ...]:
+    """`count` instances on each GPU of a group, or `count` without GPUs. Instances on different GPUs share their names,
+    as in Triton."""
     instances = []
     for group in config.instance_group:
         kind = InstanceGroupKind(ModelInstanceGroup.Kind.Name(group.kind))
@@ -49,47 +55,77 @@ def new_instances(model: LoadedModel, config: ModelConfig) -> tuple[LoadedInstan
     return tuple(instances)
 
 
+def compare(present: Sequence[LoadedInstance], wanted: Sequence[LoadedInstance]) -> InstanceChange:
+    """Keeps a present instance for each wanted one of equal `signature`, preferably of equal name. A kept
+    instance keeps its own name. Names alone make no difference, as in Triton."""
+    free: defaultdict[object, dict[str, LoadedInstance]] = defaultdict(dict)
+    for instance in present:
+        free[instance.signature][instance.name] = instance
+    kept, others, added = [], [], []
+    for one in wanted:
+        same = free[one.signature].pop(one.name, None)
+        if same is not None:
+            kept.append(same)
+        else:
+            others.append(one)
+    for one in others:
+        if free[one.signature]:
+            kept.append(free[one.signature].pop(next(iter(free[one.signature]))))
+        else:
+            added.append(one)
+    left = [instance for instances in free.values() for instance in instances.values()]
+    return InstanceChange(kept, added, left)
+
+
 class InstanceSet:
-    """`create` and `start` it; then `add` and `settle` any number of changes; `stop` and `finalize` it at the end."""
+    """Order of calls: `create`, `start`, any number of `add` and `settle`, `stop`, `finalize`. It holds no reference to
+    the model, so that an unloaded model is freed at once, with its temporary directory."""
 
     def __init__(self, model: str, backend: LoadedBackend, rate_limiter: RateLimiter, live: LiveRequests) -> None:
-        """model: its name. live: the requests that may be with an instance."""
+        """model: its name
+        live: the requests that may be with an instance
+        """
         self.all: tuple[LoadedInstance, ...] = ()
         self._model = model
         self._backend = backend
         self._rate_limiter = rate_limiter
         self._live = live
         self._threads: list[InstanceThread] = []
-        self._removals = InstanceRemovals()
+        self._removals: set[threading.Thread] = set()  # each finalises one removed instance
 
     @property
     def are_elastic(self) -> bool:
-        """Whether they may change: each instance has a thread of its own, at a scheduler that lets it go."""
+        """Whether `add` can be used: each instance has its own thread, and the scheduler can release instances."""
         blocking = self._backend.execution_policy is ExecutionPolicy.BLOCKING
         return blocking and all(isinstance(thread.source, ElasticSource) for thread in self._threads)
 
     @property
     def removal_count(self) -> int:
-        """Removed instances that still run."""
-        return len(self._removals)
+        """Removed instances that are not finalised yet."""
+        return sum(thread.is_alive() for thread in tuple(self._removals))
 
     def create(self, instances: Sequence[LoadedInstance]) -> None:
-        """Initialises them. Raises TritonError; `finalize` must follow then, too."""
+        """Initialises them. Raises the backend's TritonError; `finalize` must follow then, too."""
         self.all = tuple(instances)
         self._initialize(self.all)
 
     def start(self, scheduler: Scheduler, samples: Samples) -> None:
-        """Begins to take batches from `scheduler`, when every instance is warm.
+        """Warms up every instance, then takes batches from `scheduler`.
 
-        Raises TritonError when a warmup failed, or an instance needs more than the rate limiter has."""
+        Raises TritonError when a warmup fails, or when an instance needs more than the rate limiter has."""
         self._start_threads(self.all, scheduler, samples)
 
     def add(self, wanted: Sequence[LoadedInstance], scheduler: Scheduler, samples: Samples) -> InstanceChange:
-        """Brings into service those that are wanted and not there, beside the others.
+        """Starts the wanted instances that are not present; the others serve on. `settle` completes the change.
 
         Raises TritonError when a new one fails; then nothing has changed."""
         change = compare(self.all, wanted)
-        undoing(change.added, lambda: self._initialize(change.added))
+        try:
+            self._initialize(change.added)
+        except BaseException:
+            for instance in change.added:
+                instance.finalize()
+            raise
         try:
             self._start_threads(change.added, scheduler, samples)
         except BaseException:
@@ -98,23 +134,24 @@ class InstanceSet:
         return change
 
     def settle(self, change: InstanceChange) -> None:
-        """Ends a change that `add` began: instances that are not wanted any more take no further batch."""
+        """Completes a change that `add` began: removed instances take no further batch."""
         self.all = (*change.kept, *change.added)
         self._remove(change.removed)
 
     def check_ready(self) -> None:
         """Raises the TritonError of an instance that is not ready."""
         for instance in self.all:
-            if instance in self.all:  # not removed since
+            if instance in self.all:  # not removed meanwhile
                 instance.check_ready()
 
     def stop(self) -> None:
-        """Returns when no instance runs. The scheduler was stopped before."""
+        """Returns when no instance runs. The scheduler must have been stopped."""
         for instance in self.all:
             self._rate_limiter.unregister(instance)
         for thread in self._threads:
             thread.join()
-        self._removals.join()
+        for removal in tuple(self._removals):
+            removal.join()
 
     def finalize(self) -> None:
         """After `stop`."""
@@ -124,7 +161,7 @@ class InstanceSet:
         self._threads = []
 
     def _initialize(self, instances: Sequence[LoadedInstance]) -> None:
-        """Initialises every instance even when one fails; the last error wins, as in Triton."""
+        """Initialises every instance even when one fails; raises the last error, as Triton does."""
         workers = len(instances) if self._backend.attributes().parallel_instance_loading else 1
         with ThreadPoolExecutor(max(workers, 1), thread_name_prefix=f"load-{self._model}") as pool:
             futures = [pool.submit(instance.initialize) for instance in instances]
@@ -140,8 +177,8 @@ class InstanceSet:
         for instance in itertools.chain(*groups):
             self._rate_limiter.register(instance)
         for group in groups:
-            source = scheduler.source(group[0].name)
-            thread = InstanceThread(group, source, self._rate_limiter.source(group, source), warm)
+            source = scheduler.source()
+            thread = InstanceThread(group, source, self._rate_limiter.limit(group, source), warm)
             thread.start()
             self._threads.append(thread)
         for thread in self._threads:
@@ -151,8 +188,8 @@ class InstanceSet:
                 thread.source.admit()
 
     def _thread_groups(self, instances: Sequence[LoadedInstance], has_sequences: bool) -> list[list[LoadedInstance]]:
-        """Which instances share a thread: those of one GPU under DEVICE_BLOCKING, otherwise none, and none of a model
-        with sequences, which belong to one instance. Passive ones have no thread."""
+        """The instances of each thread. Under DEVICE_BLOCKING instances on one GPU share a thread, except in a model
+        with sequences, which are bound to one instance. Passive instances have no thread."""
         groups: dict[object, list[LoadedInstance]] = {}
         blocking = self._backend.execution_policy is ExecutionPolicy.DEVICE_BLOCKING
         if blocking and has_sequences:
@@ -165,13 +202,13 @@ class InstanceSet:
         return list(groups.values())
 
     def _remove(self, instances: Sequence[LoadedInstance]) -> None:
-        """Those that have nothing to do are finalised when it returns, the others when they are done."""
+        """Idle instances are finalised on return, busy ones later, each on a thread of its own."""
         idle = [removal for instance in instances if (removal := self._begin_removal(instance)) is not None]
         for removal in idle:
             removal.join()
 
     def _begin_removal(self, instance: LoadedInstance) -> threading.Thread | None:
-        """The thread that removes it, if it will not be long."""
+        """The thread that removes it; None for a busy instance, whose removal should not be waited for."""
         thread = next((one for one in self._threads if one.serves(instance)), None)
         is_busy = False
         if thread is not None:
@@ -181,9 +218,19 @@ class InstanceSet:
         if not is_busy:
             self._rate_limiter.unregister(instance)
             is_busy = bool(self._live.with_instance(instance))
-        removal = self._removals.begin(partial(self._finish_removal, instance, thread))
+        self._removals = {removal for removal in self._removals if removal.is_alive()}
+        removal = threading.Thread(
+            target=self._finish_removal, args=(instance, thread), name="remove-instance", daemon=True
+        )
+        self._removals.add(removal)
+        removal.start()
         return None if is_busy else removal
 
     def _finish_removal(self, instance: LoadedInstance, thread: InstanceThread | None) -> None:
-        remove(instance, thread, self._live)
+        """Waits for the instance's thread and requests, then finalises it."""
+        if thread is not None:
+            thread.join()
+        self._live.wait_until_gone(self._live.with_instance(instance))
+        instance.finalize()
+        log.info("removed instance '%s' of model '%s'", instance.name, self._model)
         self._rate_limiter.unregister(instance)

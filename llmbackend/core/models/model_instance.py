@@ -1,8 +1,9 @@
-"""One instance of a model: a shell around the backend's instance, its statistics duties, and the thread that executes.
+"""One instance of a model and the thread that executes. Source: TritonModelInstance, TritonBackendThread in Triton's
+core.
 
-For: Model. Does not know: queues' policies, repositories. Invariants: Execute is never called twice at once for one
-instance; after Execute raised, every request of the batch is completed and released by the host; Finalize is called
-exactly once, also after a failed Initialize. Source: backend API contract §2.1, §2.2, §2.5, §2.8, §2.9.
+For: InstanceSet and warmup. Does not know: queue policies, repositories. Invariants: Execute is never called twice at
+once for one instance; after Execute raised, the host completes and releases every request of the batch; Finalize is
+called exactly once, also after a failed Initialize.
 """
 
 from __future__ import annotations
@@ -13,28 +14,39 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
 
-from llmbackend.core.backend_api import InstanceGroupKind, Request, ResponseFactory
+from llmbackend.core.backend_api import InstanceGroupKind, Model, Request, ResponseFactory
+from llmbackend.core.backend_manager import LoadedBackend
 from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument
-from llmbackend.core.requests.infer_request import InferRequest, InferResponseFactory
+from llmbackend.core.metrics.statistics import FailureReason, PhaseTimes
+from llmbackend.core.requests.queued_request import BackendResponseFactory, QueuedRequest
+from llmbackend.core.requests.response_channel import ChannelOwner
 from llmbackend.core.scheduling.scheduler import Batches, BatchSource
-from llmbackend.core.statistics import FailureReason, PhaseTimes
 
-if TYPE_CHECKING:
-    from .model import LoadedModel
+from .in_flight import LiveRequests
 
 log = logging.getLogger(__name__)
 
 
+class InstanceOwner(Model, ChannelOwner, Protocol):
+    """The model version that an instance belongs to."""
+
+    @property
+    def backend(self) -> LoadedBackend: ...
+    @property
+    def live_requests(self) -> LiveRequests: ...
+    def enter(self) -> None:
+        """Counts one more request in flight; `request_done` counts it out."""
+
+
 class LoadedInstance:
-    """An instance as the backend sees it (backend_api.ModelInstance). Instances of equal `place` can stand in for each
-    other."""
+    """backend_api.ModelInstance. Instances of equal `signature` are interchangeable."""
 
     def __init__(
-        self, model: LoadedModel, name: str, kind: InstanceGroupKind, device_id: int, group: ModelInstanceGroup
+        self, model: InstanceOwner, name: str, kind: InstanceGroupKind, device_id: int, group: ModelInstanceGroup
     ) -> None:
         self.state: Any = None
         self.model = model
@@ -43,26 +55,26 @@ class LoadedInstance:
         self.device_id = device_id
         self.is_passive = group.passive
         self.rate_limiter = group.rate_limiter
-        self.place = (kind, device_id, _settings_of(group))
-        self._entry_points = model.backend.entry_points
+        self.signature = (kind, device_id, _settings_of(group))
+        self._functions = model.backend.functions
 
     def initialize(self) -> None:
-        """Raises the backend's TritonError; `finalize` must follow in any case."""
-        self._entry_points.call("ModelInstanceInitialize", self)
+        """Raises the backend's TritonError; `finalize` must follow then, too."""
+        self._functions.call("ModelInstanceInitialize", self)
 
     def finalize(self) -> None:
-        self._entry_points.finalize("ModelInstanceFinalize", self)
+        self._functions.finalize("ModelInstanceFinalize", self)
 
     def check_ready(self) -> None:
         """Raises the backend's TritonError when the instance is not ready."""
-        self._entry_points.call("ModelInstanceReady", self)
+        self._functions.call("ModelInstanceReady", self)
 
-    def execute(self, requests: Sequence[InferRequest]) -> None:
-        """One Execute. On return the backend owns the requests, or all of them have failed with its error."""
+    def execute(self, requests: Sequence[QueuedRequest]) -> None:
+        """Calls Execute. On return the backend owns the requests, or all of them have failed with its error."""
         for request in requests:
             request.channel.instance = self
         try:
-            self._entry_points.execute(self, requests)
+            self._functions.execute(self, requests)
         except TritonError as error:
             for request in requests:
                 request.fail(error, FailureReason.BACKEND)
@@ -76,8 +88,8 @@ class LoadedInstance:
         compute_end_ns: int,
         exec_end_ns: int,
     ) -> None:
-        """Counts the request once its FINAL response went. Raises TritonError INVALID_ARG after its release."""
-        assert isinstance(request, InferRequest)
+        """Counts the request when its FINAL response is sent. Raises TritonError INVALID_ARG after its release."""
+        assert isinstance(request, QueuedRequest)
         if request.is_released:
             raise invalid_argument("statistics of a request must be reported before it is released")
         if not request.collects_statistics:
@@ -97,7 +109,7 @@ class LoadedInstance:
             else:
                 statistics.record_failure(final_ns - channel.start_ns, FailureReason.BACKEND)
 
-        channel.when_final(count)
+        channel.count_when_final(count)
 
     def report_batch_statistics(
         self, batch_size: int, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int
@@ -113,7 +125,7 @@ class LoadedInstance:
         response_end_ns: int,
         error: TritonError | None = None,
     ) -> None:
-        assert isinstance(factory, InferResponseFactory)
+        assert isinstance(factory, BackendResponseFactory)
         if error is not None:
             outcome = "cancel" if error.code is ErrorCode.CANCELLED else "fail"
         else:
@@ -125,10 +137,8 @@ class LoadedInstance:
 
 
 class InstanceThread:
-    """The backend thread: takes batches until there will be no more. Serves one instance, or, for
-    DEVICE_BLOCKING, all instances of one device in turn. `warm_up` is called first for each instance, on
-    the thread; `warmed_up` says how that went. Where it failed, no request is taken. `batches` come from
-    `source`, through the rate limiter if there is one."""
+    """Executes batches until its source ends. Serves one instance, or with DEVICE_BLOCKING all instances of one GPU in
+    turn."""
 
     def __init__(
         self,
@@ -137,11 +147,14 @@ class InstanceThread:
         batches: Batches,
         warm_up: Callable[[LoadedInstance], None],
     ) -> None:
-        self.warmed_up: Future[None] = Future()
+        """batches: those of `source`, through the rate limiter
+        warm_up: called on the thread for each instance, before any batch; when it fails, no batch is taken
+        """
+        self.warmed_up: Future[None] = Future()  # ends with the warmup, or with its error
         self.source = source
         self._instances = tuple(instances)
         self.thread = threading.Thread(
-            target=partial(_live, instances, batches, warm_up, self.warmed_up), name=instances[0].name
+            target=partial(_run, instances, batches, warm_up, self.warmed_up), name=instances[0].name
         )
         self.thread.daemon = True  # a backend that hangs in Execute must not keep a stopped process alive
 
@@ -156,7 +169,7 @@ class InstanceThread:
 
 
 def _settings_of(group: ModelInstanceGroup) -> bytes:
-    """What else is set for the instances of a group, beside their names, number and devices."""
+    """The settings of a group other than names, count and devices, in a form that can be compared."""
     rest = ModelInstanceGroup()
     rest.CopyFrom(group)
     for field in ("name", "count", "gpus"):
@@ -164,7 +177,7 @@ def _settings_of(group: ModelInstanceGroup) -> bytes:
     return bytes(rest.SerializeToString(deterministic=True))
 
 
-def _live(
+def _run(
     instances: Sequence[LoadedInstance],
     batches: Batches,
     warm_up: Callable[[LoadedInstance], None],
@@ -189,4 +202,4 @@ def _serve(instances: Sequence[LoadedInstance], batches: Batches) -> None:
             instance.execute(batch)
         except Exception:
             log.exception("instance '%s': the host failed to execute a batch", instance.name)
-        del batch  # the backend's references alone decide when a request is lost
+        del batch  # a request is lost when the backend holds no reference: the host must hold none

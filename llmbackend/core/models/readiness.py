@@ -1,9 +1,8 @@
-"""Why a model version is not ready, asked of its backend within bounded time.
+"""Asks a backend why a model version is not ready, within bounded time. Source: TRITONBACKEND_ModelInstanceReady.
 
-For: the answers to ready and index questions. Does not know: what makes a backend ready. Invariants: an answer takes at
-most ANSWER_TIMEOUT_S, also when the backend hangs, and a backend that hangs is asked by one thread, not by one per
-question; a change is logged once, not once per question. Source: TRITONBACKEND_ModelInstanceReady; Triton itself calls
-it on the thread of the question, and hangs with it, but for models of its python backend, which have 5 s to answer.
+For: LoadedModel. Does not know: what makes a backend ready. Invariants: an answer takes at most ANSWER_TIMEOUT_S, also
+when the backend hangs (Triton then hangs, too); a backend that hangs occupies one thread, not one per question; a
+change is logged once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ANSWER_TIMEOUT_S = 6.0
 
 
 class _Question:
-    """One call of the backend, on a thread of its own; all who ask meanwhile share its answer."""
+    """One call of the backend, on a thread of its own."""
 
     def __init__(self, ask: Callable[[], None], name: str) -> None:
         self._answered = threading.Event()
@@ -48,7 +47,7 @@ class _Question:
 
 
 class Readiness:
-    """Of one model version."""
+    """The readiness of one model version. Any thread."""
 
     def __init__(self, name: str, version: int) -> None:
         self._name = name
@@ -59,8 +58,8 @@ class Readiness:
         self._closed = False
 
     def reason(self, ask: Callable[[], None]) -> str:
-        """Why the version is not ready; "" when it is. `ask` raises TritonError when it is not; it is called on another
-        thread, and not kept."""
+        """Why the version is not ready; "" when it is. `ask` raises TritonError when it is not ready. It is called on
+        another thread, and no reference to it is kept."""
         with self._lock:
             if self._closed:
                 return "it is being unloaded"
@@ -72,7 +71,7 @@ class Readiness:
         return reason
 
     def close(self) -> None:
-        """Asks no more, and lets a question under way end, so that nobody asks an instance that is finalised."""
+        """Refuses questions and waits for the one under way, so that no finalised instance is asked."""
         with self._lock:
             self._closed = True
             question = self._question

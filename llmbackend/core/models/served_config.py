@@ -1,28 +1,41 @@
-"""The configuration of one model version, from the file's to the one that is served.
+"""The configuration of one model version: completed, checked, served, and described for clients.
 
-For: Model. Does not know: instances, requests, where the file lies. Invariants: the backend may complete it while its
-model is initialised and never after; what is served has passed every check. Source: backend API contract §2.1;
-TRITONBACKEND_ModelSetConfig and SetInstanceGroup in Triton's core.
+For: LoadedModel. Does not know: instances, requests, where the file is. Invariants: the backend may complete it only
+during ModelInitialize; what is served has passed every check; a Description is made once per load, since requests read
+it. Source: TRITONBACKEND_ModelSetConfig, SetInstanceGroup and TRITONSERVER_ServerModelMetadata in Triton's core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
-from tritonclient.grpc.model_config_pb2 import ModelConfig
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
+from llmbackend import __version__
 from llmbackend.core.backend_manager import LoadedBackend
 from llmbackend.core.config.model_config import merge_auto_complete, set_instance_groups
-from llmbackend.core.config.model_config_rules import validate_config, validate_instance_groups, warn_of_ignored_fields
-from llmbackend.core.config.tensor_rules import validate_tensors
+from llmbackend.core.config.model_config_rules import (
+    validate_config,
+    validate_instance_groups,
+    validate_tensors,
+    warn_of_ignored_fields,
+)
 from llmbackend.core.errors import unsupported
-from llmbackend.core.host_services import HostGpus
+from llmbackend.core.gpus import HostGpus
+from llmbackend.core.messages import ModelMetadata, TensorMetadata
+from llmbackend.core.tensors import DATATYPE_OF_CONFIG_TYPE
+
+SMALL_FILE_BYTES = 64 << 10
+"""Files up to this size count with their content in a fingerprint, larger ones with name and size alone."""
 
 
 class ServedConfig:
     def __init__(self, config: ModelConfig, backend: LoadedBackend, gpus: HostGpus, may_complete: bool) -> None:
-        self.current = _copy(config)  # for reading; what others may change is `copy`
+        self.current = _copy(config)  # read only: hand out `copy` to others
         self.current.runtime = config.runtime or backend.runtime
         self._backend = backend
         self._gpus = gpus
@@ -32,9 +45,9 @@ class ServedConfig:
     def copy(self) -> ModelConfig:
         return _copy(self.current)
 
-    @contextmanager
+    @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """While the backend may complete it."""
+        """Within this context the backend may call `complete`."""
         self._is_open = True
         try:
             yield
@@ -42,25 +55,25 @@ class ServedConfig:
             self._is_open = False
 
     def complete(self, config: ModelConfig) -> None:
-        """Takes over what the backend knows better. Raises TritonError UNSUPPORTED when it is not `open`, or when
-        auto-complete is off."""
+        """Merges what the backend completes. Raises TritonError UNSUPPORTED outside of `open`, or when auto-complete is
+        disabled."""
         if not self._is_open or not self._may_complete:
             name = self.current.name
             raise unsupported(f"the configuration of model '{name}' can only be set in ModelInitialize")
         merge_auto_complete(self.current, config)
 
     def complete_instance_groups(self) -> None:
-        """Raises TritonError INVALID_ARG when the host has not what a group asks for."""
+        """Raises TritonError INVALID_ARG when a group asks for a device that the host does not have."""
         self._complete_groups_of(self.current)
 
     def check(self) -> None:
-        """Raises TritonError for a configuration that no model may be served with."""
+        """Raises TritonError for a configuration that cannot be served."""
         validate_config(self.current)
         validate_tensors(self.current)
         warn_of_ignored_fields(self.current)
 
     def with_instances_of(self, config: ModelConfig) -> ModelConfig:
-        """This one with the instance groups and the version policy of `config`. Raises as they are completed."""
+        """A copy with the instance groups and the version policy of `config`. Raises as `complete_instance_groups`."""
         changed = self.copy()
         del changed.instance_group[:]
         changed.instance_group.extend(config.instance_group)
@@ -71,6 +84,70 @@ class ServedConfig:
     def _complete_groups_of(self, config: ModelConfig) -> None:
         set_instance_groups(config, self._backend.attributes().preferred_groups, self._gpus.ids)
         validate_instance_groups(config, self._gpus.ids, self._gpus.min_compute_capability)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A model's metadata in the KServe protocol, except for its versions."""
+
+    name: str
+    platform: str
+    inputs: tuple[TensorMetadata, ...]
+    outputs: tuple[TensorMetadata, ...]
+    batches: bool
+    """Whether max_batch_size is above 0."""
+    is_decoupled: bool
+    """Whether a request may have any number of responses."""
+    parameters: Mapping[str, str]
+    """String values of the configuration's `parameters`."""
+    optional_inputs: frozenset[str]
+    fingerprint: str
+    """See `fingerprint`."""
+
+    @classmethod
+    def of(cls, name: str, config: ModelConfig, version_directory: Path) -> Description:
+        return cls(
+            name=name,
+            platform=config.platform or config.backend,
+            inputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.input),
+            outputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.output),
+            batches=config.max_batch_size > 0,
+            is_decoupled=config.model_transaction_policy.decoupled,
+            parameters={key: value.string_value for key, value in config.parameters.items()},
+            optional_inputs=frozenset(tensor.name for tensor in config.input if tensor.optional),
+            fingerprint=fingerprint(config, version_directory),
+        )
+
+    def metadata(self, versions: Iterable[int]) -> ModelMetadata:
+        """The metadata, listing `versions`."""
+        return ModelMetadata(
+            name=self.name,
+            versions=tuple(map(str, versions)),
+            platform=self.platform,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            optional_inputs=self.optional_inputs,
+            fingerprint=self.fingerprint,
+        )
+
+
+def fingerprint(config: ModelConfig, version_directory: Path) -> str:
+    """16 hexadecimal digits, equal for equal models of one release of the server: same configuration, same content of
+    small files (engine arguments, a checkpoint's own configuration), same names and sizes of large ones (weights)."""
+    digest = hashlib.sha256(__version__.encode())
+    digest.update(config.SerializeToString(deterministic=True))
+    with contextlib.suppress(OSError):
+        for path in sorted(version_directory.iterdir()):
+            if path.is_file():
+                size = path.stat().st_size
+                digest.update(f"\0{path.name}\0{size}\0".encode("utf-8", "surrogateescape"))
+                digest.update(path.read_bytes() if size <= SMALL_FILE_BYTES else b"")
+    return digest.hexdigest()[:16]
+
+
+def _tensor_metadata(tensor: ModelInput | ModelOutput, max_batch_size: int) -> TensorMetadata:
+    shape = (-1, *tensor.dims) if max_batch_size > 0 else tuple(tensor.dims)
+    return TensorMetadata(tensor.name, DATATYPE_OF_CONFIG_TYPE[DataType.Name(tensor.data_type)], shape)
 
 
 def _copy(config: ModelConfig) -> ModelConfig:

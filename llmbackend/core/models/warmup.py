@@ -1,9 +1,8 @@
 """Model warmup: requests that an instance executes before its model is READY.
 
-For: LoadedModel and InstanceThread. Does not know: schedulers, protocols, who waits for the load. Invariants: a sample
-goes straight to Execute, on the instance's own thread; nothing of it is left when the model becomes READY; any error
-fails the load. As in Triton, the requests count in the model's statistics, and random data is the same every time.
-Source: ModelWarmup in Triton's model configuration, GenerateWarmupData and WarmUp in backend_model_instance.cc.
+For: LoadedModel and InstanceThread. Does not know: schedulers, protocols. Invariants: a sample goes straight to
+Execute, on the instance's own thread; nothing of it is in flight when the model becomes READY; any error fails the
+load. Source: GenerateWarmupData and WarmUp in Triton's backend_model_instance.cc.
 """
 
 from __future__ import annotations
@@ -14,24 +13,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelWarmup
 
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import internal, invalid_argument, request_tag, unsupported
+from llmbackend.core.files import path_inside
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.requests.infer_request import InferRequest
-from llmbackend.core.requests.reaper import Reaper
+from llmbackend.core.metrics.statistics import PhaseTimes
+from llmbackend.core.requests.queued_request import QueuedRequest
 from llmbackend.core.requests.request_validation import RequestValidator, ValidRequest
 from llmbackend.core.requests.response_channel import ResponseChannel
-from llmbackend.core.statistics import Statistics
 from llmbackend.core.tensors import DATATYPE_OF_CONFIG_TYPE, NUMPY_DTYPE, RawTensor, element_count, from_wire
 
-if TYPE_CHECKING:
-    from .model import LoadedModel
-    from .model_instance import LoadedInstance
+from .model_instance import InstanceOwner, LoadedInstance
 
 log = logging.getLogger(__name__)
 
@@ -39,23 +35,24 @@ FOLDER = "warmup"
 HANDLES_GRACE_S = 5.0
 """How long a backend may hold on to a request after its last response before the load goes on."""
 LENGTH_BYTES = 4
-"""A string's length before its bytes; also what Triton takes for an element of no datatype."""
+"""The length before a string's bytes; Triton also takes it for the size of an element without a datatype."""
 _NO_ID = request_tag("")
 _SEED = 0
+"""Random data is the same every time, as in Triton."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupSample:
-    """`batch_size` requests of one element, together in one Execute, `count` times."""
-
     name: str
     batch_size: int
+    """Requests of one element that go into one Execute."""
     count: int
+    """How often that is executed."""
     request: ValidRequest
 
 
 def warmup_samples(config: ModelConfig, directory: Path, validator: RequestValidator) -> list[WarmupSample]:
-    """The samples that the configuration asks for. Raises TritonError for one whose data can not be made."""
+    """The samples of the configuration. Raises TritonError for a sample whose data cannot be made."""
     samples = []
     for setting in config.model_warmup:
         if setting.batch_size == 0:
@@ -68,20 +65,16 @@ def warmup_samples(config: ModelConfig, directory: Path, validator: RequestValid
 
 
 def _valid(config: ModelConfig, validator: RequestValidator, tensors: Sequence[RawTensor]) -> ValidRequest:
-    """Inputs that the configuration does not name (a sequence's controls) are not checked, as in Triton."""
+    """As in Triton, inputs that are not in the configuration (a sequence's controls) are not checked."""
     known = {item.name for item in config.input}
     inputs = tuple(tensor for tensor in tensors if tensor.name in known)
-    valid = validator.validate(InferenceRequest(config.name, _ignore, inputs=inputs))
+    valid = validator.validate(InferenceRequest(config.name, inputs=inputs))
     others = {
         tensor.name: from_wire(tensor.name, tensor.datatype, tensor.shape, tensor.raw)
         for tensor in tensors
         if tensor.name not in known
     }
     return ValidRequest({**valid.inputs, **others}, valid.requested_outputs, valid.batch_size)
-
-
-def _ignore(response: InferenceResponse | None, flags: ResponseFlag) -> None:
-    """The callback of a request that is only checked."""
 
 
 def _tensor(config: ModelConfig, directory: Path, name: str, data: ModelWarmup.Input) -> RawTensor:
@@ -94,7 +87,7 @@ def _tensor(config: ModelConfig, directory: Path, name: str, data: ModelWarmup.I
 
 
 def _raw(directory: Path, name: str, datatype: str, shape: tuple[int, ...], data: ModelWarmup.Input) -> bytes:
-    """The tensor's bytes. Strings are empty whether zero or random data is asked for."""
+    """The tensor's bytes. Strings are empty for zero and for random data."""
     item_bytes = NUMPY_DTYPE[datatype].itemsize if datatype in NUMPY_DTYPE and datatype != "BYTES" else LENGTH_BYTES
     byte_size = element_count(shape) * item_bytes
     source = data.WhichOneof("input_data_type")
@@ -109,7 +102,7 @@ def _raw(directory: Path, name: str, datatype: str, shape: tuple[int, ...], data
 
 
 def _file_data(directory: Path, datatype: str, byte_size: int, filename: str) -> bytes:
-    """A file may hold more than is needed, but not less; strings take all of it."""
+    """A file may be longer than the tensor, but not shorter. Strings take the whole file."""
     raw = _read(directory / FOLDER, filename)
     if datatype == "BYTES":
         return raw
@@ -122,13 +115,8 @@ def _file_data(directory: Path, datatype: str, byte_size: int, filename: str) ->
 
 
 def _read(folder: Path, filename: str) -> bytes:
-    """A configuration may come from a client: the file that it names must lie in the folder."""
-    try:
-        path = (folder / filename).resolve()
-        is_inside = path.is_relative_to(folder.resolve())
-    except (OSError, ValueError):  # a loop of links; a NUL
-        is_inside = False
-    if not is_inside:
+    path = path_inside(folder, filename)
+    if path is None:
         raise unsupported(f"warmup data file {filename!r} is outside of the model's '{FOLDER}' directory")
     try:
         return path.read_bytes()
@@ -137,8 +125,11 @@ def _read(folder: Path, filename: str) -> bytes:
 
 
 def warm_up(samples: Sequence[WarmupSample], instance: LoadedInstance) -> None:
-    """Executes every sample, to the end of all its requests. Raises TritonError INVALID_ARG for the first that fails.
-    Call it on the instance's thread."""
+    """Executes every sample and waits for the end of its requests. To be called on the instance's thread. As in Triton,
+    the requests count in the model's statistics.
+
+    Raises TritonError INVALID_ARG for the first sample that fails.
+    """
     for sample in samples:
         for iteration in range(sample.count):
             log.debug(
@@ -155,23 +146,22 @@ def warm_up(samples: Sequence[WarmupSample], instance: LoadedInstance) -> None:
 
 
 def _run(instance: LoadedInstance, sample: WarmupSample) -> list[str]:
-    """The errors in the responses of one Execute."""
-    pending = [_Pending(instance.model) for _ in range(sample.batch_size)]
-    instance.execute([each.request(sample.request) for each in pending])
+    """Executes a sample once. Returns the errors of its responses."""
+    pending = [_Pending() for _ in range(sample.batch_size)]
+    instance.execute([_queued(instance.model, sample.request, each) for each in pending])
     for each in pending:
         each.answered.wait()
     deadline_s = time.monotonic() + HANDLES_GRACE_S
     if not all(each.released.wait(max(deadline_s - time.monotonic(), 0)) for each in pending):
-        log.warning("model '%s' keeps handles of warmup sample '%s' after its response", each.name, sample.name)
+        model = instance.model.name
+        log.warning("model '%s' keeps handles of warmup sample '%s' after its response", model, sample.name)
     return [error for each in pending for error in each.errors]
 
 
 class _Pending:
-    """One warmup request: the callback, and the model as the owner of its channel, which hears of its end. (The model
-    may serve requests meanwhile: an instance that is added is warmed up, too.)"""
+    """The response callback and the observer of one warmup request."""
 
-    def __init__(self, model: LoadedModel) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self.errors: list[str] = []
         self.answered = threading.Event()
         self.released = threading.Event()
@@ -182,36 +172,22 @@ class _Pending:
         if flags & ResponseFlag.FINAL:
             self.answered.set()
 
-    def request(self, valid: ValidRequest) -> InferRequest:
-        """As a scheduler would hand it out."""
-        message = InferenceRequest(self.name, self, self.version)
-        self._model.in_flight.enter()
-        channel = ResponseChannel(message, self)
-        self._model.live.add(channel)
-        request = InferRequest(message, channel, valid.inputs, valid.requested_outputs, valid.batch_size)
-        request.queue_start_ns = time.monotonic_ns()
-        return request
+    def make_room(self) -> None:
+        pass
 
-    @property
-    def name(self) -> str:
-        return self._model.name
+    def computed(self, times: PhaseTimes) -> None:
+        pass
 
-    @property
-    def version(self) -> int:
-        return self._model.version
-
-    @property
-    def reaper(self) -> Reaper:
-        return self._model.reaper
-
-    @property
-    def statistics(self) -> Statistics:
-        return self._model.statistics
-
-    @property
-    def may_block_in_send(self) -> bool:
-        return False  # it has no observer
-
-    def request_done(self, channel: ResponseChannel) -> None:
-        self._model.request_done(channel)
+    def done(self) -> None:
         self.released.set()
+
+
+def _queued(model: InstanceOwner, valid: ValidRequest, pending: _Pending) -> QueuedRequest:
+    """A request as a scheduler gives it to an instance."""
+    message = InferenceRequest(model.name, model.version)
+    model.enter()
+    channel = ResponseChannel(message, pending, model, pending)
+    model.live_requests.add(channel)
+    request = QueuedRequest(message, valid, channel)
+    request.queue_start_ns = time.monotonic_ns()
+    return request

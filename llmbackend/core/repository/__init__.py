@@ -1,1 +1,1 @@
-"""What should be loaded: the models' directories, their names and configurations, and the agents that look at them."""
+"""What should be loaded: model directories, names and configurations, and the repository agents that check them."""

@@ -1,10 +1,9 @@
-"""Which models are made of which others: the order to load them in, and what a change of one means for the rest.
+"""Which ensembles are made of which models: the order to load them in, and which ones a change of a model affects.
 
 For: model loading. Does not know: how a model is loaded, states of versions. Owner of the specification of every
-ensemble that was asked for, also while it can not serve because a composing model is missing, so that it comes back
-with that model. Invariants: only ensembles depend on models; no order contains a circle; what was unloaded by name is
-forgotten.
-Source: the dependency graph of Triton's model_repository_manager.cc.
+ensemble that was requested, also while a missing composing model keeps it from serving, so that it can be loaded when
+that model comes. Invariants: only ensembles depend on models; no load order contains a circle; what was unloaded by
+name is forgotten. Source: the dependency graph of Triton's model_repository_manager.cc.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def parts_of(specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
 
 
 def circles(parts: Parts) -> dict[str, str]:
-    """Why each model that is made of itself can not be loaded: in Triton's words, with the names that it would
-    give, which are not always those of the model itself."""
+    """By model: why one that depends on itself cannot be loaded, in Triton's words and with the names that Triton
+    gives, which are not always those of the model itself."""
     reasons: dict[str, str] = {}
 
     def search(current: str, start: str, seen: set[str]) -> str:
@@ -48,7 +47,7 @@ def circles(parts: Parts) -> dict[str, str]:
 
 
 def in_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
-    """`names` in groups: each model after all that it is made of, the members of a circle together."""
+    """`names` in groups, each model after all that it is made of; the members of a circle are in one group."""
     waiting = sorted(set(names))
     in_circles = circles(parts)
     levels = []
@@ -69,7 +68,7 @@ class ModelDependencies:
         self._explicit: set[str] = set()
 
     def remember(self, specs: Iterable[ModelSpec], explicit: Collection[str]) -> None:
-        """Takes in models as they are about to be loaded; `explicit` were asked for by name, not as parts of others."""
+        """Records models that are about to be loaded. explicit: keys requested by name, not as composing models."""
         with self._lock:
             for spec in specs:
                 if spec.key in explicit:
@@ -80,12 +79,13 @@ class ModelDependencies:
                     self._ensembles.pop(spec.key, None)
 
     def spec(self, name: str) -> ModelSpec | None:
-        """Of an ensemble."""
+        """The specification of a recorded ensemble."""
         with self._lock:
             return self._ensembles.get(name)
 
     def forget(self, name: str, with_parts: bool) -> list[str]:
-        """The models to unload for `name`: itself and, if asked, the parts that nobody else needs or asked for."""
+        """The models to unload for `name`: itself and, with_parts, composing models that no ensemble needs and that
+        were not requested by name."""
         with self._lock:
             removed = [name]
             for model in removed:
@@ -96,7 +96,7 @@ class ModelDependencies:
             return removed
 
     def affected_by(self, names: Collection[str]) -> list[str]:
-        """The ensembles that are made of any of `names`, directly or not; each after those that it is made of."""
+        """The ensembles that are made of any of `names`, directly or not, each after those that it is made of."""
         with self._lock:
             parts = parts_of(self._ensembles)
         affected: set[str] = set()

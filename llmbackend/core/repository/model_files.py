@@ -1,6 +1,6 @@
-"""What lies in a model's directory: where it is, what has changed in it, which versions it has.
+"""The files of a model: where its directory is, what has changed in it, which versions it has.
 
-For: the repository, which reads models, and the life cycle, which asks what a change touches. Does not know: what a
+For: the repository, which reads models, and the life cycle, which asks what a change affects. Does not know: what a
 configuration means beyond its version policy. Invariant: equal signatures mean that nothing changed that a load would
 read. Source: ModelTimestamp and VersionsToLoad in Triton's core.
 """
@@ -19,10 +19,10 @@ from .model_names import ModelIdentifier, identifier
 
 log = logging.getLogger(__name__)
 
-LARGEST_VERSION = 2**63 - 1
+MAX_VERSION = 2**63 - 1
 CONFIG_DIRECTORY = "configs"
 NOT_VERSIONS = (CONFIG_DIRECTORY, "warmup", "initial_state")
-"""Directories beside the versions that mean something of their own."""
+"""Directories beside the versions that have a meaning of their own."""
 
 Signature = tuple[tuple[str, int, int], ...]
 """(relative path, mtime ns, size) of every file and directory of a model."""
@@ -38,7 +38,7 @@ class ModelSource:
 
     @property
     def key(self) -> ModelIdentifier:
-        """What tells this model from all others."""
+        """Unique in the server."""
         return identifier(self.namespace, self.name)
 
 
@@ -52,8 +52,8 @@ def config_path(directory: Path, config_name: str) -> Path:
 
 
 def signature_of(directory: Path) -> Signature:
-    """Bytecode caches do not count: loading a Python model writes them. Of a directory only its existence counts, as
-    its time changes with them."""
+    """Of all files and directories below. Bytecode caches, which loading a Python model writes, do not count; of a
+    directory only its existence does, because they change its time."""
     entries = []
     for path in sorted(directory.rglob("*")):
         relative = path.relative_to(directory)
@@ -67,14 +67,14 @@ def signature_of(directory: Path) -> Signature:
     return tuple(entries)
 
 
-def is_version_touched(old: Signature, new: Signature, version: int, config: str) -> bool:
-    """Whether a change between the two can matter to this version: one in its directory, or beside the versions. The
-    configuration (`config`, relative to the model) and other versions do not count."""
+def is_version_affected(old: Signature, new: Signature, version: int, config: str) -> bool:
+    """Whether a difference can affect this version: in its directory, or beside the versions. The configuration
+    (`config`, relative to the model's directory) and other versions do not count."""
     config_entry = PurePath(config).parts[0]
-    return _touching(old, version, config_entry) != _touching(new, version, config_entry)
+    return _affecting(old, version, config_entry) != _affecting(new, version, config_entry)
 
 
-def _touching(signature: Signature, version: int, config_entry: str) -> list[tuple[str, int, int]]:
+def _affecting(signature: Signature, version: int, config_entry: str) -> list[tuple[str, int, int]]:
     kept = []
     for entry in signature:
         top = PurePath(entry[0]).parts[0]
@@ -84,8 +84,8 @@ def _touching(signature: Signature, version: int, config_entry: str) -> list[tup
 
 
 def select_versions(config: ModelConfig, directory: Path) -> tuple[int, ...]:
-    """The version directories that the policy selects, ascending. Names with a leading zero or that are no number are
-    ignored with a warning."""
+    """The version directories that the policy selects, ascending. Names that are not a number or have a leading zero
+    are ignored with a warning."""
     available = sorted(_version_directories(directory))
     policy = config.version_policy
     if policy.HasField("all"):
@@ -106,7 +106,7 @@ def _version_directories(directory: Path) -> list[int]:
         if not entry.is_dir() or entry.name.startswith((".", "__")):
             continue
         is_number = entry.name.isascii() and entry.name.isdigit()
-        if is_number and not entry.name.startswith("0") and int(entry.name) <= LARGEST_VERSION:
+        if is_number and not entry.name.startswith("0") and int(entry.name) <= MAX_VERSION:
             available.append(int(entry.name))
         elif is_number and entry.name.startswith("0"):
             log.warning("ignore version directory '%s' which contains leading zeros in its directory name", entry.name)

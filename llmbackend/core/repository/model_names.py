@@ -1,10 +1,8 @@
 """Which models a name stands for: one, or with --model-namespacing one in each repository.
 
-For: the server, where clients know models by their plain names. Does not know: repositories, states. Invariants:
-without namespacing a model's key is its name, and every name stands for itself; with it, a name stands for the models
-that were read from a repository and not unloaded since. Source: ModelIdentifier and FindModelIdentifier in Triton's
-core. Triton's protocols can not name a namespace, so a name that several models share can be listed, loaded and
-unloaded, but not asked; a key is understood wherever a name is, which ensembles use.
+For: the server, whose clients know models by plain names. Does not know: repositories, states. Invariant: without
+namespacing a model's key is its name, and every name stands for itself.
+Source: ModelIdentifier and FindModelIdentifier in Triton's core.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from llmbackend.core.errors import invalid_argument, not_found, shown_name
 
 SEPARATOR = "::"
 ModelIdentifier = NewType("ModelIdentifier", str)
-"""The key of a model: what tells it from all others, in the log too. A type of its own, so that no client's name is
-taken for one."""
+"""The key of a model, unique in the server. A type of its own, so that a client's name is not mistaken for one."""
 
 
 def identifier(namespace: str, name: str) -> ModelIdentifier:
@@ -25,7 +22,12 @@ def identifier(namespace: str, name: str) -> ModelIdentifier:
 
 
 class ModelNames:
-    """Any thread."""
+    """Any thread.
+
+    With namespacing a name stands for the models that were read from a repository and not unloaded since. Triton's
+    protocols cannot name a namespace: a name that several models share can be listed, loaded and unloaded, but not used
+    for inference. A key is accepted wherever a name is, which ensembles use.
+    """
 
     def __init__(self, is_namespacing: bool) -> None:
         self.is_namespacing = is_namespacing
@@ -50,11 +52,11 @@ class ModelNames:
             return sorted(self._names)
 
     def plain(self, key: str) -> str:
-        """The name behind a key, known or not."""
+        """The name in a key, known or not."""
         return key.rpartition(SEPARATOR)[2] if self.is_namespacing else key
 
     def keys(self, name: str) -> list[ModelIdentifier]:
-        """The models that `name`, which may be a key, stands for."""
+        """The models that `name` (or a key) stands for."""
         if not self.is_namespacing:
             return [ModelIdentifier(name)]
         with self._lock:
@@ -62,7 +64,7 @@ class ModelNames:
             return [ModelIdentifier(key) for key in sorted(keys)]
 
     def key(self, name: str) -> ModelIdentifier:
-        """The one model of that name. Raises TritonError with Triton's texts when it is not one: INVALID_ARG, or
+        """The only model of that name. Raises TritonError with Triton's texts: INVALID_ARG for none or several,
         NOT_FOUND for one that was unloaded."""
         if not self.is_namespacing:
             return ModelIdentifier(name)

@@ -1,15 +1,15 @@
-"""What should be loaded: model directories and their configurations, after the repository agents have had their say.
+"""What should be loaded: model directories, their configurations, and what a load request puts in their place.
 
-For: model loading, which hands the answer to the life cycle. Does not know: backends, states of versions, what is
-loaded.
-Invariants: no name and no path given by a client leaves the repository; what `poll` returns has been checked by every
-rule that needs no backend, but for models with agents, which are checked when those have been asked.
-Source: Triton's model repository manager (reference §1.6); golden transcripts 05 to 08, 57.
+For: model loading, which hands the result to the life cycle. Does not know: backends, which versions are loaded.
+Invariants: no name and no path from a client leads out of the repository or of the model's directory; a specification
+that `poll` returns has been checked by every rule that needs no backend (a model with repository agents: by
+`ask_agents`). Source: Triton's ModelRepositoryManager; golden transcripts 05 to 08, 57.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -22,40 +22,49 @@ from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.config.backend_rules import fill_backend
-from llmbackend.core.config.model_config import CONFIG_FILE_NAME, parse_json, read_config, set_defaults
+from llmbackend.core.config.model_config import CONFIG_FILE_NAME, fill_backend, parse_json, read_config, set_defaults
 from llmbackend.core.config.model_config_rules import validate_config
-from llmbackend.core.errors import ErrorCode, TritonError, internal, invalid_argument
+from llmbackend.core.errors import ErrorCode, OverrideError, TritonError, internal, invalid_argument
+from llmbackend.core.json_text import json_depth
 from llmbackend.core.messages import LoadParameters
 
-from .agent_chain import AgentChain
-from .load_parameters import FILE_PREFIX, OverrideError, check_load_parameters, check_model_name, write_files
 from .model_files import ModelSource, Signature, config_path, select_versions, signature_of
 from .model_names import SEPARATOR, ModelIdentifier, identifier
-from .repository_agents import AgentManager
+from .repository_agents import AgentChain, AgentManager
 
 log = logging.getLogger(__name__)
 
+FILE_PREFIX = "file:"
+MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 1024
+MAX_CONFIG_BYTES = 1 << 20
+MAX_JSON_DEPTH = 100
+_SHOWN_CHARACTERS = 100
 DUPLICATE = "model appears in two or more repositories"
 
 
 @dataclass(eq=False)
 class ModelSpec:
-    """One model as it should be loaded. `directory` is where its versions are, `home` where the repository has it: the
-    same, unless an agent moved it. `has_override` says that `config` came with the request and not from `home`;
-    `config_file` is the configuration's place in it. Without a signature the model came with its load request.
-    """
+    """One model as it should be loaded."""
 
     name: str
     directory: Path
+    """Where its versions are: `home`, unless a repository agent moved it."""
     home: Path
+    """Its directory in the repository."""
     config: ModelConfig
     versions: tuple[int, ...] = ()
+    """The versions that the policy selects, ascending."""
     signature: Signature = ()
+    """Of `home`; empty when the model's files came with the load request."""
     has_override: bool = False
+    """Whether `config` came with the load request instead of from `home`."""
     namespace: str = ""
+    """The repository's path with --model-namespacing, else ""."""
     config_file: str = CONFIG_FILE_NAME
+    """Path of the configuration, relative to `home`."""
     agents: AgentChain | None = None
+    """The repository agents to be told how the load ends."""
     _temporary: weakref.finalize[Any, ModelSpec] | None = field(default=None, repr=False)
 
     @property
@@ -64,16 +73,16 @@ class ModelSpec:
 
     @property
     def has_agents(self) -> bool:
-        """Whether repository agents must be asked before it is loaded; until then `versions` are not known."""
+        """Whether repository agents must be asked before the load; `versions` are not known before."""
         return bool(self.config.HasField("model_repository_agents"))
 
     def own(self, directory: Path) -> None:
-        """Removes `directory` when nobody uses this specification any more."""
+        """Removes `directory` when this specification is garbage-collected."""
         self._temporary = weakref.finalize(self, shutil.rmtree, directory, True)
 
 
 class ModelRepository:
-    """Reads repositories. Owner of one temporary directory for models that came with their load request."""
+    """Reads repositories. Owner of one temporary directory for models whose files came with the load request."""
 
     def __init__(
         self,
@@ -92,7 +101,7 @@ class ModelRepository:
         self._uploads: Path | None = None
 
     def check(self) -> None:
-        """Raises TritonError INTERNAL when a repository is no directory, or can not be read."""
+        """Raises TritonError INTERNAL when a repository is not a directory or cannot be read."""
         for root in self._roots:
             try:
                 if not root.is_dir():
@@ -102,8 +111,8 @@ class ModelRepository:
                 raise internal(f"failed to read model repository {root}: {error.strerror}") from error
 
     def listing(self) -> dict[str, list[ModelSource]]:
-        """The directories of every model by its key, sorted. More than one: the model is in several repositories, and
-        may not be loaded. Raises OSError when a repository can not be read."""
+        """The directories of every model by key, sorted. A model with more than one is in several repositories and may
+        not be loaded. Raises OSError when a repository cannot be read."""
         found: dict[str, list[ModelSource]] = {}
         for root in self._roots:
             for entry in root.iterdir():
@@ -113,16 +122,14 @@ class ModelRepository:
         return dict(sorted(found.items()))
 
     def signature(self, source: ModelSource) -> Signature:
-        """Raises TritonError INTERNAL when the directory can not be read."""
+        """Raises TritonError INTERNAL when the directory cannot be read."""
         with polling(source.key, source.name):
             return signature_of(source.directory)
 
     def poll(self, name: str, parameters: LoadParameters | None = None) -> dict[str, ModelSpec | TritonError]:
-        """The models of that name (or key) by key, as they stand on disk or as `parameters` override them: one, or with
-        namespacing one for each repository that has it; or why one can not be used.
-
-        Errors are INVALID_ARG for a bad name or override, INTERNAL (Triton's text, the cause in the log) for anything
-        else."""
+        """By key, the models of that name (or key) as they are on disk or as `parameters` override them; with
+        namespacing one for each repository that has it. An error in place of a model that cannot be used: INVALID_ARG
+        for a bad name or override, else INTERNAL with Triton's text (the cause is logged)."""
         try:
             check_load_parameters(parameters or {})
             if is_upload(parameters):
@@ -134,10 +141,10 @@ class ModelRepository:
         return {source.key: self._read_or_error(source, parameters) for source in sources}
 
     def ask_agents(self, spec: ModelSpec) -> None:
-        """For a model that names repository agents, and is to be loaded: they may refuse it or move it elsewhere, and
-        only then are its configuration and versions settled. From then on `spec.agents` has to be told how it ends.
+        """Asks the repository agents that a model names; they may refuse the load or move the model. Settles its
+        configuration and versions; from then on the caller must tell `spec.agents` how the load ends.
 
-        Raises TritonError INTERNAL (Triton's text, the cause in the log)."""
+        Raises TritonError INTERNAL with Triton's text (the cause is logged)."""
         if not spec.has_agents:
             return
         with polling(spec.key, spec.name):
@@ -151,13 +158,13 @@ class ModelRepository:
             spec.agents = agents
 
     def close(self) -> None:
-        """Removes what is left of models that came with their load request."""
+        """Removes the files of models that came with their load request."""
         with self._lock:
             directory, self._uploads = self._uploads, None
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
 
-    # --- inside -----------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------------------------
 
     def _source(self, root: Path, name: str) -> ModelSource:
         return ModelSource(name, root / name, str(root) if self._is_namespacing else "")
@@ -195,13 +202,14 @@ class ModelRepository:
             signature=signature,
             has_override=override is not None,
         )
-        self._name_parts(spec)
+        self._resolve_steps(spec)
         if not spec.has_agents:
             _normalise(spec)
         return spec
 
-    def _name_parts(self, spec: ModelSpec) -> None:
-        """With namespacing an ensemble means the models of its own repository, else the only ones that there are."""
+    def _resolve_steps(self, spec: ModelSpec) -> None:
+        """With namespacing, gives steps the keys of their models: of the ensemble's own repository, else of the only
+        one."""
         for step in spec.config.ensemble_scheduling.step if self._is_namespacing else ():
             homes = [root for root in self._roots if (root / step.model_name).is_dir()]
             if Path(spec.namespace) in homes:
@@ -217,7 +225,7 @@ class ModelRepository:
         raise invalid_argument(f"model configuration is not provided for model '{name}'")
 
     def _upload(self, name: str, parameters: LoadParameters) -> ModelSpec:
-        """A model made of the request's files alone, in a directory that lives as long as the specification."""
+        """A model of the request's files alone, in a directory that lives as long as the specification."""
         with polling(name):
             override = parameters.get("config")
             if override is None:
@@ -232,7 +240,7 @@ class ModelRepository:
                 if not spec.has_agents:
                     _normalise(spec)
             except BaseException:
-                shutil.rmtree(root, ignore_errors=True)  # now: a traceback may keep `spec` for long
+                shutil.rmtree(root, ignore_errors=True)  # at once: a traceback may keep `spec` alive for long
                 raise
             return spec
 
@@ -244,14 +252,14 @@ class ModelRepository:
 
 
 def is_upload(parameters: LoadParameters | None) -> bool:
-    """Whether a load request brings the model's files."""
+    """Whether a load request contains the model's files."""
     return any(key.startswith(FILE_PREFIX) for key in parameters or {})
 
 
 @contextmanager
 def polling(key: str, name: str | None = None) -> Iterator[None]:
-    """What goes wrong inside becomes INTERNAL with Triton's text, its cause goes to the log. Errors of a client's
-    override, and refusals of what this host does not serve, come out as they are."""
+    """Turns errors inside into INTERNAL with Triton's text and logs the cause. Unchanged: OverrideError, and
+    UNSUPPORTED for what this host does not serve."""
     try:
         yield
     except OverrideError:
@@ -274,3 +282,67 @@ def _normalise(spec: ModelSpec) -> None:
     set_defaults(config)
     validate_config(config)
     spec.versions = select_versions(config, spec.directory)
+
+
+def check_model_name(name: str) -> None:
+    """Raises TritonError INVALID_ARG for a name that could lead out of the repository or that no directory can have."""
+    if not name:
+        raise invalid_argument("model name must not be empty")
+    if "/" in name or "\\" in name or name in (".", ".."):
+        raise invalid_argument(f"invalid model name '{_shown(name)}': must not contain path traversal characters")
+    if not name.isprintable():
+        raise invalid_argument(f"invalid model name {_shown(name)!a}: must not contain unprintable characters")
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise invalid_argument(f"invalid model name '{_shown(name)}': longer than {MAX_NAME_BYTES} bytes")
+
+
+def check_load_parameters(parameters: LoadParameters) -> None:
+    """Raises OverrideError for a configuration too large or nested too deeply, and for a file outside of the model."""
+    config = parameters.get("config", "")
+    if len(config) > MAX_CONFIG_BYTES:
+        raise OverrideError(f"Invalid config override: larger than {MAX_CONFIG_BYTES} bytes")
+    if json_depth(config) > MAX_JSON_DEPTH:
+        raise OverrideError(
+            f"Invalid config override: JSON nesting depth exceeds maximum allowed limit ({MAX_JSON_DEPTH})"
+        )
+    for key in parameters:
+        if key.startswith(FILE_PREFIX):
+            _check_path(_relative(key))
+
+
+def write_files(directory: Path, parameters: LoadParameters) -> None:
+    """Writes every `file:` parameter below `directory`. Raises OverrideError for one that cannot be written, such as
+    one below another file."""
+    for key, content in parameters.items():
+        if not key.startswith(FILE_PREFIX):
+            continue
+        relative = _relative(key)
+        _check_path(relative)
+        target = directory / relative
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content.encode() if isinstance(content, str) else content)
+        except (OSError, ValueError) as error:
+            cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__
+            raise OverrideError(f"file override path '{_shown(relative)}' can not be written: {cause}") from None
+
+
+def _relative(key: str) -> str:
+    """The path relative to the model's directory; as in Triton it may begin with a slash."""
+    return key.removeprefix(FILE_PREFIX).lstrip("/")
+
+
+def _check_path(relative: str) -> None:
+    path = Path(relative)
+    if ".." in path.parts or "\\" in relative or not path.parts:
+        raise OverrideError(f"file override path '{_shown(relative)}' must stay inside the model directory")
+    if not relative.isprintable():
+        raise OverrideError(f"file override path {_shown(relative)!a} must not contain unprintable characters")
+    longest_part_bytes = max(len(part.encode()) for part in path.parts)
+    if longest_part_bytes > MAX_NAME_BYTES or len(relative.encode()) > MAX_PATH_BYTES:
+        raise OverrideError(f"file override path '{_shown(relative)}' is too long")
+
+
+def _shown(text: str) -> str:
+    """A client's text, shortened for an error."""
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"

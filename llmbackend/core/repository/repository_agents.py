@@ -1,35 +1,226 @@
-"""Repository agents: finds and loads them, and asks those that a model names whether it may load.
+"""Repository agents: finds and loads them, and tells them of every load and unload of a model that names them.
 
-For: the repository (LOAD, before a model is read to its end). Does not know: what agents do, what a model is. Owner of
-loaded agents. Invariant: an agent is initialised while a model uses it and finalised when none does.
-Source: repo_agent.cc in Triton's core.
+For: the repository (LOAD, which may refuse or move a model) and the life cycle (how the load ended). Does not know:
+what agents do. Invariant: an agent is initialised while a model uses it and finalised, once, when none does.
+Source: repo_agent.cc and TritonRepoAgentModelList in Triton's core.
 """
 
 from __future__ import annotations
 
 import logging
+import shutil
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.core.config.model_config import read_config
-from llmbackend.core.errors import TritonError, internal, invalid_argument
-from llmbackend.core.module_files import import_file
+from llmbackend.core.errors import TritonError, internal, invalid_argument, unavailable
+from llmbackend.core.files import import_file
+from llmbackend.core.repoagent_api import API_VERSION, Action
 
-from .agent_chain import AgentChain
-from .loaded_agent import LoadedAgent, LoadedAgentModel
 from .model_files import config_path
 
 log = logging.getLogger(__name__)
 
 BUNDLED_DIRECTORY = Path(__file__).parents[2] / "repoagents"
 DEFAULT_DIRECTORY = Path("/opt/tritonserver/repoagents")
+_FORWARD = (Action.LOAD, Action.UNLOAD)
+"""Told to the first agent first; other actions to the last one first."""
+_NEXT: dict[Action | None, tuple[Action, ...]] = {
+    None: (Action.LOAD,),
+    Action.LOAD: (Action.LOAD_COMPLETE, Action.LOAD_FAIL),
+    Action.LOAD_COMPLETE: (Action.UNLOAD,),
+    Action.UNLOAD: (Action.UNLOAD_COMPLETE,),
+}
+"""By the last action that an agent was told: the actions that may follow."""
+_REMAINING: dict[Action | None, tuple[Action, ...]] = {
+    Action.LOAD: (Action.LOAD_FAIL,),
+    Action.LOAD_COMPLETE: (Action.UNLOAD, Action.UNLOAD_COMPLETE),
+    Action.UNLOAD: (Action.UNLOAD_COMPLETE,),
+}
+"""By the last action that an agent was told: those that it must still see before it is finalised."""
+
+
+class LoadedAgent:
+    """repoagent_api.Agent: what an agent's functions get as `agent`. `state` belongs to the agent."""
+
+    api_version = API_VERSION
+
+    def __init__(self, name: str, file: Path, module: ModuleType) -> None:
+        self.state: Any = None
+        self.name = name
+        self.file = file
+        self.users = 0
+        self._module = module
+        if not callable(getattr(module, "TRITONREPOAGENT_ModelAction", None)):
+            raise invalid_argument(
+                f"unable to find required entrypoint 'TRITONREPOAGENT_ModelAction' in repo agent library '{file}'"
+            )
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Calls TRITONREPOAGENT_<function> if the module has it. Any exception of it becomes a TritonError."""
+        entry_point: Callable[..., None] | None = getattr(self._module, f"TRITONREPOAGENT_{function}", None)
+        if entry_point is None:
+            return
+        try:
+            entry_point(self, *arguments)
+        except TritonError as error:
+            raise TritonError(error.message, error.code) from None
+        except (Exception, SystemExit) as error:
+            log.exception("TRITONREPOAGENT_%s of repository agent '%s' failed", function, self.name)
+            raise internal(f"{type(error).__name__}: {error}") from None
+
+    def call_logged(self, function: str, *arguments: Any) -> None:
+        """As `call`, but logs the error."""
+        try:
+            self.call(function, *arguments)
+        except TritonError as error:
+            log.error("repository agent '%s' (%s): %s", self.name, function, error.status)
+
+
+class LoadedAgentModel:
+    """repoagent_api.AgentModel: one load of a model, as one of its agents sees it. `state` belongs to the agent."""
+
+    def __init__(self, agent: LoadedAgent, parameters: Mapping[str, str], config: ModelConfig, location: Path) -> None:
+        self.state: Any = None
+        self.agent = agent
+        self.parameters = dict(parameters)
+        self.location = location
+        self.last: Action | None = None
+        self._config = config
+        self._acquired: Path | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        copy = ModelConfig()
+        copy.CopyFrom(self._config)
+        return copy
+
+    def acquire_location(self) -> Path:
+        if self._acquired is None:
+            self._acquired = Path(tempfile.mkdtemp(prefix="llmbackend-agent-"))
+        return self._acquired
+
+    def release_location(self) -> None:
+        if self._acquired is None:
+            raise unavailable("No mutable location to be deleted")
+        shutil.rmtree(self._acquired, ignore_errors=True)
+        self._acquired = None
+
+    def update_location(self, location: Path) -> None:
+        if self.last is not Action.LOAD:
+            raise invalid_argument(
+                f"location can only be updated during {Action.LOAD.value}, current action type is "
+                f"{self.last.value if self.last is not None else 'not set'}"
+            )
+        self.location = Path(location)
+
+    def may_follow(self, action: Action) -> bool:
+        return action in _NEXT.get(self.last, ())
+
+    def act(self, action: Action) -> None:
+        """Raises the agent's TritonError, or INTERNAL for an action that does not follow the last one."""
+        if not self.may_follow(action):
+            before = f" from {self.last.value}" if self.last is not None else ""
+            raise internal(f"Unexpected lifecycle state transition{before} to {action.value}")
+        self.last = action
+        self.agent.call("ModelAction", self, action)
+
+    def finish(self) -> None:
+        """Tells the agent the remaining actions, then ModelFinalize."""
+        for action in _REMAINING.get(self.last, ()):
+            try:
+                self.act(action)
+            except TritonError as error:
+                log.error("Inform %s: %s", action.value, error.status)
+        self.agent.call_logged("ModelFinalize", self)
+        if self._acquired is not None:
+            self.release_location()
+
+
+class AgentChain:
+    """The agents of one load of a model, shared by its versions. Any thread; agents are called one at a time.
+
+    An agent sees the actions of a model in order: LOAD and UNLOAD first agent first, their ends last agent first; the
+    last is LOAD_FAIL or UNLOAD_COMPLETE. Owns the agents and the directories that they acquire for the model.
+    """
+
+    def __init__(self, release: Callable[[LoadedAgent], None]) -> None:
+        """release: called once for each agent, when the model does not use it any more."""
+        self._release = release
+        self._lock = threading.RLock()
+        self._models: list[LoadedAgentModel] = []
+        self._versions: int | None = None
+        self._unloaded = 0
+        self._is_closed = False
+
+    @property
+    def location(self) -> Path:
+        """Where to load the model from: the last agent decides."""
+        return self._models[-1].location
+
+    def add(self, model: LoadedAgentModel) -> None:
+        """Adds an agent: initialises it for this model and tells it LOAD. Raises the agent's TritonError."""
+        self._models.append(model)
+        model.agent.call("ModelInitialize", model)
+        model.act(Action.LOAD)
+
+    def load_ended(self, succeeded: bool, versions: int) -> None:
+        """`versions` were made; `version_unloaded` will be called for each."""
+        with self._lock:
+            self._tell(Action.LOAD_COMPLETE if succeeded else Action.LOAD_FAIL)
+            self._versions = versions
+            self._close_if_unused()
+
+    def unloading(self) -> None:
+        """A version is taken out of service; only the first call counts."""
+        with self._lock:
+            self._tell(Action.UNLOAD)
+
+    def version_unloaded(self) -> None:
+        """A version was finalised."""
+        with self._lock:
+            self._unloaded += 1
+            self._close_if_unused()
+
+    def close_unless_loaded(self) -> None:
+        """Closes the chain of a load that failed before `load_ended`; otherwise does nothing."""
+        with self._lock:
+            if self._versions is None:
+                self.close()
+
+    def close(self) -> None:
+        """Ends every agent model, last agent first, and releases the agents."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._tell(Action.UNLOAD_COMPLETE)
+            for model in reversed(self._models):
+                model.finish()
+                self._release(model.agent)
+
+    def _close_if_unused(self) -> None:
+        if self._versions is not None and self._unloaded >= self._versions:
+            self.close()
+
+    def _tell(self, action: Action) -> None:
+        for model in self._models if action in _FORWARD else reversed(self._models):
+            if not model.may_follow(action):
+                continue  # a second version is unloaded, or the load failed
+            try:
+                model.act(action)
+            except TritonError as error:
+                log.error("Agent model returns error on %s: %s", action.value, error.status)
 
 
 class AgentManager:
-    """Finds agents in `directory`, then among the bundled ones."""
+    """Finds agents in `directory` (default: Triton's), then among the bundled ones."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directories: Sequence[Path] = (directory or DEFAULT_DIRECTORY, BUNDLED_DIRECTORY)
@@ -47,8 +238,9 @@ class AgentManager:
     def load(self, config: ModelConfig, directory: Path, config_name: str) -> AgentChain:
         """Asks the agents that `config` names, in order, whether the model in `directory` may load.
 
-        Raises TritonError when one can not be found or refuses; then those asked before have been told LOAD_FAIL."""
-        chain = AgentChain(self.give_up)
+        Raises TritonError INTERNAL when one cannot be found or refuses; those asked before have then been told
+        LOAD_FAIL."""
+        chain = AgentChain(self._release)
         original, current = config, config
         try:
             for index, wanted in enumerate(original.model_repository_agents.agents):
@@ -62,14 +254,14 @@ class AgentManager:
             raise internal(error.message) from None
         return chain
 
-    def give_up(self, agent: LoadedAgent) -> None:
-        """A model does not use the agent any more; without any it is finalised."""
+    def _release(self, agent: LoadedAgent) -> None:
+        """A model does not use the agent any more; the agent of the last one is finalised."""
         with self._lock:
             agent.users -= 1
             if agent.users:
                 return
             del self._agents[agent.name]
-            agent.call_at_end("Finalize")
+            agent.call_logged("Finalize")
 
     def _acquire(self, name: str) -> LoadedAgent:
         with self._lock:
@@ -91,7 +283,7 @@ class AgentManager:
         try:
             agent.call("Initialize")
         except TritonError:
-            agent.call_at_end("Finalize")
+            agent.call_logged("Finalize")
             raise
         return agent
 

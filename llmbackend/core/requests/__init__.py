@@ -1,1 +1,1 @@
-"""One request's way through the host and back: its checks, its responses, and who must end it."""
+"""One request's way through the host and back: its checks, its responses, and its end."""

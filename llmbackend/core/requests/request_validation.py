@@ -1,8 +1,8 @@
 """Checks a request against its model's configuration, with the order and the texts of Triton's core.
 
-For: turning what a frontend hands over into the tensors a backend may rely on. Does not know: queues, responses.
-Invariant: what comes out has only known inputs, with the configured datatypes and shapes, and data of exactly that
-size. The work is bounded by the shapes, not by the bytes of a request: no more strings are read than a shape holds.
+For: LoadedModel. Does not know: queues, responses. Invariants: a valid request has only known inputs, with the
+configured datatypes and shapes, and data of exactly that size; the work is bounded by the shapes and not by the bytes
+of a request, since no more strings are read than a shape holds.
 Source: PrepareForInference in Triton's core; golden transcripts 11 to 13, 30, 31.
 """
 
@@ -26,6 +26,7 @@ from llmbackend.core.tensors import (
     count_strings,
     element_count,
     from_wire,
+    shape_text,
     split_strings,
 )
 
@@ -34,8 +35,9 @@ from .reshape import VARIABLE, input_reshapes, reshaped_inputs
 
 AnyTensor = Tensor | RawTensor
 RAW_INPUT_NAME = "raw_input"
+"""Triton's name in errors for the only input of a raw binary request."""
 _COUNTED_BEYOND = 4096
-"""Of a BYTES input with more elements than its shape has, so many more are counted for the error's text."""
+"""How many surplus elements of a BYTES input are counted for the error's text."""
 BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
     "input shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
@@ -45,7 +47,7 @@ BATCH_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class _InputRule:
-    """One input of the configuration, as requests are held against it. `dims` without the batch dimension, -1 = any."""
+    """One input of the configuration. dims: without the batch dimension, -1 = any size."""
 
     name: str
     datatype: str
@@ -58,7 +60,7 @@ class _InputRule:
         return cls(config.name, datatype, tuple(config.dims), not config.optional)
 
     def admits(self, shape: tuple[int, ...]) -> bool:
-        """`shape` without the batch dimension."""
+        """Whether `shape`, without the batch dimension, is allowed."""
         if shape == self.dims:  # most inputs; a configured dimension is -1 or positive
             return VARIABLE not in shape
         return len(shape) == len(self.dims) and all(
@@ -68,8 +70,11 @@ class _InputRule:
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """`inputs` by name, `requested_outputs` sorted and never empty unless the model has none; batch_size 0 = no
-    batching.
+    """What validation adds to a request.
+
+    inputs: decoded, by name
+    requested_outputs: sorted; all of the model's where the request named none
+    batch_size: 0 = the model does not batch
     """
 
     inputs: Mapping[str, Tensor]
@@ -89,33 +94,34 @@ class RequestValidator:
         self._reshapes = input_reshapes(config)
 
     def validate(self, request: InferenceRequest) -> ValidRequest:
-        """Raises TritonError INVALID_ARG with Triton's text for the first rule that is broken."""
+        """Raises TritonError INVALID_ARG with Triton's text for the first rule that the request breaks."""
         check_request(request)
         tag = request_tag(request.id)
-        tensors, names = self._tensors_by_name(request, tag)
+        tensors = self._tensors_by_name(request, tag)
         outputs = self._requested_outputs(request.requested_outputs, tag)
         self._check_input_count(tensors, tag)
         batch_size = self._batch_size(tensors, tag)
         for name, tensor in tensors.items():
             self._check_type_and_shape(self._inputs[name], tensor, tag)
+        shown_name = RAW_INPUT_NAME if request.raw_input is not None else None
         inputs: Mapping[str, Tensor] = {
-            name: self._sized(tensors[name], batch_size, names.get(name, name), tag) for name in tensors
+            name: self._decoded(tensor, batch_size, shown_name or name, tag) for name, tensor in tensors.items()
         }
         if self._reshapes:
             inputs = reshaped_inputs(self._reshapes, inputs)
         return ValidRequest(inputs, outputs, batch_size)
 
-    def _tensors_by_name(self, request: InferenceRequest, tag: str) -> tuple[dict[str, AnyTensor], dict[str, str]]:
-        """The tensors in order of name, and the names that errors use where they differ."""
+    def _tensors_by_name(self, request: InferenceRequest, tag: str) -> dict[str, AnyTensor]:
+        """The tensors, sorted by name."""
         if request.raw_input is not None:
             deduced = self._deduce_raw(request, request.raw_input, tag)
-            return {deduced.name: deduced}, {deduced.name: RAW_INPUT_NAME}
+            return {deduced.name: deduced}
         tensors: dict[str, AnyTensor] = {}
         for tensor in sorted(request.inputs, key=lambda item: item.name):
             if tensor.name in tensors:
                 raise invalid_argument(f"{tag}input '{tensor.name}' already exists in request")
             tensors[tensor.name] = tensor
-        return tensors, {}
+        return tensors
 
     def _deduce_raw(self, request: InferenceRequest, raw: bytes, tag: str) -> RawTensor:
         found = len(request.inputs) + 1
@@ -176,7 +182,7 @@ class RequestValidator:
         )
 
     def _batch_size(self, tensors: Mapping[str, AnyTensor], tag: str) -> int:
-        """The common first dimension, 0 for a model that does not batch."""
+        """The common first dimension; 0 for a model that does not batch."""
         batch_size: int | None = None
         if not self._max_batch_size:
             return 0
@@ -210,15 +216,16 @@ class RequestValidator:
         if len(shape) == len(rule.dims) and min(shape, default=0) < 0:
             raise invalid_argument(
                 f"{tag}All input dimensions should be specified for input '{rule.name}' for model "
-                f"'{self._model}', got {_dims(tensor.shape)}"
+                f"'{self._model}', got {shape_text(tensor.shape)}"
             )
         full = [VARIABLE, *rule.dims] if self._max_batch_size else rule.dims
         raise invalid_argument(
-            f"{tag}unexpected shape for input '{rule.name}' for model '{self._model}'. Expected {_dims(full)}, "
-            f"got {_dims(tensor.shape)}. {BATCH_NOTE if self._max_batch_size else ''}"
+            f"{tag}unexpected shape for input '{rule.name}' for model '{self._model}'. Expected {shape_text(full)}, "
+            f"got {shape_text(tensor.shape)}. {BATCH_NOTE if self._max_batch_size else ''}"
         )
 
-    def _sized(self, tensor: AnyTensor, batch_size: int, shown_name: str, tag: str) -> Tensor:
+    def _decoded(self, tensor: AnyTensor, batch_size: int, shown_name: str, tag: str) -> Tensor:
+        """The tensor, decoded after its size was checked. shown_name: its name in errors."""
         if tensor.datatype == "BYTES":
             if isinstance(tensor, RawTensor):
                 return self._strings(tensor, shown_name, tag)
@@ -242,7 +249,7 @@ class RequestValidator:
         return from_wire(tensor.name, tensor.datatype, tensor.shape, tensor.raw)
 
     def _strings(self, tensor: RawTensor, shown_name: str, tag: str) -> Tensor:
-        """The decoded elements. `check_request` bounds how many there may be."""
+        """The decoded elements. `check_request` has bounded their number."""
         expected = self._expected_strings(tensor.shape)
         elements, offset = split_strings(tensor.raw, max(expected, 0))
         if offset == len(tensor.raw) and len(elements) == expected:
@@ -278,10 +285,6 @@ class RequestValidator:
             f"{tag}expected {expected} string elements for inference input '{shown_name}' for model "
             f"'{self._model}', got {got}"
         )
-
-
-def _dims(shape: Sequence[int]) -> str:
-    return f"[{','.join(str(dim) for dim in shape)}]"
 
 
 def _quoted(names: Sequence[str] | Mapping[str, AnyTensor]) -> str:

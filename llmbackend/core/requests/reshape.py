@@ -1,6 +1,6 @@
 """`reshape` of inputs and outputs: the shape that a model sees, where it differs from the one that clients see.
 
-For: RequestValidator (inputs, after their checks), LoadedModel (outputs) and tensor_rules. Does not
+For: RequestValidator (inputs, after their checks), ResponseTransforms (outputs) and model_config_rules. Does not
 know: requests. Invariants: a tensor keeps its elements and their order; dimensions of variable size keep their values,
 in order. Source: ModelTensorReshape in Triton's model configuration, ValidateIOShape, PrepareForInference.
 """
@@ -8,22 +8,16 @@ in order. Source: ModelTensorReshape in Triton's model configuration, ValidateIO
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.errors import internal
-from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.tensors import Tensor
-
-from .delivery import Step
 
 VARIABLE = -1
 
 
 class Reshape:
-    """From tensors of dimensions `before` to tensors of dimensions `after`, both without the batch dimension."""
+    """Gives tensors with dimensions `before` the dimensions `after`, both without the batch dimension."""
 
     def __init__(self, before: Sequence[int], after: Sequence[int], batches: bool) -> None:
         self._before = tuple(before)
@@ -42,7 +36,7 @@ class Reshape:
 
 
 def input_reshapes(config: ModelConfig) -> dict[str, Reshape]:
-    """Of each input that has one: from the client's shape to the model's."""
+    """By input: from the client's shape to the model's."""
     batches = config.max_batch_size > 0
     return {
         item.name: Reshape(item.dims, item.reshape.shape, batches) for item in config.input if item.HasField("reshape")
@@ -50,7 +44,7 @@ def input_reshapes(config: ModelConfig) -> dict[str, Reshape]:
 
 
 def output_reshapes(config: ModelConfig) -> dict[str, Reshape]:
-    """Of each output that has one: from the model's shape to the client's."""
+    """By output: from the model's shape to the client's."""
     batches = config.max_batch_size > 0
     return {
         item.name: Reshape(item.reshape.shape, item.dims, batches) for item in config.output if item.HasField("reshape")
@@ -59,22 +53,6 @@ def output_reshapes(config: ModelConfig) -> dict[str, Reshape]:
 
 def reshaped_inputs(reshapes: Mapping[str, Reshape], inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return {name: reshapes[name].apply(tensor) if name in reshapes else tensor for name, tensor in inputs.items()}
-
-
-def reshaping(reshapes: Mapping[str, Reshape]) -> Step:
-    """Gives outputs the shape that clients see."""
-    return partial(_reshaped, reshapes)
-
-
-def _reshaped(reshapes: Mapping[str, Reshape], response: InferenceResponse) -> InferenceResponse:
-    """Raises TritonError INTERNAL for an output that the model gave another shape than its configuration says."""
-    try:
-        outputs = tuple(
-            reshapes[tensor.name].apply(tensor) if tensor.name in reshapes else tensor for tensor in response.outputs
-        )
-    except ValueError as error:
-        raise internal(f"an output of model '{response.model_name}' can not be reshaped: {error}") from None
-    return replace(response, outputs=outputs)
 
 
 def reshape_fault(dims: Sequence[int], shape: Sequence[int], batches: bool) -> str:
@@ -90,7 +68,7 @@ def reshape_fault(dims: Sequence[int], shape: Sequence[int], batches: bool) -> s
 
 
 def _sizes(dims: Sequence[int]) -> list[int]:
-    """How many elements lie before, between and behind the dimensions of variable size: [2, 4, -1, 6] has [8, 6]."""
+    """The elements before, between and behind the dimensions of variable size: [8, 6] for [2, 4, -1, 6]."""
     sizes = [1]
     for dim in dims:
         if dim == VARIABLE:

@@ -1,10 +1,9 @@
 """One request's way back to its client: the only place that calls its response callback.
 
 For: requests, responses and response factories, which are handles on a channel. Does not know: tensors' content,
-schedulers, backends. Invariants: exactly one callback carries FINAL and none comes after it; the channel is done when
-its last handle is dropped, and a channel whose last handle went without FINAL completes itself with an error, so that
-no client hangs.
-Source: the response factory of Triton's core, which does not police FINAL.
+schedulers, backends. Invariants: exactly one call of the callback carries FINAL and none comes after it; a channel
+whose last handle is dropped before FINAL completes itself with an error, so that no client hangs.
+Source: the response factory of Triton's core, which does not check FINAL.
 """
 
 from __future__ import annotations
@@ -13,16 +12,72 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Protocol
 
 from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import TritonError, internal, request_tag
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback
-from llmbackend.core.statistics import Statistics
-
-from .reaper import Reaper
+from llmbackend.core.metrics.statistics import PhaseTimes, Statistics
 
 log = logging.getLogger(__name__)
+
+
+class Reaper:
+    """Completes what a backend dropped without completing it: runs actions in order on one daemon thread, between
+    `start` and `stop`.
+
+    Actions come from `__del__`, which may run on any thread and under any lock. So `submit` never blocks and takes no
+    lock that Python code can hold (`SimpleQueue.put` is reentrant).
+    """
+
+    def __init__(self) -> None:
+        self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_acting = False
+
+    @property
+    def backlog(self) -> int:
+        """How many actions were submitted and have not ended."""
+        return self._actions.qsize() + self._is_acting
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="reaper", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Runs what was submitted so far, then ends the thread."""
+        if self._thread is not None:
+            self._actions.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def submit(self, action: Callable[[], None]) -> None:
+        self._actions.put(action)
+
+    def _run(self) -> None:
+        while (action := self._actions.get()) is not None:
+            self._is_acting = True
+            try:
+                action()
+            except Exception:
+                log.exception("completing an abandoned request failed")
+            self._is_acting = False
+            del action  # or the last one would keep its request alive until the next
+
+
+class RequestObserver(Protocol):
+    """Follows more of a request than its responses: an ensemble, a warmup. Called on any thread."""
+
+    def make_room(self) -> None:
+        """Called before each response of a backend with SendPolicy.BLOCKING is delivered; may block to hold it back."""
+
+    def computed(self, times: PhaseTimes) -> None:
+        """The request succeeded; `times` are what its backend reported."""
+
+    def done(self) -> None:
+        """The last handle on the request was dropped."""
 
 
 class ChannelOwner(Protocol):
@@ -38,29 +93,37 @@ class ChannelOwner(Protocol):
     def statistics(self) -> Statistics: ...
     @property
     def may_block_in_send(self) -> bool:
-        """Whether the backend asked to be held back where its responses are taken too slowly."""
+        """Whether the backend has SendPolicy.BLOCKING."""
 
     def request_done(self, channel: ResponseChannel) -> None:
         """The last handle of a request was dropped."""
 
 
 class ResponseChannel:
-    """The client's end of one request; also its InferenceHandle. Callbacks run under the channel's lock: they only
-    enqueue.
+    """The client's end of one request; also its InferenceHandle. Callbacks run under the channel's lock, so they must
+    only enqueue.
+
+    instance: the instance that has the request, or had it last; None before
     """
 
-    def __init__(self, request: InferenceRequest, owner: ChannelOwner) -> None:
+    def __init__(
+        self,
+        request: InferenceRequest,
+        callback: ResponseCallback,
+        owner: ChannelOwner,
+        observer: RequestObserver | None = None,
+    ) -> None:
         self.request_id = request.id
         self.tenant = request.tenant
         self.owner = owner
         self.start_ns = time.monotonic_ns()
-        self.observer = request.observer
-        self.instance: object = None  # the one that has the request, or had it last
-        self._callback = request.response_callback
+        self.observer = observer
+        self.instance: object = None
+        self._callback = callback
         self._lock = threading.RLock()
         self._handles = 0
         self._final_ns = 0
-        self._on_final: Callable[[int], None] | None = None
+        self._count: Callable[[int], None] | None = None
         self._is_counted = False
         self._cancelled = False
         self._aborted = False
@@ -101,15 +164,15 @@ class ResponseChannel:
         if self.observer is not None:
             self.observer.done()
 
-    def intercept(self, wrap: Callable[[ResponseCallback], ResponseCallback]) -> bool:
-        """Puts a callback of the host between the responses and the client's; False when FINAL went before."""
+    def wrap_callback(self, wrap: Callable[[ResponseCallback], ResponseCallback]) -> bool:
+        """Puts a callback of the host before the client's; False when FINAL was delivered already."""
         with self._lock:
             if not self._final_ns:
                 self._callback = wrap(self._callback)
             return not self._final_ns
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> bool:
-        """Calls the client's callback; False when FINAL went before (logged, nothing delivered)."""
+        """Calls the client's callback; False when FINAL was delivered already (logged, nothing delivered)."""
         if type(flags) is not ResponseFlag:
             flags = ResponseFlag(flags)  # a backend may give a plain number
         with self._lock:
@@ -122,7 +185,7 @@ class ResponseChannel:
                     )
                 return False
             if is_final(flags):
-                self._finish()  # before the callback, so that whoever has seen the last response also sees it counted
+                self._finish()  # before the callback: a client that has the last response also finds it counted
             if self.trace is not None:
                 self.trace.responded(response.outputs if response is not None else ())
             try:
@@ -135,42 +198,39 @@ class ResponseChannel:
         self._final_ns = time.monotonic_ns()
         self._on_cancel.clear()
         self._dequeue = None
-        if self._on_final is not None:
-            self._on_final(self._final_ns)
-            self._on_final = None
+        if self._count is not None:
+            self._count(self._final_ns)
+            self._count = None
 
-    def when_final(self, callback: Callable[[int], None]) -> None:
-        """Calls `callback` with the time of FINAL (monotonic ns), now or later. Only the first callback counts, so that
-        a request is counted once whoever reports it."""
+    def count_when_final(self, count: Callable[[int], None]) -> None:
+        """Calls `count`, which adds the request to its model's statistics, with the time of FINAL (monotonic ns), now
+        or later. Further calls do nothing, so that a request is counted once."""
         with self._lock:
             if self._is_counted:
                 return
             self._is_counted = True
             if self._final_ns:
-                callback(self._final_ns)
+                count(self._final_ns)
             else:
-                self._on_final = callback
+                self._count = count
 
     def count_now(self) -> None:
-        """Counts what was reported although FINAL did not come: the request goes on, and will be reported again."""
+        """Counts what was reported before FINAL: the request goes on, and will be reported again."""
         with self._lock:
-            on_final, self._on_final, self._is_counted = self._on_final, None, False
-        if on_final is not None:
-            on_final(time.monotonic_ns())
+            count, self._count, self._is_counted = self._count, None, False
+        if count is not None:
+            count(time.monotonic_ns())
 
     def fail(self, error: TritonError) -> bool:
         """Ends the request with an error response; False when it had ended before."""
-        # A fresh error: the traceback of the given one holds frames, and they hold requests.
-        return self.deliver(self.response(error=TritonError(error.message, error.code)), ResponseFlag.FINAL)
+        response = InferenceResponse(self.owner.name, self.owner.version, self.request_id, error=error.copy())
+        return self.deliver(response, ResponseFlag.FINAL)
 
     def withdraw(self) -> None:
-        """Ends a request that was refused synchronously: no callback will come."""
+        """Ends a request that was refused synchronously: its callback is never called."""
         with self._lock:
             self.observer = None
             self._final_ns = time.monotonic_ns()
-
-    def response(self, error: TritonError | None = None) -> InferenceResponse:
-        return InferenceResponse(self.owner.name, self.owner.version, self.request_id, error=error)
 
     def next_response_index(self) -> int:
         with self._lock:
@@ -179,33 +239,33 @@ class ResponseChannel:
             return index
 
     def cancel(self) -> None:
-        """Asks for cancellation: idempotent, any thread, no effect after FINAL."""
+        """Asks the request to stop: idempotent, any thread, no effect after FINAL."""
         with self._lock:
             if self._cancelled or self._final_ns:
                 return
-            callbacks = self._start_cancelling()
-        self._run_cancelling(callbacks)
+            callbacks = self._begin_cancel()
+        self._call_cancel_callbacks(callbacks)
 
     def abort(self, error: TritonError) -> bool:
-        """Ends the request for its client at once, with `error`, and asks the backend to drop it; what the backend
-        still sends is dropped in silence. False when the client had its last response before."""
+        """Ends the request for its client at once, with `error`, and asks the backend to stop; what the backend still
+        sends is dropped without a log line. False when FINAL was delivered already."""
         with self._lock:
             if self._final_ns:
                 return False
             self._aborted = True
-            callbacks = self._start_cancelling()
+            callbacks = self._begin_cancel()
             self.fail(error)
-        self._run_cancelling(callbacks)
+        self._call_cancel_callbacks(callbacks)
         return True
 
-    def _start_cancelling(self) -> list[Callable[[], None]]:
-        """Whom to tell. Holds the lock."""
+    def _begin_cancel(self) -> list[Callable[[], None]]:
+        """The callbacks to call, under no lock. The caller holds the lock."""
         self._cancelled = True
         callbacks = [*self._on_cancel, *([self._dequeue] if self._dequeue else [])]
         self._on_cancel.clear()
         return callbacks
 
-    def _run_cancelling(self, callbacks: list[Callable[[], None]]) -> None:
+    def _call_cancel_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         for callback in callbacks:
             try:
                 callback()
@@ -223,6 +283,6 @@ class ResponseChannel:
         callback()
 
     def set_dequeue(self, callback: Callable[[], None] | None) -> None:
-        """The scheduler's own cancellation callback while the request waits in a queue; None when it left the queue."""
+        """Sets the scheduler's own cancellation callback while the request is queued; None when it leaves the queue."""
         with self._lock:
             self._dequeue = None if self._final_ns else callback

@@ -1,25 +1,43 @@
-"""What one model version does with its responses before they leave it: reshape, classification, time to the first.
+"""What the host does to a response between a backend and its client's callback.
 
-For: LoadedModel. Does not know: requests, backends. Invariant: a request that asks for nothing of this keeps its own
-callback, and pays nothing. Source: InferenceResponse in Triton's core.
+For: LoadedModel (`ResponseTransforms`) and shared memory (`TransformedCallback`). Does not know: requests, protocols.
+Invariants: every call of a callback is one call of the next, with the same flags; a response that cannot be transformed
+becomes an error in its place; a request that needs no transform keeps its own callback.
+Source: InferenceResponse in Triton's core; the classification extension, classification.cc, label_provider.cc.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.messages import InferenceRequest
-from llmbackend.core.metrics.latencies import FirstResponse, Histogram
+from llmbackend.core.errors import TritonError, internal, invalid_argument, unsupported
+from llmbackend.core.files import path_inside
+from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback, ResponseFlag, is_final
+from llmbackend.core.metrics.model_metrics import FirstResponse, Histogram
+from llmbackend.core.tensors import Tensor
 
-from .classification import classifying, read_labels
-from .delivery import Delivery
-from .reshape import output_reshapes, reshaping
+from .reshape import Reshape, output_reshapes
+
+Transform = Callable[[InferenceResponse], InferenceResponse]
+"""Makes a response without an error from one. May raise TritonError."""
+Labels = Mapping[str, Sequence[str]]
+"""Of each output that has some: the label of each index."""
+MAX_CLASSES = 1 << 16
+"""Results of one output, over its whole batch: each is a Python string. The bound is ours; Triton has none."""
+_UNSUPPORTED = frozenset({"BOOL", "FP16", "BF16", "BYTES"})
 
 
-class Responses:
+class ResponseTransforms:
+    """What one model version does to its responses: reshape, classification, the time to the first one."""
+
     def __init__(self, config: ModelConfig, directory: Path, first_response: Histogram | None) -> None:
         """Raises TritonError for a label file that can not be read."""
         self._labels = read_labels(config, directory)
@@ -27,13 +45,125 @@ class Responses:
         self._batches = config.max_batch_size > 0
         self._first_response = first_response
 
-    def around(self, message: InferenceRequest) -> InferenceRequest:
-        """`message` with a callback to which the model's responses can be given as the backend makes them."""
-        callback = message.response_callback
-        if message.classes:
-            callback = Delivery(callback, classifying(message.classes, self._labels, self._batches))
+    def wrap(self, callback: ResponseCallback, request: InferenceRequest) -> ResponseCallback:
+        """The callback for responses as the backend makes them: what `request` needs done to them, then `callback`."""
+        if request.classes:
+            classify = partial(_classified, request.classes, self._labels, self._batches)
+            callback = TransformedCallback(callback, classify)
         if self._reshapes:
-            callback = Delivery(callback, reshaping(self._reshapes))
+            callback = TransformedCallback(callback, partial(_reshaped, self._reshapes))
         if self._first_response is not None:
             callback = FirstResponse(callback, self._first_response)
-        return message if callback is message.response_callback else replace(message, response_callback=callback)
+        return callback
+
+
+class TransformedCallback:
+    """A response callback that passes responses through `transform` and then on to `callback`. `on_final` is called
+    before the last one is passed on, so that a client that has it finds the request's resources released."""
+
+    __slots__ = ("_callback", "_on_final", "_transform")
+
+    def __init__(
+        self, callback: ResponseCallback, transform: Transform, on_final: Callable[[], None] | None = None
+    ) -> None:
+        self._callback = callback
+        self._transform = transform
+        self._on_final = on_final
+
+    def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        if response is not None and response.error is None:
+            response = self._transformed(response)
+        if self._on_final is not None and is_final(flags):
+            self._on_final()
+        self._callback(response, flags)
+
+    def _transformed(self, response: InferenceResponse) -> InferenceResponse:
+        try:
+            return self._transform(response)
+        except TritonError as error:
+            name, version, request_id = response.model_name, response.model_version, response.request_id
+            return InferenceResponse(name, version, request_id, error=error.copy())
+
+
+def _reshaped(reshapes: Mapping[str, Reshape], response: InferenceResponse) -> InferenceResponse:
+    """Gives outputs the shape that clients see.
+
+    Raises TritonError INTERNAL for an output that the model gave another shape than its configuration says."""
+    try:
+        outputs = tuple(
+            reshapes[tensor.name].apply(tensor) if tensor.name in reshapes else tensor for tensor in response.outputs
+        )
+    except ValueError as error:
+        raise internal(f"an output of model '{response.model_name}' can not be reshaped: {error}") from None
+    return replace(response, outputs=outputs)
+
+
+# --- classification: the largest elements of an output as text, `value:index[:label]` ---------------------------------
+
+
+def read_labels(config: ModelConfig, directory: Path) -> Labels:
+    """The label files that the outputs name. Raises TritonError: UNSUPPORTED for one outside of the model's directory,
+    INTERNAL for one that can not be read."""
+    return {
+        output.name: _read(config.name, output.name, directory, output.label_filename)
+        for output in config.output
+        if output.label_filename
+    }
+
+
+def _read(model: str, output: str, directory: Path, filename: str) -> list[str]:
+    path = path_inside(directory, filename)
+    if path is None:
+        raise unsupported(
+            f"label file path {filename!r} for output '{output}' in model '{model}' is outside model directory"
+        )
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise internal(f"failed to open text file for read {filename}: {reason}") from None
+
+
+def _classified(
+    classes: Mapping[str, int], labels: Labels, batches: bool, response: InferenceResponse
+) -> InferenceResponse:
+    """Replaces each output named in `classes` by so many of its largest elements, the largest first."""
+    outputs = tuple(
+        _top(tensor, classes[tensor.name], labels.get(tensor.name, ()), batches) if tensor.name in classes else tensor
+        for tensor in response.outputs
+    )
+    return replace(response, outputs=outputs)
+
+
+def _top(tensor: Tensor, count: int, labels: Sequence[str], batches: bool) -> Tensor:
+    """Raises TritonError INVALID_ARG for a datatype whose elements have no order that a client could read, or for more
+    than MAX_CLASSES results."""
+    if tensor.datatype in _UNSUPPORTED:
+        raise invalid_argument(f"class result not available for output due to unsupported type '{tensor.datatype}'")
+    batch = tensor.shape[:1] if batches else ()
+    rows = tensor.data.reshape(*(batch or (1,)), -1) if tensor.data.size else np.empty((*(batch or (1,)), 0))
+    if (wanted := len(rows) * min(count, rows.shape[-1])) > MAX_CLASSES:
+        raise invalid_argument(
+            f"output '{tensor.name}' has {wanted} classes for this request, at most {MAX_CLASSES} are accepted"
+        )
+    texts = [text for row in rows for text in _classes(row, count, labels)]
+    data = np.empty(len(texts), dtype=np.object_)
+    data[:] = texts
+    shape = (*batch, min(count, rows.shape[-1]))
+    return Tensor(tensor.name, "BYTES", shape, data.reshape(shape))
+
+
+def _classes(row: npt.NDArray[Any], count: int, labels: Sequence[str]) -> list[bytes]:
+    # Sorted backwards from the end, so that of equal elements the first comes first.
+    order = len(row) - 1 - np.argsort(row[::-1], kind="stable")[::-1]
+    return [f"{_value(row[index])}:{index}{_suffix(labels, index)}".encode() for index in order[:count]]
+
+
+def _value(element: Any) -> str:
+    """As C++ prints numbers: six decimals, and integers as they are."""
+    return f"{element:f}" if isinstance(element, np.floating) else f"{element}"
+
+
+def _suffix(labels: Sequence[str], index: int) -> str:
+    """An empty label is none."""
+    return f":{labels[index]}" if index < len(labels) and labels[index] else ""

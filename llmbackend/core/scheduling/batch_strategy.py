@@ -1,17 +1,9 @@
-"""A model's own batching strategy: a `batchstrategy.py` that says which requests may still join a batch.
+"""A model's own batching strategy: a `batchstrategy.py` that decides which requests may still join a batch.
 
-For: the dynamic batcher (asks it for every request that would join) and model loading. Does not know: queues, how the
-batcher decides otherwise: a strategy can only end a batch earlier. Invariants: every FormingBatch is finalised, and the
-batcher's state once, before the model; a strategy that fails leaves the request out, is logged, and harms no request.
-The functions run under the queue's lock, as in Triton, so they must be quick.
-Source: SetBatchingStrategy in Triton's backend_model.cc, CustomBatch* in dynamic_batch_scheduler.cc; where Triton loads
-a batchstrategy.so, this host loads a Python module with the same five names:
-
-    TRITONBACKEND_ModelBatcherInitialize(model: Model) -> batcher          once per model version
-    TRITONBACKEND_ModelBatcherFinalize(batcher) -> None
-    TRITONBACKEND_ModelBatchInitialize(batcher) -> batch                   a batch begins to form; its own state
-    TRITONBACKEND_ModelBatchIncludeRequest(request: Request, batch) -> bool
-    TRITONBACKEND_ModelBatchFinalize(batch) -> None
+For: the dynamic batcher and model loading. Does not know: queues; a strategy can only end a batch earlier. Invariants:
+every FormingBatch is finalised; when a strategy fails, the request is left out, the error is logged, and no request
+fails.
+Source: SetBatchingStrategy in Triton's backend_model.cc, CustomBatch* in dynamic_batch_scheduler.cc.
 """
 
 from __future__ import annotations
@@ -28,7 +20,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.core.backend_api import Model, Request
 from llmbackend.core.errors import TritonError, internal, invalid_argument, not_found, unsupported
-from llmbackend.core.module_files import import_file
+from llmbackend.core.files import import_file
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +45,7 @@ class FormingBatch:
         self._model = model
 
     def includes(self, request: Request) -> bool:
-        """Whether the request may join. The strategy counts it as joined when it says so."""
+        """Whether the request may join. If so, the strategy counts it as joined."""
         try:
             return bool(self._include(request, self._state))
         except Exception:
@@ -62,7 +54,17 @@ class FormingBatch:
 
 
 class BatchStrategy:
-    """The five functions for one model version, from `initialize` to `finalize`."""
+    """The five functions for one model version, from `initialize` to `finalize`.
+
+    Where Triton loads a batchstrategy.so, this host loads a Python module with the same five names. They run under the
+    queue's lock, as in Triton, so they must be quick.
+
+    TRITONBACKEND_ModelBatcherInitialize(model: Model) -> batcher          once per model version
+    TRITONBACKEND_ModelBatcherFinalize(batcher) -> None                    before the model is finalised
+    TRITONBACKEND_ModelBatchInitialize(batcher) -> batch                   a batch begins to form; its own state
+    TRITONBACKEND_ModelBatchIncludeRequest(request: Request, batch) -> bool
+    TRITONBACKEND_ModelBatchFinalize(batch) -> None
+    """
 
     def __init__(self, model: str, module: str, functions: dict[str, Callable[..., Any]]) -> None:
         self._model = model
@@ -71,7 +73,7 @@ class BatchStrategy:
         self._batcher: Any = None
 
     def initialize(self, model: Model) -> None:
-        """Raises the strategy's TritonError; any other exception of it counts as INTERNAL."""
+        """Raises the strategy's TritonError; its other exceptions become INTERNAL."""
         try:
             self._batcher = self._functions["TRITONBACKEND_ModelBatcherInitialize"](model)
         except TritonError as error:
@@ -146,7 +148,7 @@ def _directories(model: Model) -> list[Path]:
 
 
 def _named(text: str, model: Model) -> Path:
-    """The path in the parameter; a relative one counts from the model's directory."""
+    """The path in the parameter, relative to the model's directory."""
     path = model.directory / text
     if not path.resolve().is_relative_to(model.directory.resolve()):
         raise invalid_argument(

@@ -1,8 +1,8 @@
-"""A scheduler with the response cache before it: what was answered before is answered at once and not queued.
+"""A scheduler with the response cache before it: a cached response is sent at once, without queueing the request.
 
 For: models with `response_cache { enable: true }` on a server with a cache. Does not know: what a cache is made of, how
 the scheduler behind it works. Invariants: a request is answered from the cache or goes on to the scheduler, never both;
-only a single, successful, final response is kept; what fails in the cache costs a hit and no request.
+only a single, successful, final response is cached; a failure of the cache costs a hit, never a request.
 Source: CacheLookUp and DelegateResponse in Triton's dynamic_batch_scheduler.cc; golden transcript 44.
 """
 
@@ -19,18 +19,18 @@ from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.caching.response_cache import CacheKeys, ResponseCache, pack, unpack
 from llmbackend.core.errors import ErrorCode, TritonError, internal, request_tag
 from llmbackend.core.messages import InferenceResponse, ResponseCallback
-from llmbackend.core.requests.infer_request import InferRequest
+from llmbackend.core.metrics.statistics import FailureReason
+from llmbackend.core.requests.queued_request import QueuedRequest
 from llmbackend.core.requests.response_channel import ChannelOwner
-from llmbackend.core.statistics import FailureReason
 
-from .scheduler import Scheduler, SchedulerShell
+from .scheduler import DelegatingScheduler, Scheduler
 
 log = logging.getLogger(__name__)
 
 
 class _Recording:
-    """The responses of a request that missed, on their way to the client. `only` is the one response so far, None when
-    there was another, or an error."""
+    """The responses of a request that missed, on their way to the client. only: the single response so far; None when
+    there are several, or an error."""
 
     __slots__ = ("client", "key", "lookup_ns", "only", "responses")
 
@@ -46,7 +46,7 @@ class _Recording:
         self.only = response if self.responses == 1 and response.error is None else None
 
 
-class CachingScheduler(SchedulerShell):
+class CachingScheduler(DelegatingScheduler):
     def __init__(self, inner: Scheduler, cache: ResponseCache, model: ChannelOwner) -> None:
         super().__init__(inner)
         self._cache = cache
@@ -59,23 +59,23 @@ class CachingScheduler(SchedulerShell):
     def __len__(self) -> int:
         return super().__len__() + self._waiting
 
-    def enqueue(self, request: InferRequest) -> None:
-        """Raises TritonError as the scheduler behind it, or, where the cache looks up on its own threads, fails the
-        request with that error."""
+    def enqueue(self, request: QueuedRequest) -> None:
+        """Raises TritonError as the inner scheduler does; if the cache looks up on its own threads, fails the request
+        with that error instead."""
         if self._cache.is_remote:
             self._count_waiting(1)
             self._cache.run_lookup(partial(self._look_up_later, request))
         else:
             self._cache.run_lookup(partial(self._look_up, request))
 
-    def left_behind(self) -> Mapping[str, int]:
-        return {**super().left_behind(), "requests that wait for the response cache": self._waiting}
+    def leaked_resources(self) -> Mapping[str, int]:
+        return {**super().leaked_resources(), "requests that wait for the response cache": self._waiting}
 
     def _count_waiting(self, change: int) -> None:
         with self._lock:
             self._waiting += change
 
-    def _look_up_later(self, request: InferRequest) -> None:
+    def _look_up_later(self, request: QueuedRequest) -> None:
         self._count_waiting(-1)
         try:
             self._look_up(request)
@@ -85,32 +85,34 @@ class CachingScheduler(SchedulerShell):
             log.exception("%sthe scheduler behind the response cache failed", request_tag(request.id))
             request.fail(internal(f"{type(error).__name__}: {error}"), FailureReason.OTHER)
 
-    def _look_up(self, request: InferRequest) -> None:
+    def _look_up(self, request: QueuedRequest) -> None:
         start_ns = time.monotonic_ns()
         key = self._keys.of(request)
-        entry = self._kept(key, request)
+        entry = self._cached(key, request)
         lookup_ns = time.monotonic_ns() - start_ns
-        if entry is not None and self._answer(request, entry, lookup_ns):
+        if entry is not None and self._send_cached(request, entry, lookup_ns):
             return
-        request.channel.intercept(lambda client: partial(self._arrived, _Recording(client, key, lookup_ns)))
+        request.channel.wrap_callback(lambda client: partial(self._on_response, _Recording(client, key, lookup_ns)))
         super().enqueue(request)
 
-    def _kept(self, key: bytes, request: InferRequest) -> bytes | None:
+    def _cached(self, key: bytes, request: QueuedRequest) -> bytes | None:
         try:
             return self._cache.lookup(key)
         except Exception:
             log.exception("%sFailed to look up in the response cache", request_tag(request.id))
             return None
 
-    def _answer(self, request: InferRequest, entry: bytes, lookup_ns: int) -> bool:
-        """Answers from the cache; False for an entry that can not be read."""
+    def _send_cached(self, request: QueuedRequest, entry: bytes, lookup_ns: int) -> bool:
+        """Sends the cached response. False for an entry that cannot be read."""
         try:
             outputs, parameters = unpack(entry)
         except (ValueError, TritonError) as error:
             log.error("%sunreadable entry in the response cache: %s", request_tag(request.id), error)
             return False
         start_ns = request.channel.start_ns
-        request.channel.when_final(lambda final_ns: self._statistics.record_cache_hit(final_ns - start_ns, lookup_ns))
+        request.channel.count_when_final(
+            lambda final_ns: self._statistics.record_cache_hit(final_ns - start_ns, lookup_ns)
+        )
         response = request.new_response()
         for output in outputs:
             response.add_output(output)
@@ -120,7 +122,7 @@ class CachingScheduler(SchedulerShell):
         request.release()
         return True
 
-    def _arrived(self, recording: _Recording, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+    def _on_response(self, recording: _Recording, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         if response is not None:
             recording.add(response)
         if flags & ResponseFlag.FINAL and recording.only is not None:
@@ -135,6 +137,6 @@ class CachingScheduler(SchedulerShell):
             self._cache.insert(key, pack(response))
         except Exception as error:
             if isinstance(error, TritonError) and error.code is ErrorCode.ALREADY_EXISTS:
-                return  # an equal request was answered meanwhile; Triton counts no miss for this one
+                return  # an equal request was answered in the meantime; as in Triton, not counted as a miss
             log.error("%sFailed to insert into response cache: %s", request_tag(response.request_id), error)
         self._statistics.record_cache_miss(lookup_ns, time.monotonic_ns() - start_ns)

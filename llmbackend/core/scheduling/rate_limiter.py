@@ -1,30 +1,133 @@
-"""The rate limiter: an instance executes only when it has its resources, and in the order of priorities, across models.
+"""The rate limiter: an instance executes only when it has its resources, in the order of priorities across all models.
 
-For: `--rate-limit=execution_count`. Does not know: what a batch holds, how resources are counted (Resources).
-Invariants: of the instances that are ready to execute, the one with the lowest (executions so far x priority) is first,
-and nobody passes it, so that large needs are met, too; an instance that waits forms no batch, so its requests can still
-be cancelled, time out and gain company; a lease is given back when the execution ended, however it ended.
-Source: Triton's rate_limiter.cc. Off, it costs nothing: instance threads then ask the scheduler directly.
+For: `--rate-limit=execution_count`. Does not know: what a batch contains. Invariants: no instance is registered that
+needs more resources than there are; a lease ends with its execution, however that ends.
+Source: rate_limiter.cc of Triton, with its texts. When off it costs nothing: threads ask the scheduler directly.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from tritonclient.grpc.model_config_pb2 import ModelRateLimiter
 
-from llmbackend.core.requests.infer_request import InferRequest
+from llmbackend.core.errors import invalid_argument
+from llmbackend.core.requests.queued_request import QueuedRequest
 
-from .rate_limit_resources import Need, RateLimitMode, RateLimitResource, Resources, need_of
 from .scheduler import Batches, BatchSource
+
+RateLimitMode = Literal["off", "execution_count"]
+GLOBAL = -2
+EVERY_DEVICE = -1
+"""`device` of a resource. GLOBAL: one count for the whole host; EVERY_DEVICE: the same count on each device
+(`--rate-limit-resource` without a device)."""
+
+Need = Mapping[tuple[int, str], int]
+"""(device, name) → count."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimitResource:
+    """One `--rate-limit-resource=name:count[:device]`."""
+
+    name: str
+    count: int
+    device: int = EVERY_DEVICE
+
+
+def need_of(config: ModelRateLimiter, device: int) -> Need:
+    """What one execution of an instance on that device needs."""
+    need = {}
+    for resource in config.resources:
+        is_global = getattr(resource, "global")  # a keyword in Python
+        need[(GLOBAL if is_global else device, resource.name)] = resource.count
+    return need
+
+
+class ResourceManager:
+    """How much there is of each resource, and what is in use. RateLimiter's lock guards it.
+
+    given: from the command line. If any are given, others do not exist; if none are, there is as much of each resource
+    as its largest user needs. The use of a resource may exceed its limit while that sinks because its largest user was
+    unregistered.
+    """
+
+    def __init__(self, given: Iterable[RateLimitResource]) -> None:
+        self._given: dict[tuple[int, str], int] = {}
+        for resource in given:
+            key = (resource.device, resource.name)
+            self._given[key] = max(resource.count, self._given.get(key, 0))
+        self._needs: dict[Hashable, Need] = {}
+        self._limits: dict[tuple[int, str], int] = {}
+        self._used: Counter[tuple[int, str]] = Counter()
+
+    def register(self, user: Hashable, need: Need) -> None:
+        """Raises TritonError INVALID_ARG, without registering, when the need is more than there is."""
+        self._needs[user] = need
+        try:
+            self._update_limits()
+        except BaseException:
+            self.unregister(user)
+            raise
+
+    def unregister(self, user: Hashable) -> None:
+        """Resources in use stay so until they are released."""
+        self._needs.pop(user, None)
+        self._update_limits()
+
+    def fits(self, need: Need) -> bool:
+        return all(self._used[key] + count <= self._limits.get(key, 0) for key, count in need.items())
+
+    def take(self, need: Need) -> None:
+        self._used.update(need)
+
+    def release(self, need: Need) -> None:
+        self._used.subtract(need)
+
+    @property
+    def used_count(self) -> int:
+        return sum(self._used.values())
+
+    def _update_limits(self) -> None:
+        largest: dict[tuple[int, str], int] = {}
+        for need in self._needs.values():
+            for key, count in need.items():
+                largest[key] = max(count, largest.get(key, 0))
+        limits = {key: self._limit(key, count) for key, count in largest.items()}
+        global_names = {name for device, name in limits if device == GLOBAL}
+        for device, name in limits:
+            if device != GLOBAL and name in global_names:
+                raise invalid_argument(
+                    f'Resource "{name}" is present as both global and device-specific resource in the model '
+                    f"configuration."
+                )
+        self._limits = limits
+
+    def _limit(self, key: tuple[int, str], largest: int) -> int:
+        """How much there is of a resource whose largest user needs `largest`."""
+        if not self._given:
+            return largest
+        device, name = key
+        if device == GLOBAL:
+            counts = [count for (_, given_name), count in self._given.items() if given_name == name]
+        else:
+            counts = [self._given.get((device, name), 0), self._given.get((EVERY_DEVICE, name), 0)]
+        limit = max(counts, default=0)
+        if limit < largest:
+            raise invalid_argument(
+                f'Resource count for "{name}" is limited to {limit} which will prevent scheduling of one or more model '
+                f"instances, the minimum required count is {largest}"
+            )
+        return limit
 
 
 class LimitedInstance(Protocol):
-    """An instance as the limiter sees it."""
+    """What the limiter needs of an instance."""
 
     @property
     def device_id(self) -> int: ...
@@ -33,25 +136,33 @@ class LimitedInstance(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Lane:
-    """One registered instance. `rank` is its place among those that wait: the lower, the earlier."""
+class Registration:
+    """One registered instance."""
 
     need: Need
     priority: int
+    """1 is the highest."""
     executions: int
     is_open: bool = True
+    """Whether it is still registered."""
     rank: tuple[int, int] = (0, 0)
+    """Its place among those that wait: the lowest is first."""
 
 
 class RateLimiter:
-    """Any thread. One lock for all: the limiter is for hosts where executions are few and large."""
+    """Any thread. One lock for all: the limiter is for hosts where executions are few and large.
+
+    Of the instances that are ready to execute, the one with the lowest (executions so far x priority) is first and is
+    not overtaken, so that large needs are met, too. An instance that waits forms no batch, so its requests can still be
+    cancelled, time out and be joined by others.
+    """
 
     def __init__(self, mode: RateLimitMode = "off", given: Iterable[RateLimitResource] = ()) -> None:
         self._is_on = mode == "execution_count"
         self._changed = threading.Condition(threading.Lock())
-        self._resources = Resources(given)
-        self._lanes: dict[LimitedInstance, Lane] = {}
-        self._waiting: set[Lane] = set()
+        self._resources = ResourceManager(given)
+        self._registrations: dict[LimitedInstance, Registration] = {}
+        self._waiting: set[Registration] = set()
         self._turns = itertools.count()
 
     def register(self, instance: LimitedInstance) -> None:
@@ -61,57 +172,60 @@ class RateLimiter:
         config = instance.rate_limiter
         priority = max(config.priority, 1)
         with self._changed:
-            # By design unlike Triton's 0: who comes later does not go before all others until it has caught up.
-            least = min((lane.executions * lane.priority for lane in self._lanes.values()), default=0)
-            lane = Lane(need_of(config, instance.device_id), priority, executions=least // priority)
-            self._resources.register(lane, lane.need)
-            self._lanes[instance] = lane
+            # By design unlike Triton's 0: an instance that comes later is not first until it has caught up.
+            used = (each.executions * each.priority for each in self._registrations.values())
+            executions = min(used, default=0) // priority
+            registration = Registration(need_of(config, instance.device_id), priority, executions)
+            self._resources.register(registration, registration.need)
+            self._registrations[instance] = registration
 
     def unregister(self, instance: LimitedInstance) -> None:
-        """The instance gets no further lease; one that waits for it goes without. Idempotent."""
+        """The instance gets no further lease; its `acquire` that waits returns None. Idempotent."""
         with self._changed:
-            lane = self._lanes.pop(instance, None)
-            if lane is not None:
-                lane.is_open = False
-                self._resources.unregister(lane)
+            registration = self._registrations.pop(instance, None)
+            if registration is not None:
+                registration.is_open = False
+                self._resources.unregister(registration)
                 self._changed.notify_all()
 
-    def source(self, instances: Sequence[LimitedInstance], source: BatchSource) -> Batches:
-        """Where the thread of `instances`, which executes them in turn, gets its batches."""
+    def limit(self, instances: Sequence[LimitedInstance], source: BatchSource) -> Batches:
+        """The batches of `source`, for a thread that executes on `instances` in turn."""
         if not self._is_on:
             return source
         return _LimitedSource(self, instances, source)
 
-    def acquire(self, instance: LimitedInstance) -> Lane | None:
-        """Blocks until it is the instance's turn and its resources are there, and takes them. None when it was
+    def acquire(self, instance: LimitedInstance) -> Registration | None:
+        """Blocks until it is the instance's turn and its resources are free, and takes them. None when it was
         unregistered."""
         with self._changed:
-            lane = self._lanes.get(instance)
-            if lane is None:
+            registration = self._registrations.get(instance)
+            if registration is None:
                 return None
-            lane.rank = (lane.executions * lane.priority, next(self._turns))
-            self._waiting.add(lane)
-            while lane.is_open and not (self._is_first(lane) and self._resources.fits(lane.need)):
+            registration.rank = (registration.executions * registration.priority, next(self._turns))
+            self._waiting.add(registration)
+            while registration.is_open and not (
+                self._is_first(registration) and self._resources.fits(registration.need)
+            ):
                 self._changed.wait()
-            self._waiting.discard(lane)
-            if lane.is_open:
-                self._resources.take(lane.need)
-            self._changed.notify_all()  # there is another first one now
-            return lane if lane.is_open else None
+            self._waiting.discard(registration)
+            if registration.is_open:
+                self._resources.take(registration.need)
+            self._changed.notify_all()  # now another one is first
+            return registration if registration.is_open else None
 
-    def release(self, lane: Lane, has_executed: bool) -> None:
+    def release(self, registration: Registration, has_executed: bool) -> None:
         with self._changed:
-            lane.executions += has_executed
-            self._resources.give_back(lane.need)
+            registration.executions += has_executed
+            self._resources.release(registration.need)
             self._changed.notify_all()
 
-    def left_behind(self) -> dict[str, int]:
+    def leaked_resources(self) -> dict[str, int]:
         """Counts that are 0 while nothing is executed."""
         with self._changed:
             return {"rate limiter resources in use": self._resources.used_count}
 
-    def _is_first(self, lane: Lane) -> bool:
-        return min(self._waiting, key=lambda waiting: waiting.rank) is lane
+    def _is_first(self, registration: Registration) -> bool:
+        return min(self._waiting, key=lambda waiting: waiting.rank) is registration
 
 
 class _LimitedSource:
@@ -119,11 +233,11 @@ class _LimitedSource:
 
     def __init__(self, limiter: RateLimiter, instances: Sequence[LimitedInstance], source: BatchSource) -> None:
         self._limiter = limiter
-        self._instances = itertools.cycle(instances)  # the thread executes the batches on them in this order
+        self._instances = itertools.cycle(instances)  # the order in which the thread executes on them
         self._source = source
-        self._lease: Lane | None = None
+        self._lease: Registration | None = None
 
-    def next_batch(self) -> list[InferRequest] | None:
+    def next_batch(self) -> list[QueuedRequest] | None:
         self._end_lease()
         instance = next(self._instances)
         while self._source.wait_for_batch():
@@ -133,7 +247,7 @@ class _LimitedSource:
             if batch := self._source.take_batch():
                 self._lease = lease
                 return batch
-            self._limiter.release(lease, has_executed=False)  # another instance was faster, or the client gave up
+            self._limiter.release(lease, has_executed=False)  # taken by another instance, or cancelled
         return None
 
     def _end_lease(self) -> None:

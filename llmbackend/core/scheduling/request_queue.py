@@ -1,32 +1,130 @@
-"""The queue between a frontend and the instances of one model version, and the default scheduler on top of it.
+"""The queue of one model version: requests by priority level, then arrival; and the default scheduler on top of it.
 
-For: Model (enqueue, stop), instance threads (next_batch) and the timer (expired requests are answered even while every
-instance is busy). Does not know: the order of requests (PriorityQueue), what they hold, how they are executed.
-Owner of the queued requests: each leaves either in a batch or completed with an error. Invariants: the queue never
-grows beyond its policies; a cancelled or expired request leaves at once; client callbacks run outside the queue's lock.
-Source: Triton's default scheduler and queue policies; golden transcript 58.
+For: LoadedModel (enqueue, stop), instance threads (next_batch) and the timer. Does not know: what requests contain.
+Invariants: each queued request leaves in a batch or is completed with an error, a cancelled or expired one at once; no
+operation walks the queue.
+Source: Triton's default scheduler and PriorityQueue (scheduler_utils.cc); golden transcript 58.
 """
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from llmbackend.core.errors import TritonError, cancelled, request_tag, unavailable
-from llmbackend.core.requests.infer_request import InferRequest
-from llmbackend.core.statistics import FailureReason, Statistics
-from llmbackend.waiting.queue_policy import QueuePolicies
-from llmbackend.waiting.timer import Timer
+from llmbackend.core.metrics.statistics import FailureReason, Statistics
+from llmbackend.core.requests.queued_request import QueuedRequest
+from llmbackend.waiting.queue_policy import QueuePolicies, QueuePolicy
+from llmbackend.waiting.timer import Deadlines, Timer
 
-from .priority_queue import PriorityQueue
 from .scheduler import BatchSource
+
+Line = OrderedDict[QueuedRequest, None]
+"""Requests in order of arrival, with O(1) removal anywhere (a dict finds its first entry slowly after deletions)."""
+
+
+class _Level:
+    def __init__(self, policy: QueuePolicy) -> None:
+        self.policy = policy
+        self.waiting: Line = OrderedDict()
+        self.delayed: Line = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.delayed)
+
+
+class PriorityQueue:
+    """Requests by level, then arrival; delayed ones last in their level. RequestQueue's lock guards it.
+
+    A level exists only while requests wait at it, however many a configuration names.
+    """
+
+    def __init__(self, policies: QueuePolicies) -> None:
+        self._policies = policies
+        self._levels: dict[int, _Level] = {}
+        self._order: list[int] = []
+        self._deadlines: Deadlines[QueuedRequest] = Deadlines()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        """In the order in which they are served."""
+        for number in self._order:
+            yield from self._levels[number].waiting
+            yield from self._levels[number].delayed
+
+    def append(self, request: QueuedRequest) -> None:
+        """Raises TritonError UNAVAILABLE when the request's level is full."""
+        number = self._policies.level(request.priority)
+        level = self._levels.get(number) or _Level(self._policies.policy(number))
+        policy = level.policy
+        if policy.max_queue_size and len(level) >= policy.max_queue_size:
+            raise unavailable(f"{request_tag(request.id)}Exceeds maximum queue size")
+        if number not in self._levels:
+            self._levels[number] = level
+            bisect.insort(self._order, number)
+        level.waiting[request] = None
+        self._count += 1
+        deadline_ns = policy.deadline_ns(request.queue_start_ns, request.timeout_us)
+        if deadline_ns:
+            self._deadlines.add(request, deadline_ns)
+
+    def remove(self, request: QueuedRequest) -> bool:
+        """Returns whether the request was queued."""
+        number = self._policies.level(request.priority)
+        level = self._levels.get(number)
+        line = next((line for line in (level.waiting, level.delayed) if request in line), None) if level else None
+        if level is None or line is None:
+            return False
+        del line[request]
+        self._forget(request, number, level)
+        return True
+
+    def pop_first(self) -> QueuedRequest:
+        """Removes and returns the next request. Raises IndexError when there is none."""
+        number = self._order[0]
+        level = self._levels[number]
+        request, _ = (level.waiting or level.delayed).popitem(last=False)
+        self._forget(request, number, level)
+        return request
+
+    def next_deadline_ns(self) -> int | None:
+        return self._deadlines.earliest_ns()
+
+    def take_expired(self, now_ns: int) -> list[QueuedRequest]:
+        """Removes and returns the requests to reject because their time is over; those to delay are moved behind the
+        others of their level."""
+        rejected = []
+        for request in self._deadlines.pop_due(now_ns):
+            number = self._policies.level(request.priority)
+            level = self._levels[number]
+            del level.waiting[request]
+            if level.policy.reject:
+                self._forget(request, number, level)
+                rejected.append(request)
+            else:
+                level.delayed[request] = None
+        return rejected
+
+    def _forget(self, request: QueuedRequest, number: int, level: _Level) -> None:
+        self._count -= 1
+        self._deadlines.discard(request)
+        if not level:
+            del self._levels[number]
+            del self._order[bisect.bisect_left(self._order, number)]
 
 
 class RequestQueue:
-    """The default scheduler: by priority, then first in, first out; one request per Execute, shared by all
-    instances."""
+    """The default scheduler: one request per Execute, one queue for all instances.
+
+    Client callbacks run outside its lock. Expired requests are answered even while every instance is busy.
+    """
 
     def __init__(self, policies: QueuePolicies, statistics: Statistics, timer: Timer) -> None:
         self._policies = policies
@@ -41,12 +139,11 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def enqueue(self, request: InferRequest) -> None:
-        """Takes the request over. Raises TritonError UNAVAILABLE, and leaves it with the caller, when full or
-        stopped.
-        """
+    def enqueue(self, request: QueuedRequest) -> None:
+        """Takes over the request. Raises TritonError UNAVAILABLE, and leaves it with the caller, when full or
+        stopped."""
         request.batcher_start_ns = time.monotonic_ns()
-        request.queue_start_ns = request.queue_start_ns or request.batcher_start_ns  # a sequence may have come first
+        request.queue_start_ns = request.queue_start_ns or request.batcher_start_ns  # already set by a sequence
         request.priority = self._policies.priority(request.priority)
         request.channel.set_dequeue(partial(self._cancel, request))
         try:
@@ -64,13 +161,13 @@ class RequestQueue:
             request.channel.set_dequeue(None)
             raise
         if request.is_cancelled:
-            self._cancel(request)  # between the callback's registration and the queue
+            self._cancel(request)  # it was cancelled before it was in the queue
 
-    def source(self, instance: str) -> BatchSource:
+    def source(self) -> BatchSource:
         """All instances share the queue."""
         return self
 
-    def next_batch(self) -> list[InferRequest] | None:
+    def next_batch(self) -> list[QueuedRequest] | None:
         """Blocks until there is a batch for the calling instance; None when stopped and empty, or dismissed."""
         return self._await_batch(take=True)
 
@@ -78,7 +175,7 @@ class RequestQueue:
         """Blocks until `take_batch` would have one; False when stopped and empty, or dismissed."""
         return self._await_batch(take=False) is not None
 
-    def take_batch(self) -> list[InferRequest]:
+    def take_batch(self) -> list[QueuedRequest]:
         """The batch that is ready now; empty when there is none (any more)."""
         with self._changed:
             count, _ = self._ready_count() if self._queue else (0, None)
@@ -86,7 +183,7 @@ class RequestQueue:
             if self._queue:
                 self._changed.notify()
         for request in batch:
-            self._leave(request)
+            self._left_queue(request)
         return batch
 
     def stop(self) -> None:
@@ -97,7 +194,7 @@ class RequestQueue:
         self._timer.clear(self._expire)
 
     def admit(self) -> None:
-        """Its thread takes what is queued when it asks for it."""
+        """Nothing to do: the instance's thread takes requests when it asks for them."""
 
     def dismiss(self, thread: threading.Thread) -> bool:
         with self._changed:
@@ -105,15 +202,15 @@ class RequestQueue:
             self._changed.notify_all()
         return False
 
-    def left_behind(self) -> Mapping[str, int]:
+    def leaked_resources(self) -> Mapping[str, int]:
         return {"requests in its queue": len(self)}
 
-    def _await_batch(self, take: bool) -> list[InferRequest] | None:
-        """Waits until a batch is ready and gives it, or, unless `take`, an empty list; None when stopped and empty, or
+    def _await_batch(self, take: bool) -> list[QueuedRequest] | None:
+        """Waits until a batch is ready; returns it, or an empty list without `take`. None when stopped and empty, or
         when the calling thread was dismissed."""
         while True:
             with self._changed:
-                if self._leaves():
+                if self._was_dismissed():
                     return None
                 expired = self._queue.take_expired(time.monotonic_ns())
                 count, wait_s = self._ready_count() if self._queue else (0, None)
@@ -123,31 +220,31 @@ class RequestQueue:
                         return None
                     self._changed.wait(wait_s)
                 elif self._queue:
-                    self._changed.notify()  # what is left is for another instance, which may sleep without a timeout
+                    self._changed.notify()  # the rest is for another instance, which may sleep without a timeout
             self._reject(expired)
             for request in batch:
-                self._leave(request)
+                self._left_queue(request)
             if count:
                 return batch
 
-    def _leaves(self) -> bool:
-        """Whether the calling thread was dismissed. Holds the lock."""
+    def _was_dismissed(self) -> bool:
+        """Whether the calling thread was dismissed; True once. Holds the lock."""
         if not self._dismissed or threading.current_thread() not in self._dismissed:
             return False
         self._dismissed.discard(threading.current_thread())
-        self._changed.notify()  # what woke this thread may have been meant for any
+        self._changed.notify()  # the wake-up may have been meant for another thread
         return True
 
-    def _pop(self, count: int) -> list[InferRequest]:
+    def _pop(self, count: int) -> list[QueuedRequest]:
         return [self._queue.pop_first() for _ in range(count)]
 
     def _ready_count(self) -> tuple[int, float | None]:
-        """How many requests of the non-empty queue make the next batch, or 0 and the seconds to wait for more. Holds
-        the lock."""
+        """How many requests make the next batch, or 0 and the seconds to wait for more (None = no limit). The queue is
+        not empty. Holds the lock."""
         return 1, None
 
     def _set_alarm(self) -> None:
-        """One alarm for the earliest deadline; a later one is set when it rings. Holds the lock."""
+        """Sets one alarm, for the earliest deadline; the next one is set when it rings. Holds the lock."""
         due_ns = self._queue.next_deadline_ns()
         if due_ns is not None and (self._alarm_ns is None or due_ns < self._alarm_ns):
             self._alarm_ns = due_ns
@@ -160,23 +257,23 @@ class RequestQueue:
             self._alarm_ns = None
             if not self._stopped:
                 self._set_alarm()
-            self._changed.notify()  # what is left may be a batch now
+            self._changed.notify()  # the rest may be a batch now
         self._reject(expired)
 
-    def _reject(self, expired: list[InferRequest]) -> None:
+    def _reject(self, expired: list[QueuedRequest]) -> None:
         for request in expired:
-            self._leave(request)
+            self._left_queue(request)
             request.fail(unavailable("Request timeout expired"), FailureReason.REJECTED)
 
-    def _cancel(self, request: InferRequest) -> None:
-        """Runs on the canceller's thread; a request that an instance took meanwhile is the backend's to cancel."""
+    def _cancel(self, request: QueuedRequest) -> None:
+        """Runs on the cancelling thread. A request that an instance has is cancelled by its backend."""
         with self._changed:
             if not self._queue.remove(request):
                 return
-            self._changed.notify()  # what is left may be a batch now
-        self._leave(request)
+            self._changed.notify()  # the rest may be a batch now
+        self._left_queue(request)
         request.fail(cancelled("Request cancelled"), FailureReason.CANCELED)
 
-    def _leave(self, request: InferRequest) -> None:
+    def _left_queue(self, request: QueuedRequest) -> None:
         self._statistics.add_pending(-1)
         request.channel.set_dequeue(None)

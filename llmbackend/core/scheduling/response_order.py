@@ -1,11 +1,8 @@
 """Responses in the order of their requests: `dynamic_batching { preserve_ordering: true }`.
 
-For: models whose clients match answers to requests by order. Does not know: batches, what a response holds. Invariants:
-a request's responses are passed on only when every earlier request has ended; a request that is refused while it waits
-in the queue (its time is over, it was cancelled) leaves the line and is answered at once, as in Triton; within the line
-nothing is dropped or changed.
-Source: DelegateResponse and FinalizeResponses in Triton's dynamic_batch_scheduler.cc. By design stricter: a request has
-its place from the moment it is enqueued, so that an answer from the response cache does not overtake queued requests.
+For: models whose clients match responses to requests by order. Does not know: batches, what a response contains.
+Invariant: a request's responses are passed on, unchanged, only when every earlier request has ended.
+Source: DelegateResponse and FinalizeResponses in Triton's dynamic_batch_scheduler.cc.
 """
 
 from __future__ import annotations
@@ -17,13 +14,13 @@ from functools import partial
 
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.messages import InferenceResponse, ResponseCallback
-from llmbackend.core.requests.infer_request import InferRequest
+from llmbackend.core.requests.queued_request import QueuedRequest
 
-from .scheduler import BatchSource, Scheduler, SchedulerShell
+from .scheduler import BatchSource, DelegatingScheduler, Scheduler
 
 
-class _Place:
-    """One request's place in the line, and what came for it while others were before it."""
+class _OrderedRequest:
+    """One request in the order, with its responses that are held back while earlier requests have not ended."""
 
     def __init__(self) -> None:
         self.is_queued = True
@@ -36,85 +33,91 @@ class _Place:
             client(response, flags)
 
 
-class ResponseOrder(SchedulerShell):
-    """Locks: `_entry` makes the line's order the queue's; `_lock` guards the line, and is held while responses are
-    passed on, which only enqueues them. A response channel's lock may be held when `_lock` is taken, never the other
-    way. What the line holds is bounded by what the requests in flight produce."""
+class ResponseOrder(DelegatingScheduler):
+    """`_enqueue_lock`: makes the order of responses that of the queue.
+    `_lock`: guards the order; held while responses are passed on, which only enqueues them. A channel's lock may be
+    held when it is taken, never the other way round.
+    The held responses are bounded by what the requests in flight produce.
+
+    A request that fails while it is queued (timeout, cancel) leaves the order and is answered at once, as in Triton. By
+    design stricter: a request has its place from when it is enqueued, so that responses from the response cache do not
+    overtake queued requests.
+    """
 
     def __init__(self, inner: Scheduler) -> None:
         super().__init__(inner)
-        self._entry = threading.RLock()
+        self._enqueue_lock = threading.RLock()
         self._lock = threading.RLock()
-        self._line: OrderedDict[_Place, None] = OrderedDict()
+        self._order: OrderedDict[_OrderedRequest, None] = OrderedDict()
 
-    def enqueue(self, request: InferRequest) -> None:
-        if isinstance(request.place, _Place):
-            return super().enqueue(request)  # the backend gave it back; it has its place
-        place = request.place = _Place()
-        if not request.channel.intercept(lambda client: partial(self._arrived, place, client)):
-            return super().enqueue(request)  # its client was answered already, by a server that stops
-        with self._entry:
+    def enqueue(self, request: QueuedRequest) -> None:
+        if isinstance(request.order_entry, _OrderedRequest):
+            return super().enqueue(request)  # rescheduled by the backend; it keeps its place
+        entry = request.order_entry = _OrderedRequest()
+        if not request.channel.wrap_callback(lambda client: partial(self._on_response, entry, client)):
+            return super().enqueue(request)  # already answered, because the server stops
+        with self._enqueue_lock:
             with self._lock:
-                self._line[place] = None
+                self._order[entry] = None
             try:
                 super().enqueue(request)
             except BaseException:
                 with self._lock:
-                    self._leave(place)
+                    self._leave(entry)
                 raise
 
-    def source(self, instance: str) -> BatchSource:
-        return _MarkingSource(super().source(instance))
+    def source(self) -> BatchSource:
+        return _MarkingSource(super().source())
 
-    def left_behind(self) -> Mapping[str, int]:
-        return {**super().left_behind(), "requests in the line for its responses": len(self._line)}
+    def leaked_resources(self) -> Mapping[str, int]:
+        return {**super().leaked_resources(), "requests in the line for its responses": len(self._order)}
 
-    def _arrived(
-        self, place: _Place, client: ResponseCallback, response: InferenceResponse | None, flags: ResponseFlag
+    def _on_response(
+        self, entry: _OrderedRequest, client: ResponseCallback, response: InferenceResponse | None, flags: ResponseFlag
     ) -> None:
         with self._lock:
-            place.held.append((client, response, flags))
-            place.is_final = bool(flags & ResponseFlag.FINAL)
-            if place.is_queued and response is not None and response.error is not None:
-                self._leave(place)
+            entry.held.append((client, response, flags))
+            entry.is_final = bool(flags & ResponseFlag.FINAL)
+            if entry.is_queued and response is not None and response.error is not None:
+                self._leave(entry)
             else:
                 self._pass_on()
 
-    def _leave(self, place: _Place) -> None:
-        """Out of turn. Holds the lock."""
-        self._line.pop(place, None)
-        place.pass_on()
+    def _leave(self, entry: _OrderedRequest) -> None:
+        """Passes a request's responses on out of order. Holds the lock."""
+        self._order.pop(entry, None)
+        entry.pass_on()
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Delivers from the front as far as possible. Holds the lock."""
-        while self._line:
-            first = next(iter(self._line))
+        """Passes responses on, from the first request as far as possible. Holds the lock."""
+        while self._order:
+            first = next(iter(self._order))
             first.pass_on()
             if not first.is_final:
                 return
-            self._line.pop(first, None)
+            self._order.pop(first, None)
 
 
 class _MarkingSource:
-    """The inner source; an error of a request that it gave to an instance is an answer, which waits for its turn."""
+    """The inner source; marks requests that an instance gets: their errors keep the order."""
 
     def __init__(self, inner: BatchSource) -> None:
         self._inner = inner
 
-    def next_batch(self) -> list[InferRequest] | None:
+    def next_batch(self) -> list[QueuedRequest] | None:
         batch = self._inner.next_batch()
         return None if batch is None else _taken(batch)
 
     def wait_for_batch(self) -> bool:
         return self._inner.wait_for_batch()
 
-    def take_batch(self) -> list[InferRequest]:
+    def take_batch(self) -> list[QueuedRequest]:
         return _taken(self._inner.take_batch())
 
 
-def _taken(batch: list[InferRequest]) -> list[InferRequest]:
+def _taken(batch: list[QueuedRequest]) -> list[QueuedRequest]:
     for request in batch:
-        if isinstance(request.place, _Place):
-            request.place.is_queued = False
+        if isinstance(request.order_entry, _OrderedRequest):
+            request.order_entry.is_queued = False
     return batch

@@ -1,8 +1,8 @@
 """What instance threads and a model need of a scheduler.
 
-For: every scheduler, Model, InstanceThread. Does not know: how requests are ordered. Invariant: a request that was
-enqueued either comes out of a source once, or was completed. (With iterative sequences a backend may give it back, and
-it comes out again.)
+For: every scheduler, Model, InstanceThread. Does not know: how requests are ordered. Invariant: an enqueued request
+either comes out of a source once, or was completed. (In iterative sequences a backend may reschedule it; then it comes
+out again.)
 """
 
 from __future__ import annotations
@@ -11,59 +11,58 @@ from collections.abc import Mapping
 from threading import Thread
 from typing import Protocol, runtime_checkable
 
-from llmbackend.core.requests.infer_request import InferRequest
+from llmbackend.core.requests.queued_request import QueuedRequest
 
 
 class Batches(Protocol):
-    """What the thread of an instance executes."""
+    """The batches that an instance's thread executes."""
 
-    def next_batch(self) -> list[InferRequest] | None:
+    def next_batch(self) -> list[QueuedRequest] | None:
         """Blocks until there is a batch for the calling instance; None when stopped and empty."""
 
 
 class BatchSource(Batches, Protocol):
-    """Where an instance's batches come from: at once, or, where something else is needed before the batch may leave the
-    queue (the rate limiter's resources), in two steps."""
+    """Source of an instance's batches: in one step, or in two when something else is needed before a batch may leave
+    the queue (resources of the rate limiter)."""
 
     def wait_for_batch(self) -> bool:
         """Blocks until `take_batch` would have one; False when stopped and empty."""
 
-    def take_batch(self) -> list[InferRequest]:
+    def take_batch(self) -> list[QueuedRequest]:
         """The batch that is ready now; empty when there is none (any more)."""
 
 
 @runtime_checkable
 class ElasticSource(BatchSource, Protocol):
-    """A source whose instances may come and go while it serves."""
+    """A source whose instances may be added and removed while it serves."""
 
     def admit(self) -> None:
-        """The instance is ready: from now on it may be given what is bound to it."""
+        """The instance is ready: from now on requests may be bound to it."""
 
     def dismiss(self, thread: Thread) -> bool:
-        """Has the instance's thread, at once when it waits, be told that there are no more batches; what is queued
-        stays for the others. True when something is bound to the instance (a sequence that runs): then it is told when
-        that is over."""
+        """Tells the instance's thread that there are no more batches; queued requests stay for the others. Returns
+        True when something is bound to the instance (a running sequence): then the thread is told when that is over."""
 
 
 class Scheduler(Protocol):
     def __len__(self) -> int:
         """How many requests are queued."""
 
-    def enqueue(self, request: InferRequest) -> None:
-        """Takes the request over. Raises TritonError, and leaves it with the caller, when it is refused."""
+    def enqueue(self, request: QueuedRequest) -> None:
+        """Takes over the request. Raises TritonError, and leaves it with the caller, when it is refused."""
 
-    def source(self, instance: str) -> BatchSource:
-        """The source of the instance with that name, asked for once, before its thread starts."""
+    def source(self) -> BatchSource:
+        """The source of one more instance. Called once for each, before its thread starts."""
 
     def stop(self) -> None:
         """Refuses new requests; every source's `next_batch` returns None once its queue is empty."""
 
-    def left_behind(self) -> Mapping[str, int]:
+    def leaked_resources(self) -> Mapping[str, int]:
         """Counts that are 0 whenever no request is in flight."""
 
 
-class SchedulerShell:
-    """A scheduler around another: everything is the inner one's, but for what a subclass adds."""
+class DelegatingScheduler:
+    """A scheduler around another, to which it delegates what a subclass does not override."""
 
     def __init__(self, inner: Scheduler) -> None:
         self._inner = inner
@@ -71,14 +70,14 @@ class SchedulerShell:
     def __len__(self) -> int:
         return len(self._inner)
 
-    def enqueue(self, request: InferRequest) -> None:
+    def enqueue(self, request: QueuedRequest) -> None:
         self._inner.enqueue(request)
 
-    def source(self, instance: str) -> BatchSource:
-        return self._inner.source(instance)
+    def source(self) -> BatchSource:
+        return self._inner.source()
 
     def stop(self) -> None:
         self._inner.stop()
 
-    def left_behind(self) -> Mapping[str, int]:
-        return self._inner.left_behind()
+    def leaked_resources(self) -> Mapping[str, int]:
+        return self._inner.leaked_resources()

@@ -1,10 +1,9 @@
-"""Which requests are traced: the settings of the server and of single models, and the counting that samples.
+"""Which requests are traced: the trace settings of the server and of single models, and the sampling.
 
-For: the server, which owns the one TraceManager, and frontends, which ask it about each request. Does not know:
-protocols, what a trace looks like in the end. Invariants: a request that is not sampled costs one look at one flag
-while nothing can be sampled, and one counter under one lock otherwise; a change of settings concerns requests that come
-after it; a trace belongs to the setting it was sampled under till its end.
-Source: Triton's TraceManager and TraceSetting::SampleTrace, as recorded from Triton 2.51 (golden 41, 60).
+For: the server, which owns the TraceManager, and frontends, which ask it for each request. Does not know: protocols,
+the format of traces. Invariants: a request that is not sampled costs a look at one flag while nothing can be sampled,
+else one counter under one lock; changed settings apply to later requests; a trace keeps the setting that it was sampled
+under. Source: Triton's TraceManager and TraceSetting::SampleTrace, as recorded from Triton 2.51 (golden 41, 60).
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from .trace_file import TraceFile, TraceLog
 log = logging.getLogger(__name__)
 
 HeaderLookup = Callable[[str], str | None]
-"""A client's header or metadata by its lower-case name."""
+"""A client's header or metadata, by lower-case name."""
 
-_EVERYWHERE: Final = ""
-"""Among names of models: the server's own setting."""
+_SERVER: Final = ""
+"""In place of a model's name: the setting of the server."""
 
 
 class SpanSink(TraceSink, Protocol):
-    """What mode opentelemetry needs beside a TraceSink."""
+    """A TraceSink of mode opentelemetry."""
 
     def parent_of(self, header: HeaderLookup) -> Any | None:
-        """The client's own trace, if its headers carry one."""
+        """The client's own trace, if its headers have one."""
 
     def close(self) -> None: ...
 
 
 class _Sampler:
-    """The counting under one state of one setting."""
+    """Counts and samples requests under one setting; replaced when it changes."""
 
     def __init__(self, settings: TraceSettings, sink: TraceSink) -> None:
         self.settings = settings
@@ -56,11 +55,11 @@ class _Sampler:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is sampled, whatever comes. (With OpenTelemetry, clients that trace are always joined.)"""
+        """Whether no request can be sampled. (With OpenTelemetry, traces of clients are always continued.)"""
         return not self._joins_clients and not (self._is_able and self._remaining)
 
     def wants(self, is_forced: bool) -> bool:
-        """Whether the request at hand is to be traced."""
+        """Counts a request; returns whether to trace it. is_forced: the client traces it."""
         with self._lock:
             if not self._is_able or not self._remaining:
                 return is_forced
@@ -76,7 +75,7 @@ class TraceManager:
         self._defaults = settings
         self._lock = threading.RLock()
         self._own: dict[str, dict[TraceField, Any]] = {}
-        """Who (a model, or everywhere) has set what."""
+        """By model (or _SERVER): the fields that were set."""
         self._samplers: dict[str, _Sampler] = {}
         self._files: dict[str, TraceFile] = {}
         self._ids = itertools.count(1)
@@ -86,14 +85,14 @@ class TraceManager:
         self._is_idle = True
 
     def start(self) -> None:
-        """Traces from now on. Raises TritonError UNSUPPORTED when OpenTelemetry is asked for and not installed."""
+        """Starts tracing. Raises TritonError UNSUPPORTED when OpenTelemetry is configured and not installed."""
         if self._defaults.mode == "opentelemetry":
             from .open_telemetry import OpenTelemetrySink
 
             self._spans = OpenTelemetrySink(self._defaults.open_telemetry)
-        _warn_of_what_is_not_traced(self._defaults)
+        _warn_if_not_traced(self._defaults)
         with self._lock:
-            self._replace(_EVERYWHERE, self._defaults)
+            self._replace(_SERVER, self._defaults)
 
     @property
     def open_count(self) -> int:
@@ -104,17 +103,15 @@ class TraceManager:
 
     @property
     def is_idle(self) -> bool:
-        """No request can be sampled as things are."""
+        """Whether no request can be sampled at present."""
         return self._is_idle
 
     def sample(self, model_name: str, header: HeaderLookup) -> RequestTrace | None:
-        """The trace of a client's request that has just come in; None for all that are not sampled.
-
-        Who gets one gives it to the request, and closes it once the client has its last byte.
-        """
+        """The trace of a client's new request; None if it is not sampled. The caller puts it into the request, and
+        closes it when the client has its last byte."""
         if self._is_idle:
             return None
-        sampler = self._samplers.get(model_name) or self._samplers[_EVERYWHERE]
+        sampler = self._samplers.get(model_name) or self._samplers[_SERVER]
         if sampler.is_idle:
             return None
         parent = self._spans.parent_of(header) if self._spans is not None else None
@@ -124,7 +121,7 @@ class TraceManager:
             self._open += 1
         level = sampler.settings.level
         if self._spans is not None:
-            level &= TraceLevel.TIMESTAMPS  # spans hold no tensors, as in Triton
+            level &= TraceLevel.TIMESTAMPS  # as in Triton, spans have no tensors
         return Trace(level, sampler.sink, self._new_id, self._completed, parent).root
 
     def _new_id(self) -> int:
@@ -139,30 +136,25 @@ class TraceManager:
 
     # --- settings ---------------------------------------------------------------------------------------------------
 
-    def settings(self, model_name: str = _EVERYWHERE) -> TraceSettings:
-        """As they are now; `count` is what is left of it."""
+    def settings(self, model_name: str = _SERVER) -> TraceSettings:
+        """The current settings; `count` is what is left."""
         with self._lock:
-            return self._current(model_name if model_name in self._samplers else _EVERYWHERE)
+            return self._current(model_name if model_name in self._samplers else _SERVER)
 
     def update(self, model_name: str, changes: TraceChanges) -> None:
-        """Of one model, or, with the empty name, of all that have none of their own.
+        """Changes the settings of one model, or, with the empty name, of the server.
 
-        Raises TritonError INVALID_ARG for settings that trace, but can not; then nothing changes.
+        Raises TritonError INVALID_ARG, without a change, for settings that ask for traces but cannot give any.
         """
         with self._lock:
-            own = changed(self._with_remaining(model_name), changes)
-            names = [model_name, *self._own.keys() - {_EVERYWHERE}] if model_name == _EVERYWHERE else [model_name]
-            everywhere = own if model_name == _EVERYWHERE else self._with_remaining(_EVERYWHERE)
-            server = self._defaults.with_changes(everywhere)
-            updated: dict[str, TraceSettings] = {}
-            for name in names:
-                updated[name] = (
-                    server
-                    if name == _EVERYWHERE
-                    else server.with_changes(own if name == model_name else self._with_remaining(name))
-                )
-                _check(updated[name])
-            self._own[model_name] = own
+            own = {name: self._with_remaining(name) for name in (model_name, _SERVER, *self._own)}
+            own[model_name] = changed(own[model_name], changes)
+            server = self._defaults.with_changes(own[_SERVER])
+            names = own if model_name == _SERVER else [model_name]
+            updated = {name: server if name == _SERVER else server.with_changes(own[name]) for name in names}
+            for settings in updated.values():
+                _check(settings)
+            self._own[model_name] = own[model_name]
             for name, settings in updated.items():
                 self._replace(name, settings)
 
@@ -173,16 +165,16 @@ class TraceManager:
         return sampler.settings.with_changes({"count": sampler.remaining})
 
     def _with_remaining(self, name: str) -> dict[TraceField, Any]:
-        """What `name` has set, its count as far as it was used up."""
+        """The fields that `name` has set; its count is what is left."""
         own = dict(self._own.get(name, {}))
         if "count" in own and name in self._samplers:
             own["count"] = self._samplers[name].remaining
         return own
 
     def _replace(self, name: str, settings: TraceSettings) -> None:
-        """Counting begins anew. A model that has set nothing has no setting. Holds the lock."""
+        """Replaces a setting and restarts its counting. A model that has set nothing has no setting. Holds the lock."""
         before = self._samplers.get(name)
-        if name != _EVERYWHERE and not self._own.get(name):
+        if name != _SERVER and not self._own.get(name):
             self._own.pop(name, None)
             self._samplers.pop(name, None)
         else:
@@ -199,7 +191,7 @@ class TraceManager:
     # --- end --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Samples nothing more and writes what waits; a trace that is still open is written when it is complete."""
+        """Stops sampling and writes waiting traces; an open trace is written when it is complete."""
         with self._lock:
             if self._is_closed:
                 return
@@ -212,7 +204,7 @@ class TraceManager:
             self._spans.close()
 
 
-def _warn_of_what_is_not_traced(settings: TraceSettings) -> None:
+def _warn_if_not_traced(settings: TraceSettings) -> None:
     if settings.level is TraceLevel.OFF:
         return
     joins_clients = settings.mode == "opentelemetry" and settings.rate == 0

@@ -1,11 +1,8 @@
 """Traces as OpenTelemetry spans, sent in batches to a collector by OTLP over HTTP.
 
 For: the trace manager (mode opentelemetry). Does not know: settings of models, frontends. Invariants: the SDK is
-imported only here, and only in this mode; the provider is this server's own, not the process's global one; a client's
-`traceparent` becomes the parent of the request's first span; spans are sent from the SDK's thread, so that a slow or
-absent collector costs requests nothing (what does not fit its queue is dropped, as the SDK says in the log).
-Source: Triton's tracer: `InferRequest` > one span per model > `compute`, all of kind server, attributes `triton.*`; the
-batch span processor's settings.
+imported only here, and only in this mode; a slow or absent collector costs requests nothing.
+Source: Triton's tracer and the batch span processor's settings.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 CLOSE_TIMEOUT_S = 5.0
-"""What a collector that does not answer may cost the end of the server; by itself the exporter tries for longer."""
+"""How long `close` waits for a collector that does not respond; the exporter by itself would try for longer."""
 SERVICE_NAME: Final = "triton-inference-server"
 ROOT_SPAN: Final = "InferRequest"
 _TRACER: Final = "triton-server"
@@ -48,11 +45,16 @@ _MODEL: Final = ("REQUEST_START", "QUEUE_START", "REQUEST_END")
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _CARRIED: Final = ("traceparent", "tracestate")
 _LIMITS: Final = SpanLimits(max_events=2 * MAX_REPORTS)
-"""By default a span forgets its first events when there are more than 128."""
+"""By default a span drops its first events when there are more than 128."""
 
 
 class OpenTelemetrySink:
-    """A TraceSink. `exporter` replaces the one that sends to `options.url`."""
+    """A TraceSink. exporter: instead of the one that sends to `options.url`.
+
+    Spans: `InferRequest` > one per model > `compute`, all of kind server, attributes `triton.*`. A client's
+    `traceparent` becomes the parent of the first. The provider belongs to this server and is not the process's global
+    one. The SDK's thread sends spans; those that do not fit its queue are dropped, which the SDK logs.
+    """
 
     def __init__(self, options: OpenTelemetryOptions, exporter: SpanExporter | None = None) -> None:
         resource = Resource.create({"service.name": SERVICE_NAME} | dict(options.resource))
@@ -101,12 +103,12 @@ class OpenTelemetrySink:
         self._end(trace.root_span, _marks(trace.root, rest))
 
     def close(self) -> None:
-        """Sends what waits, for CLOSE_TIMEOUT_S at most; no span is taken afterwards."""
-        give_up = threading.Timer(CLOSE_TIMEOUT_S, self._exporter.shutdown)
-        give_up.start()
+        """Sends waiting spans, for at most CLOSE_TIMEOUT_S; later spans are dropped."""
+        deadline = threading.Timer(CLOSE_TIMEOUT_S, self._exporter.shutdown)
+        deadline.start()
         self._provider.shutdown()
-        give_up.cancel()
-        give_up.join()
+        deadline.cancel()
+        deadline.join()
 
     def _complete_model(self, report: RequestTrace) -> None:
         if report.span is None:
@@ -130,12 +132,12 @@ class OpenTelemetrySink:
 
 
 def _with_scheme(url: str) -> str:
-    """Triton's exporter takes `localhost:4318/v1/traces`."""
+    """Triton's exporter also accepts `localhost:4318/v1/traces`."""
     return f"http://{url}" if url and "://" not in url else url
 
 
 def _marks(report: RequestTrace, names: Collection[str]) -> list[tuple[int, str]]:
-    """In the order of time; at the same time, in that of reporting."""
+    """The marks with these names, ordered by time (stable)."""
     return sorted(((ns, name) for ns, name, _ in report.items if name in names), key=lambda mark: mark[0])
 
 

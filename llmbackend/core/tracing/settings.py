@@ -1,8 +1,8 @@
-"""What can be set about tracing, its defaults, and how the settings of models inherit from those of the server.
+"""Trace settings: what can be set, defaults, and how a model's settings inherit from the server's.
 
 For: the trace manager, the command line, and the frontends' trace setting endpoints. Does not know: traces, protocols.
-Invariant: a model's setting is the server's wherever the model names none of its own, also after the server's changes.
-Source: Triton's TraceManager (reference §1.1, golden 41).
+Invariant: where a model sets nothing of its own it has the server's setting, also after the server's changes.
+Source: Triton's TraceManager; golden 41.
 """
 
 from __future__ import annotations
@@ -20,29 +20,32 @@ class TraceLevel(IntFlag):
 
     @property
     def names(self) -> list[str]:
-        """As the protocol lists them."""
+        """As in the protocol."""
         return [level.name or "" for level in (TraceLevel.TIMESTAMPS, TraceLevel.TENSORS) if level in self] or ["OFF"]
 
 
 TraceMode = Literal["triton", "opentelemetry"]
 TraceField = Literal["level", "rate", "count", "log_frequency"]
 TraceChanges = Mapping[TraceField, TraceLevel | int | None]
-"""New values; None takes a field's value back, so that it is inherited again. A field that is not here stays."""
+"""New values. None = inherit again; an absent field does not change."""
 
-LEAST_COUNT: Final = -1
-"""Of traces to collect: no limit."""
+UNLIMITED_COUNT: Final = -1
+"""`count` without a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenTelemetryOptions:
-    """`--trace-config opentelemetry,…`: where spans go, as what, and how they are batched. url "" = the exporter's own
-    default, http://localhost:4318/v1/traces."""
+    """`--trace-config opentelemetry,…`."""
 
     url: str = ""
+    """Where spans are sent; "" = the exporter's default, http://localhost:4318/v1/traces."""
     resource: Mapping[str, str] = field(default_factory=dict)
+    """Attributes of the spans' resource."""
     bsp_max_queue_size: int = 2048
+    """Spans that wait to be sent; more are dropped."""
     bsp_schedule_delay_ms: int = 5000
     bsp_max_export_batch_size: int = 512
+    """Spans."""
 
     def shown(self) -> dict[str, str]:
         """As the trace setting endpoints show them."""
@@ -58,19 +61,22 @@ class OpenTelemetryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSettings:
-    """rate: every rate-th request is traced. count: how many traces are still to be collected, -1 = no end.
-    log_frequency: how many traces go into one numbered file, 0 = all into `file` itself."""
+    """The settings of the server or of one model."""
 
     level: TraceLevel = TraceLevel.OFF
     rate: int = 1000
-    count: int = LEAST_COUNT
+    """Every rate-th request is traced."""
+    count: int = UNLIMITED_COUNT
+    """Traces still to be collected; -1 = no limit."""
     log_frequency: int = 0
+    """Traces per numbered file; 0 = all in `file` itself."""
     file: str = ""
+    """Path; mode triton only."""
     mode: TraceMode = "triton"
     open_telemetry: OpenTelemetryOptions = field(default_factory=OpenTelemetryOptions)
 
     def fault(self) -> str:
-        """Why no request can be sampled with these, whatever is left of `count`; "" when one can."""
+        """Why no request can be sampled, apart from `count`; "" = requests can be sampled."""
         if self.level is TraceLevel.OFF:
             return "tracing is disabled"
         if self.rate == 0:
@@ -84,6 +90,6 @@ class TraceSettings:
 
 
 def changed(own: Mapping[TraceField, Any], changes: TraceChanges) -> dict[TraceField, Any]:
-    """The values that somebody has set for himself, after `changes`."""
+    """The own values of a model or the server, after `changes`."""
     merged = {**own, **changes}
     return {name: value for name, value in merged.items() if value is not None}

@@ -1,10 +1,8 @@
-"""What one sampled request collects on its way: times and tensors, of its frontend and of every model it runs through.
+"""What one sampled request collects on its way: times and tensors, from its frontend and every model it runs through.
 
 For: the core (requests, channels, instances), frontends, and schedulers that make requests of their own. Does not know:
-who asked for a trace, where it ends. Invariants: any thread may report; a trace is complete, and handed to its sink,
-exactly once: when its frontend has closed it and every model in it has ended its request; what one trace holds is
-bounded.
-Source: Triton's TRITONSERVER_InferenceTrace and TraceManager::Trace; golden 60.
+why a request is traced, where its trace goes. Invariants: any thread may report; the memory of one trace is bounded.
+Source: TRITONSERVER_InferenceTrace and TraceManager of Triton; golden 60.
 """
 
 from __future__ import annotations
@@ -17,28 +15,31 @@ from typing import Any, Final, Protocol
 
 from ..tensors import Tensor
 from .settings import TraceLevel
-from .tensor_text import tensor_fields
 
 log = logging.getLogger(__name__)
 
 MAX_REPORTS: Final = 4096
-"""Of one model in one trace: the responses of a longer stream are not traced beyond; its end is."""
+"""Entries of one model in one trace: further responses of a longer stream are not recorded, its end is."""
 
 
 class TraceSink(Protocol):
-    """Where traces go. Called under no lock of the trace's; `complete` once for each `begin`."""
+    """Where traces go. Called without the trace's lock; `complete` once for each `begin`."""
 
     def begin(self, trace: Trace) -> None:
         """A request was sampled."""
 
     def begin_model(self, report: RequestTrace, start_ns: int) -> None:
-        """A model begins with its part; sets `report.context` if backends are to know it."""
+        """A model takes its request. May set `report.context`, for the backend."""
 
     def complete(self, trace: Trace) -> None: ...
 
 
 class Trace:
-    """One sampled request as a whole. Made by the trace manager."""
+    """One sampled request as a whole. Made by the trace manager.
+
+    It is complete, and given to its sink, exactly once: when its frontend has closed it and every model in it has ended
+    its request. A tensor becomes text at once, since its client may write to its memory again.
+    """
 
     def __init__(
         self,
@@ -58,13 +59,13 @@ class Trace:
         self._open = 1
         self._reports: list[RequestTrace] = []
         self.root_span: Any = None
-        """The sink's own slot."""
+        """For the sink's use."""
         self.root = self.add(parent=None)
         sink.begin(self)
 
     @property
     def reports(self) -> list[RequestTrace]:
-        """In the order in which they began: the frontend's and its model's, then those of composing models."""
+        """In order of beginning: that of the frontend and its model, then those of composing models."""
         with self._lock:
             return list(self._reports)
 
@@ -75,7 +76,7 @@ class Trace:
         return report
 
     def enter(self) -> bool:
-        """One more has something to report; False when the trace is complete already."""
+        """One more model takes part. False when the trace is complete already."""
         with self._lock:
             if not self._open:
                 return False
@@ -90,14 +91,13 @@ class Trace:
         try:
             self.sink.complete(self)
         except Exception:
-            log.exception("a trace is lost")  # no request may suffer for it
+            log.exception("a trace is lost")  # the request goes on
         self._on_complete()
 
 
 class RequestTrace:
-    """One model's part of a trace; the root's also holds what the frontend reports.
-
-    Whoever runs another model on behalf of this request gives that request `child()` as its trace.
+    """One model's part of a trace; the root also has what the frontend reports. A request that is made to another model
+    on behalf of this one gets `child()` as its trace.
     """
 
     def __init__(self, trace: Trace, trace_id: int, parent: RequestTrace | None) -> None:
@@ -108,11 +108,11 @@ class RequestTrace:
         self.model_version = 0
         self.request_id = ""
         self.context = ""
-        """For the backend: the model's span as a JSON object with `traceparent` (OpenTelemetry), or ""."""
+        """For the backend: the model's span as a JSON object with `traceparent` (mode opentelemetry), or ""."""
         self.span: Any = None
-        """The sink's own slot."""
+        """For the sink's use."""
         self.items: list[tuple[int, str, dict[str, str] | None]] = []
-        """(monotonic ns, activity, the tensor it is about), in the order of reporting."""
+        """(monotonic ns, activity, tensor or None), in the order of reporting."""
         self._times = TraceLevel.TIMESTAMPS in trace.level
         self._tensors = TraceLevel.TENSORS in trace.level
         self._is_closed = False
@@ -120,7 +120,7 @@ class RequestTrace:
 
     @property
     def parent_id(self) -> int:
-        """0 = the client asked for this itself."""
+        """0 = the client's own request."""
         return 0 if self.parent is None else self.parent.id
 
     def child(self) -> RequestTrace:
@@ -135,7 +135,7 @@ class RequestTrace:
             self.items.append((ns or time.monotonic_ns(), activity, None))
 
     def close(self) -> None:
-        """The frontend has sent its last byte. Of the root only; idempotent."""
+        """The frontend has sent its last byte. For the root only; idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self.trace.leave()
@@ -150,12 +150,12 @@ class RequestTrace:
             self.trace.sink.begin_model(self, start_ns)
             self.mark("REQUEST_START", start_ns)
 
-    def inputs(self, tensors: Iterable[Tensor]) -> None:
-        """What the model is asked about."""
+    def record_inputs(self, tensors: Iterable[Tensor]) -> None:
+        """Records the inputs, at level TENSORS."""
         self._report_tensors("TENSOR_QUEUE_INPUT", tensors)
 
     def queued(self, ns: int) -> None:
-        """The request came into a queue; 0 = it never did."""
+        """The request was queued at `ns`; 0 = never."""
         if ns:
             self.mark("QUEUE_START", ns)
 
@@ -169,11 +169,11 @@ class RequestTrace:
         if len(self.items) >= MAX_REPORTS:
             return
         self._report_tensors("TENSOR_BACKEND_OUTPUT", outputs)
-        if self.parent is None:  # a composing model does not answer the client
+        if self.parent is None:  # a composing model does not respond to the client
             self.mark("INFER_RESPONSE_COMPLETE")
 
     def end(self) -> None:
-        """The model has done with the request."""
+        """The model has finished the request."""
         if not self._is_running:
             return
         self._is_running = False
@@ -187,6 +187,20 @@ class RequestTrace:
             self.items += [(now_ns, activity, tensor_fields(tensor)) for tensor in tensors]
 
 
-def child_of(trace: RequestTrace | None) -> RequestTrace | None:
-    """For a request made on behalf of another one, which has `trace` if it is traced."""
-    return None if trace is None else trace.child()
+def tensor_fields(tensor: Tensor) -> dict[str, str]:
+    """A tensor as TraceManager::TraceTensorActivity writes it: strings, numbers with six significant digits. By design
+    different: UINT8 as numbers (not characters), FP16 and BF16 too (not nothing), and valid JSON whatever the bytes."""
+    return {
+        "name": tensor.name,
+        "data": ",".join(map(_formatter(tensor.datatype), tensor.data.ravel().tolist())),
+        "shape": ",".join(map(str, tensor.shape)),
+        "dtype": tensor.datatype,
+    }
+
+
+def _formatter(datatype: str) -> Any:
+    if datatype == "BYTES":
+        return lambda value: f'"{value.decode("utf-8", "replace") if isinstance(value, bytes) else value}"'
+    if datatype.startswith(("FP", "BF")):
+        return lambda value: f"{value:g}"
+    return lambda value: str(int(value))

@@ -1,10 +1,8 @@
 """Traces in a file: one JSON array, or numbered files of a few traces each.
 
-For: the trace manager (mode triton). Does not know: requests, settings beyond its own. Invariants: whenever a file is
-looked at it is a whole JSON document; traces that wait to be written take no more than MAX_WAITING_BYTES; a file that
-can not be written costs a log line, never a request.
-Source: Triton's TraceFile and WriteTrace (golden 60). Triton keeps traces in memory until the server or the setting
-ends; here they are written once they have grown.
+For: the trace manager (mode triton). Does not know: requests, which of them are traced. Invariants: at any time a file
+is a complete JSON document; when a file cannot be written, an error is logged and no request fails.
+Source: Triton's TraceFile and WriteTrace (golden 60).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ MAX_WAITING_BYTES: Final = 1 << 20
 
 
 class TraceFile:
-    """One path, shared by every setting that names it. No descriptor is kept open."""
+    """The file at one path, shared by all settings that name it. No descriptor is kept open."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -34,7 +32,7 @@ class TraceFile:
         self._next_index = 0
 
     def append(self, items: Iterable[str]) -> None:
-        """Adds to the array in the file, which starts anew with this server."""
+        """Adds to the array in the file, which the server's first trace overwrites."""
         text = ",".join(items).encode()
         with self._lock:
             try:
@@ -49,7 +47,7 @@ class TraceFile:
                 log.error("failed creating trace file: %s", error)
 
     def write_numbered(self, items: Iterable[str]) -> None:
-        """A file of its own, `<path>.<n>`."""
+        """Writes a separate file, `<path>.<n>`."""
         with self._lock:
             index, self._next_index = self._next_index, self._next_index + 1
         try:
@@ -59,7 +57,11 @@ class TraceFile:
 
 
 class TraceLog:
-    """The traces that were sampled under one setting: collects and writes them. A TraceSink."""
+    """A TraceSink: collects and writes the traces of one setting.
+
+    Traces that wait to be written take at most MAX_WAITING_BYTES. By design different: Triton keeps traces in memory
+    until the server or the setting ends; here they are also written when they exceed MAX_WAITING_BYTES.
+    """
 
     def __init__(self, settings: TraceSettings, file: TraceFile) -> None:
         self._settings = settings
@@ -90,14 +92,14 @@ class TraceLog:
         self._write(due, numbered)
 
     def retire(self) -> None:
-        """The setting was replaced, or the server stops: nothing waits any more than for traces that are under way."""
+        """The setting was replaced, or the server stops: writes once the last open trace is complete."""
         with self._lock:
             self._is_retired = True
             due, numbered = self._take_due()
         self._write(due, numbered)
 
     def _take_due(self) -> tuple[list[str], bool]:
-        """What is to be written now, and whether into a numbered file. Holds the lock."""
+        """What to write now, and whether into a numbered file. Holds the lock."""
         settings = self._settings
         is_full = 0 < settings.log_frequency <= self._waiting_count or self._collected == settings.count
         is_over = self._is_retired and not self._open
@@ -113,7 +115,7 @@ class TraceLog:
 
 
 def _items(trace: Trace) -> Iterator[str]:
-    """The objects of a trace, model by model, each model's in the order of time."""
+    """The JSON objects of a trace: model by model, ordered by time."""
     for report in trace.reports:
         for ns, activity, tensor in sorted(report.items, key=lambda item: item[0]):
             if activity == "REQUEST_START":

@@ -1,1 +1,1 @@
-"""Attention over paged keys and values: the interface to `transformers`, the ragged layout of a step, the backends."""
+"""Attention over paged keys and values: the interface to `transformers`, computed in torch and by native kernels."""

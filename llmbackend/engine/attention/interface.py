@@ -1,9 +1,9 @@
 """Our attention function in `transformers`' registry, and the hand-over of a step's context to it.
 
 For: any `transformers` model whose layers call `ALL_ATTENTION_FUNCTIONS`; it is run with
-`attn_implementation=PAGED_ATTENTION` inside `active_context(...)`. Does not know: where keys and values are kept.
-That is the context's business. Invariant: outside an active context of the same thread a call fails, so that a model
-can never silently attend to the wrong batch.
+`attn_implementation=PAGED_ATTENTION` inside `active_context(...)`. Does not know: where keys and values are kept, which
+only the context knows. Invariant: outside an active context of the same thread a call fails, so that a model never
+attends to the wrong batch.
 """
 
 from __future__ import annotations
@@ -23,24 +23,37 @@ PAGED_ATTENTION = "llmbackend_paged"
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """What a layer asks of attention beyond causality.
+class LayerShape:
+    """The KV shape of one attention layer; layers of one model may differ."""
 
-    scaling: factor on q·k. sliding_window: a query sees this many positions, itself included; None = all.
-    softcap: scores become softcap * tanh(scores / softcap); None = off. sinks: [num_heads], one extra score per head
-    that takes part in the softmax and has no value; None = none. extra: everything else the layer passed.
-    """
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a layer asks of attention beyond causality."""
 
     scaling: float
+    """Factor on q·k."""
     sliding_window: int | None = None
+    """A query sees this many positions, itself included; None: all."""
     softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap); None: off."""
     sinks: torch.Tensor | None = None
+    """[num_heads]: an extra score per head that takes part in the softmax and has no value; None: none."""
     mask: torch.Tensor | None = None
+    """A mask of the layer's own, which no backend supports."""
     extra: Mapping[str, Any] | None = None
+    """Everything else that the layer passed."""
 
 
 class AttentionContext(Protocol):
-    """What the registered function calls: one object per step, which knows the ragged layout of the flattened batch."""
+    """What the registered function calls. It knows the ragged layout of the step's flattened batch."""
 
     def attend(
         self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -97,7 +110,7 @@ def _attention_function(
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Causality and sequence borders are known to the context alone."""
+    """No mask: the context knows causality and where sequences begin."""
 
 
 def register() -> None:

@@ -1,9 +1,9 @@
-"""Paged attention on native kernels, for models that run as transformers modules on CPU.
+"""Paged attention on the native kernels, and KV memory in their layout.
 
-For: the module forward pass, in the place of the torch reference, when every layer of the model fits the native layout
-(`native_kv_cache.can_hold`); that is settled once, when the model is loaded. Does not know: which model calls it, or
-how attention is computed. Invariant: a step's keys and values are written before they are read; what a query gets
-depends on its own row alone, bit by bit.
+For: models that run as transformers modules on CPU, when every layer fits the native layout (`can_hold`), and the
+program, which uses the same KV memory. Does not know: which request owns a block, how attention is computed.
+Invariants: a step's keys and values are written before they are read, and finite (the kernel that writes replaces what
+is not); what a query gets depends on its own row alone, bit by bit.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from llmbackend.engine.cpu.native_kv_cache import NativeLayerCache
-
-from ..flat_step import FlatStep
-from ..kernels.abi import AttentionOp, Kind, RotaryOp, Step
-from ..kernels.library import NativeEngine, op_pointers
+from ..kernels.abi import AttentionOp, Kind, RotaryOp, Step, Type
+from ..kernels.library import KernelLibrary, NativeKernels, op_pointers
 from ..kernels.weights import TYPE_OF
-from .interface import AttentionOptions
+from ..step import FlatStep
+from .interface import AttentionOptions, LayerShape
 
 
 class NativePagedAttention:
     """The context of steps, one after the other: `begin` says which step the next calls of `attend` belong to."""
 
-    def __init__(self, engine: NativeEngine, caches: Mapping[nn.Module, NativeLayerCache]) -> None:
-        self._engine = engine
+    def __init__(self, kernels: NativeKernels, caches: Mapping[nn.Module, NativeLayerCache]) -> None:
+        self._kernels = kernels
         self._layers = {layer: _LayerOps(cache) for layer, cache in caches.items()}
         self._step = Step()
         self._arrays: tuple[npt.NDArray[np.int32], ...] = ()
@@ -56,7 +54,7 @@ class NativePagedAttention:
         rows = torch.cat((query, key, value), dim=1).float()
         output = torch.empty(query.shape, dtype=query.dtype if query.dtype in TYPE_OF else torch.float32)
         ops.point_at(rows, query.shape[1], output, options)
-        self._engine.run(ops.pointers, 2, self._step)
+        self._kernels.run(ops.pointers, 2, self._step)
         return output.to(query.dtype)
 
 
@@ -74,7 +72,7 @@ class _LayerOps:
             "keys": cache.keys,
             "values": cache.values,
         }
-        # Without an angle and norms, this is the write alone: queries and keys come rotated.
+        # Without angles and norms, this only writes: queries and keys come rotated.
         self._write = RotaryOp(kind=Kind.ROTARY, **common)
         self._attend = AttentionOp(kind=Kind.ATTENTION, **common)
         self.pointers = op_pointers([self._write, self._attend])
@@ -95,3 +93,45 @@ class _LayerOps:
         attend.window = options.sliding_window or 0
         self._sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
         attend.sinks = None if self._sinks is None else self._sinks.data_ptr()
+
+
+BLOCK_MULTIPLE = 32
+
+
+def native_caches(
+    kernels: NativeKernels, shapes: Mapping[nn.Module, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype
+) -> dict[nn.Module, NativeLayerCache] | None:
+    """Memory for each layer, or None when one of them does not fit the native layout. Raises MemoryError."""
+    if not all(can_hold(shape, block_size, dtype) for shape in shapes.values()):
+        return None
+    return {
+        module: NativeLayerCache(kernels.library, shape, num_blocks, block_size, dtype)
+        for module, shape in shapes.items()
+    }
+
+
+def can_hold(shape: LayerShape, block_size: int, dtype: torch.dtype) -> bool:
+    """Whether such a layer fits the native layout."""
+    return (
+        shape.key_dim == shape.value_dim
+        and shape.key_dim % 32 == 0
+        and block_size % BLOCK_MULTIPLE == 0
+        and dtype in TYPE_OF
+    )
+
+
+class NativeLayerCache:
+    """One layer's keys and values; `keys` and `values` are addresses (layouts: native/step.h, RotaryOp)."""
+
+    def __init__(
+        self, library: KernelLibrary, shape: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        """Raises MemoryError."""
+        self.num_kv_heads = shape.num_kv_heads
+        self.head_dim = shape.key_dim
+        self.block_size = block_size
+        self.type: Type = TYPE_OF[dtype]
+        half_bytes = num_blocks * block_size * shape.num_kv_heads * shape.key_dim * dtype.itemsize
+        self._memory = library.memory(2 * half_bytes)
+        self.keys = int(self._memory.ctypes.data)
+        self.values = self.keys + half_bytes

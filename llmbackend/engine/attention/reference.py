@@ -1,21 +1,25 @@
-"""Paged attention in plain torch, for CPU and CUDA.
+"""Paged attention in plain torch, for CPU and CUDA: its KV memory, the ragged layout of a step, and the computation.
 
-For: every model until a faster backend takes over, and as the truth that other backends are tested against. Does not
-know: which model calls it. Invariant: a step's tokens are written to the cache before they are read, so prefill,
-chunked prefill and decode are one path; the result of a row is computed with shapes that depend on that row alone.
+For: models that run as transformers modules, where no faster backend fits, and the reference that other backends are
+tested against. Does not know: which model calls it, which request owns a block. Invariants: a step's tokens are written
+to the cache before they are read, so prefill, chunked prefill and decode are one path; a row is computed with shapes
+that depend on that row alone; stored keys and values are finite, because a zero weight times a leftover NaN is NaN.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
 
-from .interface import AttentionOptions
-from .kv_cache import LayerKVCache
-from .ragged_batch import RaggedBatch, RowGroup
+from .interface import AttentionOptions, LayerShape
 
 # Products with fewer rows than this take other paths through the CPU's matrix library, which round differently.
 _MIN_ROWS = 8
@@ -24,7 +28,7 @@ _MAX_SCORES = 1 << 24
 
 
 class PagedAttention:
-    """The context of a step: the runner sets `batch` before each forward pass."""
+    """The context of one step."""
 
     def __init__(self, caches: Mapping[nn.Module, LayerKVCache], batch: RaggedBatch) -> None:
         self._caches = caches
@@ -56,8 +60,8 @@ def _dense_attention(
     """As grouped_attention, in slices of queries that bound the memory for scores; torch's fused attention on a GPU.
 
     Not fused on CPU, although that saves a third of the time of a long prefill: the fused kernel's result for a query
-    depends on how many others are computed with it, so a prompt's chunks would change its tokens. Plain products do
-    not.
+    depends on how many others are computed with it, so a prompt's chunks would change its tokens. Plain products have
+    no such dependence.
     """
     rows, heads, query_len, _ = queries.shape
     if queries.is_cuda and query_len > 1 and options.softcap is None and options.sinks is None:
@@ -110,3 +114,153 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     rows, heads, query_len, _ = scores.shape
     extra = sinks.float().view(1, heads, 1, 1).expand(rows, heads, query_len, 1)
     return torch.softmax(torch.cat((scores, extra), dim=-1), dim=-1)[..., :-1].contiguous()
+
+
+Int64Array = npt.NDArray[np.int64]
+
+# Products over fewer keys than this take other paths through the CPU's matrix library, which round differently.
+_MIN_KEYS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Neighbouring rows of equal query length, their keys padded to the same number of blocks."""
+
+    first_token: int
+    """The group's tokens are first_token … first_token + num_rows * query_len - 1."""
+    num_rows: int
+    query_len: int
+    """In tokens."""
+    blocks: torch.Tensor
+    """int64 [num_rows, padded_blocks]: KV block ids."""
+    visible: torch.Tensor
+    """bool [num_rows, query_len, padded_blocks * block_size]: whether a query sees a key."""
+
+    @property
+    def end_token(self) -> int:
+        return self.first_token + self.num_rows * self.query_len
+
+
+def padded_blocks(num_blocks: Int64Array) -> Int64Array:
+    """Rounds up to 1, 2, 3, 4, 6, 8, 12, 16, 24, …: few distinct lengths, at most a third of the work is padding."""
+    power = 2 ** np.floor(np.log2(np.maximum(num_blocks, 1))).astype(np.int64)
+    half_step = power + np.maximum(power // 2, 1)
+    rounded = np.where(num_blocks <= power, power, np.where(num_blocks <= half_step, half_step, 2 * power))
+    return rounded.astype(np.int64)
+
+
+class RaggedBatch:
+    """Which rows lie where in the flattened batch, and which KV blocks they read.
+
+    How a row is padded depends on that row's own query length, context length and window, never on its neighbours, so
+    that its result does not depend on them either.
+    """
+
+    def __init__(
+        self,
+        query_lens: Int64Array,
+        seq_lens: Int64Array,
+        block_table: npt.NDArray[np.int32],
+        slots: Int64Array,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        """Rows are in the order of their tokens; rows of equal query length are neighbours, sorted by context length.
+
+        query_lens, seq_lens: int64 [rows]; a row's queries are the last query_len of its seq_len positions.
+        block_table: [rows, max_blocks_per_seq]. slots: int64 [tokens], where each token's key and value are written.
+        """
+        self._query_lens = query_lens
+        self._seq_lens = seq_lens
+        self._block_table = block_table
+        self._block_size = block_size
+        self._device = device
+        self._groups: dict[int | None, list[RowGroup]] = {}
+        self.slots = torch.from_numpy(slots).to(device)
+
+    def groups(self, sliding_window: int | None) -> list[RowGroup]:
+        """The rows as groups for layers with this window; computed once per step and window."""
+        found = self._groups.get(sliding_window)
+        if found is None:
+            found = self._groups[sliding_window] = self._build_groups(sliding_window)
+        return found
+
+    def _build_groups(self, window: int | None) -> list[RowGroup]:
+        padded, first_block = self._key_ranges(window)
+        changes = (np.diff(self._query_lens) != 0) | (np.diff(padded) != 0)
+        bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(padded)]
+        token_starts = np.concatenate(([0], np.cumsum(self._query_lens)))
+        return [
+            self._group(slice(a, b), int(token_starts[a]), int(padded[a]), first_block[a:b], window)
+            for a, b in itertools.pairwise(bounds)
+        ]
+
+    def _key_ranges(self, window: int | None) -> tuple[Int64Array, Int64Array]:
+        """Per row: how many blocks of keys are read, and the first of them."""
+        total = padded_blocks(-(-np.maximum(self._seq_lens, _MIN_KEYS) // self._block_size))
+        if window is None:
+            return total, np.zeros_like(total)
+        # The oldest visible key may lie anywhere in its block, hence the second extra block.
+        limit = (window + self._query_lens - 2) // self._block_size + 2
+        first_key = np.maximum(self._seq_lens - self._query_lens - window + 1, 0)
+        return np.minimum(total, limit), first_key // self._block_size
+
+    def _group(self, rows: slice, first_token: int, padded: int, first: Int64Array, window: int | None) -> RowGroup:
+        query_len, block_size = int(self._query_lens[rows.start]), self._block_size
+        columns = first[:, None] + np.arange(padded)
+        table = self._block_table[rows]
+        blocks = np.take_along_axis(table, np.minimum(columns, table.shape[1] - 1), axis=1).astype(np.int64)
+        key_positions = (first * block_size)[:, None] + np.arange(padded * block_size)
+        query_positions = (self._seq_lens[rows] - query_len)[:, None] + np.arange(query_len)
+        distance = query_positions[:, :, None] - key_positions[:, None, :]
+        visible = distance >= 0
+        if window is not None:
+            visible &= distance < window
+        return RowGroup(
+            first_token=first_token,
+            num_rows=len(first),
+            query_len=query_len,
+            blocks=torch.from_numpy(blocks).to(self._device),
+            visible=torch.from_numpy(visible).to(self._device),
+        )
+
+
+class LayerKVCache:
+    """keys [num_blocks, num_kv_heads, block_size, key_dim], values likewise: a head's part of a block is contiguous, so
+    that gathering a row's keys per head is a copy of whole slabs."""
+
+    def __init__(
+        self, shape: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        leading = (num_blocks, shape.num_kv_heads, block_size)
+        self.keys = _zeros((*leading, shape.key_dim), dtype, device)
+        self.values = _zeros((*leading, shape.value_dim), dtype, device)
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """key, value [tokens, num_kv_heads, dim] go to slots int64 [tokens] (block * block_size + offset)."""
+        block_size = self.keys.shape[2]
+        blocks, offsets = slots // block_size, slots % block_size
+        self.keys[blocks, :, offsets] = torch.nan_to_num(key)
+        self.values[blocks, :, offsets] = torch.nan_to_num(value)
+
+    def gather(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """blocks int64 [rows, n] → keys [rows, num_kv_heads, n * block_size, key_dim] and values, contiguous."""
+        return _gather(self.keys, blocks), _gather(self.values, blocks)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take no memory on CPU before they are written: numpy asks the system for zero pages, torch would write
+    them."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size_bytes, np.uint8)).view(dtype).view(shape)
+
+
+def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    num_blocks, heads, block_size, dim = cache.shape
+    rows, count = blocks.shape
+    slabs = blocks[:, None, :] * heads + torch.arange(heads, device=blocks.device)[None, :, None]
+    # index_select on flat slabs is several times faster on CPU than indexing the four-dimensional tensor.
+    gathered = cache.view(num_blocks * heads, block_size * dim).index_select(0, slabs.reshape(-1))
+    return gathered.view(rows, heads, count * block_size, dim)

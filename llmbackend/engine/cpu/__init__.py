@@ -1,1 +1,1 @@
-"""The CPU path: one decoder program in native memory, its weights and its KV; the fallback is torch's own modules."""
+"""The CPU path: one decoder program on native kernels, and linear layers for models that run as modules."""

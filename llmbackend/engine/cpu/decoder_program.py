@@ -1,8 +1,9 @@
 """A decoder-only model as a flat list of native operations: one call computes a whole step.
 
-For: the model runner, when the model was recognised (decoder_description.py). Does not know: families, transformers,
-requests. Invariants: all buffers are made once, for the largest step; the residual stream is float32 throughout; the
-operations of a layer stand below in the order in which they run.
+For: the model runner on CPU, when the model was recognised (model/decoder_description.py). Does not know: families,
+transformers, requests, sampling. Invariants: all buffers are made once, for the largest step; the residual stream is
+float32 throughout; the operations of a layer are listed in the order in which they run; a program is used only after
+it gave the probes' logits as the model's own modules give them.
 """
 
 from __future__ import annotations
@@ -16,24 +17,16 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from llmbackend.engine.decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection
-from llmbackend.engine.flat_step import FlatStep
-from llmbackend.engine.kernels.abi import (
-    AttentionOp,
-    EmbedOp,
-    Epilogue,
-    Kind,
-    LinearOp,
-    NormOp,
-    RotaryOp,
-    Rows,
-    Step,
-    Type,
-)
-from llmbackend.engine.kernels.library import NativeEngine, op_pointers
-from llmbackend.engine.kernels.weights import TYPE_OF, PackedWeight
-
-from .native_kv_cache import NativeLayerCache
+from ..attention.native import NativeLayerCache, native_caches
+from ..config import EngineConfig
+from ..errors import ProgramUnsupportedError
+from ..kernels.abi import AttentionOp, EmbedOp, Epilogue, Kind, LinearOp, NormOp, RotaryOp, Rows, Step, Type
+from ..kernels.library import NativeKernels, op_pointers
+from ..kernels.weights import TYPE_OF, PackedWeight
+from ..model.compatibility import MAX_PROBE_TOKENS
+from ..model.decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection
+from ..model.loader import LoadedModel
+from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -45,10 +38,10 @@ _ACTIVATIONS = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
 class _Buffer:
     """Rows of float32 or bfloat16 in native memory."""
 
-    def __init__(self, engine: NativeEngine, rows: int, width: int, kind: Type) -> None:
+    def __init__(self, kernels: NativeKernels, rows: int, width: int, kind: Type) -> None:
         self.stride = -(-width // 16) * 16 + _ROW_PADDING
         self.type = kind
-        self._memory = engine.library.memory(rows * self.stride * (4 if kind == Type.FLOAT32 else 2))
+        self._memory = kernels.library.memory(rows * self.stride * (4 if kind == Type.FLOAT32 else 2))
         self.address = int(self._memory.ctypes.data)
 
     def floats(self, rows: int, width: int) -> Float32Array:
@@ -59,24 +52,24 @@ class _Buffer:
 class DecoderProgram:
     def __init__(
         self,
-        engine: NativeEngine,
+        kernels: NativeKernels,
         decoder: Decoder,
         caches: Mapping[nn.Module, NativeLayerCache],
         max_tokens: int,
         max_samples: int,
     ) -> None:
         """max_tokens and max_samples: the largest step. Raises MemoryError."""
-        self._engine = engine
+        self._kernels = kernels
         self._decoder = decoder
         self._caches = caches
         self._vocab_size = decoder.head.weight.n
         # Tiles multiply bfloat16 by bfloat16; everything else widens weights and keeps activations in float32.
-        tiles = engine.library.variant == "amx" and decoder.embedding.dtype == torch.bfloat16
+        tiles = kernels.library.variant == "amx" and decoder.embedding.dtype == torch.bfloat16
         self._activation = Type.BFLOAT16 if tiles else Type.FLOAT32
         self._max_tokens, self._max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
         self._kept: list[Any] = []
-        """What operations point to."""
+        """The tensors that operations point to."""
         self._ops: list[ctypes.Structure] = []
         self._add_operations()
         self._pointers = op_pointers(self._ops)
@@ -99,7 +92,7 @@ class DecoderProgram:
             *(array.ctypes.data for array in arrays),
         )  # fmt: skip
         num_ops = len(self._ops) if num_samples else len(self._ops) - 2
-        self._engine.run(self._pointers, num_ops, native_step)
+        self._kernels.run(self._pointers, num_ops, native_step)
         return self._finished(self._logits.floats(num_samples, self._vocab_size))
 
     def _finished(self, logits: Float32Array) -> Float32Array:
@@ -116,14 +109,14 @@ class DecoderProgram:
         qkv = max(layer.attention.qkv.weight.n for layer in layers)
         attended = max(layer.attention.out.weight.k for layer in layers)
         gated = max(layer.mlp.gate.weight.n for layer in layers)
-        self._hidden = _Buffer(self._engine, tokens, self._width, Type.FLOAT32)
-        self._normed = _Buffer(self._engine, tokens, self._width, self._activation)
-        self._block = _Buffer(self._engine, tokens, self._width, Type.FLOAT32)
-        self._qkv = _Buffer(self._engine, tokens, qkv, Type.FLOAT32)
-        self._attended = _Buffer(self._engine, tokens, attended, self._activation)
-        self._gated = _Buffer(self._engine, tokens, gated, self._activation)
-        self._sampled = _Buffer(self._engine, samples, self._width, self._activation)
-        self._logits = _Buffer(self._engine, samples, self._vocab_size, Type.FLOAT32)
+        self._hidden = _Buffer(self._kernels, tokens, self._width, Type.FLOAT32)
+        self._normed = _Buffer(self._kernels, tokens, self._width, self._activation)
+        self._block = _Buffer(self._kernels, tokens, self._width, Type.FLOAT32)
+        self._qkv = _Buffer(self._kernels, tokens, qkv, Type.FLOAT32)
+        self._attended = _Buffer(self._kernels, tokens, attended, self._activation)
+        self._gated = _Buffer(self._kernels, tokens, gated, self._activation)
+        self._sampled = _Buffer(self._kernels, samples, self._width, self._activation)
+        self._logits = _Buffer(self._kernels, samples, self._vocab_size, Type.FLOAT32)
 
     def _add_operations(self) -> None:
         decoder = self._decoder
@@ -162,7 +155,7 @@ class DecoderProgram:
         self._add_to_hidden(layer.mlp.down, self._gated, layer.mlp_out_norm, layer.residual_factor)
 
     def _input(self, norm: Norm | None) -> _Buffer:
-        """What a block reads: the residual stream, normalised where the block has a norm before it."""
+        """A block's input: the residual stream, normalised where the block has a norm before it."""
         if norm is None:
             return self._hidden
         self._add_norm(norm, self._hidden, self._normed, Rows.TOKENS)
@@ -293,3 +286,48 @@ class DecoderProgram:
 def _packed(projection: Projection) -> PackedWeight:
     assert isinstance(projection.weight, PackedWeight), "native kernels read packed weights"
     return projection.weight
+
+
+class ProgramForward:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> None:
+        """Raises ProgramUnsupportedError when this model must run as modules."""
+        if loaded.kernels is None or loaded.decoder is None:
+            raise ProgramUnsupportedError(loaded.why_modules)
+        caches = native_caches(loaded.kernels, loaded.layer_shapes, num_blocks, config.block_size, loaded.dtype)
+        if caches is None:
+            raise ProgramUnsupportedError("its heads or its KV blocks do not fit the native layout")
+        drafts = config.speculative_config.max_step_tokens if config.speculative_config else 0
+        max_tokens = max(config.max_num_batched_tokens, drafts, MAX_PROBE_TOKENS)
+        max_samples = max(min(max_tokens, config.max_num_seqs + drafts), MAX_PROBE_TOKENS)
+        self._program = DecoderProgram(loaded.kernels, loaded.decoder, caches, max_tokens, max_samples)
+        loaded.checked.verify(self._all_logits)
+
+    def logits(self, plan: StepPlan, table: RowTable) -> torch.Tensor | None:
+        """Logits float32 [samples, vocab], valid until the next step; None when no row samples."""
+        step = flatten(plan, table)
+        logits = self._program.forward(step, step.blocks_in_use(table))
+        return torch.from_numpy(logits) if len(logits) else None
+
+    def close(self) -> None:
+        pass
+
+    def _all_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Of one sequence, computed in the first block."""
+        step = _whole_sequence(token_ids.numpy().astype(np.int32))
+        return torch.from_numpy(self._program.forward(step, np.zeros((1, 1), np.int32)).copy())
+
+
+def _whole_sequence(token_ids: Int32Array) -> FlatStep:
+    """A step that computes one sequence from its start in block 0, and samples at every token."""
+    length = np.array([len(token_ids)], np.int32)
+    places = np.arange(len(token_ids), dtype=np.int32)
+    return FlatStep(
+        rows=np.zeros(1, np.int32),
+        query_lens=length,
+        seq_lens=length,
+        query_start=np.array([0, len(token_ids)], np.int32),
+        token_ids=token_ids,
+        positions=places,
+        slots=places,
+        sampled_tokens=places,
+    )

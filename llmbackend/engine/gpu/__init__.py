@@ -1,1 +1,1 @@
-"""The accelerator path: one decoder program on device tensors, its kernels, and what keeps the device busy."""
+"""The accelerator path: one decoder program on device tensors, its kernels, the rows and the sampler on the device."""

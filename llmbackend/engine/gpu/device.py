@@ -1,8 +1,8 @@
-"""What the accelerator path needs of a device: ordered work that goes on beside the host, and to know when it is done.
+"""What the accelerator path needs of a device: ordered work that runs beside the host, and events that say when.
 
-For: the runner and its parts. Does not know: models, steps, tensors' meaning. Invariants: work is done in the order in
-which it was enqueued; what `enqueue` is given reads no host memory that changes later, but for pinned memory that its
-owner leaves alone until an event behind that work has passed.
+For: the runner and its parts. Does not know: models, steps, tensors' meaning. Invariants: work runs in the order in
+which it was enqueued; enqueued work reads no host memory that changes later, except pinned memory that its owner leaves
+unchanged until an event behind that work has passed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Event(Protocol):
     def is_done(self) -> bool: ...
 
     def seconds_since(self, earlier: Event) -> float:
-        """Device time between two events that have both passed."""
+        """Device time in seconds between two events that have both passed."""
 
 
 class Graph(Protocol):
-    """Work that was captured once and is repeated with the same memory."""
+    """Captured work that is repeated on the same memory."""
 
     def replay(self) -> None:
-        """Part of enqueued work."""
+        """Called inside of enqueued work."""
 
 
 class Memory(NamedTuple):
@@ -49,7 +49,7 @@ class Device(Protocol):
     def enqueue(self, work: Callable[[], None]) -> None:
         """`work` calls operations on device tensors, and copies between them and pinned memory with non_blocking.
 
-        What it raises here, torch.OutOfMemoryError for one, has stopped it half-way.
+        An exception here, such as torch.OutOfMemoryError, has stopped the work half-way.
         """
 
     def record(self) -> Event: ...
@@ -58,8 +58,7 @@ class Device(Protocol):
         """Host memory that is copied to and from the device without waiting for it; [size], zeros."""
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Part of enqueued work: a copy in host memory, which holds what it should when an event behind it has
-        passed."""
+        """Called inside of enqueued work: a copy in host memory, complete when an event behind it has passed."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Runs the work once and then records it. Nothing else may be enqueued meanwhile."""
@@ -69,13 +68,13 @@ class Device(Protocol):
 
     @property
     def has_float8(self) -> bool:
-        """Whether it computes with numbers of 8 bits."""
+        """Whether the device computes with float8_e4m3fn."""
 
     def memory(self) -> Memory:
-        """What nobody has taken. What this process has given back counts as taken until `trim`."""
+        """The device's memory. What this process has freed counts as used until `trim`."""
 
     def trim(self) -> None:
-        """Gives memory back that this process has taken and does not use."""
+        """Returns unused memory of this process to the device."""
 
 
 class _CudaEvent:
@@ -96,7 +95,7 @@ class _CudaEvent:
 
 
 class CudaDevice:
-    """An NVIDIA GPU: all work on the current stream of the calling thread, which runs it in order by itself."""
+    """An NVIDIA GPU: all work is on the current stream of the calling thread, which keeps the order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -123,12 +122,12 @@ class CudaDevice:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        # torch gives pinned memory to nobody else before the copy is done.
+        # torch does not reuse the pinned memory before the copy is done.
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """The first run compiles kernels and makes the workspaces of libraries, which a capture must not do. Graphs
-        share one pool of memory: they never run at the same time, and none needs what another left there."""
+        """The first run compiles kernels and allocates libraries' workspaces, which a capture must not do. Graphs share
+        one pool of memory: they never run at the same time, and none reads what another left there."""
         with torch.cuda.device(self._device):
             stream, current = self._capture_stream, torch.cuda.current_stream()
             stream.wait_stream(current)

@@ -1,30 +1,183 @@
-"""The rows of live requests on the device, and each step's batch as it follows from them there.
+"""The rows of live requests on the device, the message that updates them for a step, and the step's batch.
 
-For: the runner, as a part of what it enqueues. Token ids, positions and slots of a step are worked out on the device,
-where what the step before sampled is known first. Does not know: models, sampling, graphs, and when its work is done.
-Invariants: all is work on device tensors with shapes that the host knows, so that nothing here waits; `layout` reads
-memory at fixed addresses alone, so that it can be captured.
+For: the runner. A row's tokens are sent once, with its first step; of its block table, what changed; of a step, its
+rows and how far each gets. Token ids, positions and slots are computed on the device, where the tokens of the step
+before are known first. Does not know: models, sampling, graphs, when its work is done.
+Invariants: a message is written from the plan and the table alone, before `write` returns; its memory is reused only
+after the event behind its step; what a message that was not sent held is sent again with the next one; `layout` reads
+memory at fixed addresses alone, so that it can be captured, and nothing here waits for the device.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
+from ..step import Int32Array, RowTable, StepPlan
+from .device import Device, Event
 from .ops import Ops, StepLayout
-from .step_message import NUM_SECTIONS, StepMessage, StepShape, section_words
+from .table_changes import NO_CHANGES, BlockTableMirror
+
+NUM_SECTIONS = 6
+"""rows, query_start, seq_lens, sampled_tokens, sampled_rows, sampled_positions: each of section_words words."""
+
+
+def section_words(max_num_seqs: int) -> int:
+    """Words (int32) of one section of a message; query_start has one more than there are rows."""
+    return max_num_seqs + 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What the host knows of a step's batch, padding included."""
+
+    num_rows: int
+    num_tokens: int
+    num_samples: int
+    max_query_len: int
+    """At least the most tokens of a sequence in the batch."""
+    max_seq_len: int
+    """At least the most keys of a sequence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Changes:
+    """What the device's rows lack."""
+
+    blocks: Int32Array
+    """[3, n]: rows, columns and values of the block table."""
+    prompts: Int32Array
+    """[3, n]: rows, lengths of their prompts, lengths of all their tokens."""
+    token_ids: Int32Array
+    """[tokens]: all tokens of those rows, one row after the other."""
+
+    @property
+    def num_words(self) -> int:
+        return self.blocks.size + self.prompts.size + self.token_ids.size
+
+    def write(self, words: Int32Array) -> None:
+        if len(words):
+            np.concatenate((self.blocks.reshape(-1), self.prompts.reshape(-1), self.token_ids), out=words)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepMessage:
+    """Everything that the device must be told before it computes a step."""
+
+    shape: StepShape
+    words: torch.Tensor
+    """int32, pinned: the sections, changed blocks (3 * num_blocks), new rows (3 * num_prompts), their tokens
+    (num_prompt_tokens)."""
+    num_blocks: int
+    num_prompts: int
+    num_prompt_tokens: int
+    changes: _Changes = field(repr=False)
+    buffer: _Buffer = field(repr=False)
+
+
+class _Buffer:
+    """Pinned memory of one step in flight."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words = words
+        self.event: Event | None = None
+
+
+class StepMessages:
+    def __init__(
+        self, device: Device, max_num_seqs: int, max_model_len: int, block_size: int, max_steps_in_flight: int
+    ) -> None:
+        self._device = device
+        self._section_words = section_words(max_num_seqs)
+        self._step_words = NUM_SECTIONS * self._section_words
+        self.max_words = self._step_words + 8 * max_num_seqs + max_model_len
+        """Words of a usual message; one with many long prompts at once is longer, and gets memory of its own."""
+        self._buffers = [_Buffer(device.pinned(self.max_words, torch.int32)) for _ in range(max_steps_in_flight)]
+        self._blocks = BlockTableMirror(max_num_seqs, -(-max_model_len // block_size))
+        self._new_rows: set[int] = set()
+
+    def add(self, row: int) -> None:
+        """The row has a new request."""
+        self._new_rows.add(row)
+
+    def remove(self, row: int) -> None:
+        self._new_rows.discard(row)
+
+    def write(self, plan: StepPlan, table: RowTable, num_rows: int | None = None) -> StepMessage:
+        """num_rows: the number of sequences of a captured graph, which samples all of them; those behind the plan's own
+        are padding. None: only the plan's."""
+        changes = _Changes(self._blocks.changes(plan, table), *self._prompts(plan, table))
+        buffer = self._buffer(self._step_words + changes.num_words)
+        words = buffer.words.numpy()
+        shape = self._write_step(plan, table, num_rows or len(plan.rows), words)
+        num_words = self._step_words + changes.num_words
+        changes.write(words[self._step_words : num_words])
+        return StepMessage(
+            shape=shape,
+            words=buffer.words[:num_words],
+            num_blocks=changes.blocks.shape[1],
+            num_prompts=changes.prompts.shape[1],
+            num_prompt_tokens=len(changes.token_ids),
+            changes=changes,
+            buffer=buffer,
+        )
+
+    def sent(self, message: StepMessage, event: Event) -> None:
+        """The device reads the message before `event` passes."""
+        message.buffer.event = event
+        if message.num_blocks:
+            self._blocks.told(message.changes.blocks)
+        if message.num_prompts:
+            self._new_rows.difference_update(message.changes.prompts[0].tolist())
+
+    def _buffer(self, num_words: int) -> _Buffer:
+        """Memory that no step in flight reads: that of the oldest step."""
+        if num_words > self.max_words:
+            return _Buffer(self._device.pinned(num_words, torch.int32))
+        buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        if buffer.event is not None:
+            buffer.event.wait()
+        return buffer
+
+    def _prompts(self, plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32Array]:
+        new = [row for row in plan.rows.tolist() if row in self._new_rows] if self._new_rows else []
+        if not new:
+            return NO_CHANGES, NO_CHANGES[0]
+        rows = np.array(new, np.int32)
+        lens = table.num_tokens[rows]
+        tokens = [table.token_ids[row, :length] for row, length in zip(new, lens.tolist(), strict=True)]
+        return np.stack((rows, table.num_prompt_tokens[rows], lens)), np.concatenate(tokens)
+
+    def _write_step(self, plan: StepPlan, table: RowTable, num_rows: int, words: Int32Array) -> StepShape:
+        sections = words[: self._step_words].reshape(NUM_SECTIONS, self._section_words)
+        rows, query_start, seq_lens, sampled_tokens, sampled_rows, sampled_positions = sections
+        n, counts = len(plan.rows), plan.num_scheduled_tokens
+        rows[:n], rows[n:num_rows] = plan.rows, 0
+        seq_lens[:n], seq_lens[n:num_rows] = table.num_computed_tokens[plan.rows] + counts, 0
+        query_start[0] = 0
+        np.cumsum(counts, out=query_start[1 : n + 1])
+        num_tokens = int(query_start[n])
+        query_start[n + 1 : num_rows + 1] = np.arange(num_tokens + 1, num_tokens + 1 + num_rows - n)
+        sampled = np.arange(num_rows) if num_rows > n else np.flatnonzero(plan.sample_rows)
+        count = len(sampled)
+        sampled_tokens[:count] = query_start[1:][sampled] - 1
+        sampled_rows[:count], sampled_positions[:count] = rows[sampled], seq_lens[sampled]
+        return StepShape(num_rows, num_tokens + num_rows - n, count, int(counts.max()), int(seq_lens[:n].max()))
 
 
 class DeviceRows:
-    """token_table int32 [max_num_seqs, max_model_len], num_prompt_tokens int32 [max_num_seqs], block_table int32
-    [max_num_seqs, max_blocks_per_seq]: as of RowTable."""
+    """The rows on the device. As in RowTable, all int32: token_table [max_num_seqs, max_model_len], num_prompt_tokens
+    [max_num_seqs], block_table [max_num_seqs, max_blocks_per_seq]."""
 
     def __init__(
         self, device: torch.device, ops: Ops, max_num_seqs: int, max_model_len: int, block_size: int, max_words: int
     ) -> None:
-        """max_words: of a usual message. Raises torch.OutOfMemoryError."""
+        """max_words: of a usual message (StepMessages.max_words). Raises torch.OutOfMemoryError."""
         self._ops = ops
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._block_size = block_size
@@ -40,13 +193,13 @@ class DeviceRows:
         self.forget_step()
 
     def forget_step(self) -> None:
-        """Until the next message, all sequences are padding: one token of each, from which one is sampled."""
+        """Until the next message all sequences are padding, of one token each, from which one is sampled."""
         self._sections.zero_()
         self._sections[1].copy_(self._places)
         self._sections[3].copy_(self._places)
 
     def upload(self, message: StepMessage) -> None:
-        """Copies the message and does what it tells."""
+        """Copies the message and applies its changes."""
         num_words = len(message.words)
         if num_words <= len(self._message):
             words = self._message[:num_words]
@@ -62,9 +215,9 @@ class DeviceRows:
             self._add_rows(changes[3 * message.num_blocks :], message.num_prompts, message.num_prompt_tokens)
 
     def layout(self, shape: StepShape) -> StepLayout:
-        """The batch of the step whose message was uploaded last; its rows, bounds and samples are views of memory that
-        the next upload writes."""
-        rows, query_start, seq_lens, sampled_tokens, sampled_rows, _ = self._sections
+        """The batch of the step whose message was uploaded last. Its tensors may be views of memory that the next
+        upload writes."""
+        rows, query_start, seq_lens, sampled_tokens, _, _ = self._sections
         rows, seq_lens = rows[: shape.num_rows], seq_lens[: shape.num_rows]
         query_start = query_start[: shape.num_rows + 1]
         if shape.num_tokens == shape.num_rows:
@@ -81,7 +234,6 @@ class DeviceRows:
             positions=positions,
             slots=slots,
             sampled_tokens=sampled_tokens[: shape.num_samples],
-            sampled_rows=sampled_rows[: shape.num_samples],
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
         )
@@ -91,7 +243,7 @@ class DeviceRows:
         return self._sections[4, :count], self._sections[5, :count]
 
     def put(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """What was sampled becomes a part of the rows; int32 [samples] each."""
+        """Adds the sampled tokens to the rows; int32 [samples] each."""
         self._ops.put_tokens(rows, positions, token_ids, self.token_table)
 
     def _ragged_inputs(

@@ -1,8 +1,9 @@
-"""A device on CPU tensors whose work is done late, so that host code that is wrong beside a GPU is wrong here too.
+"""A device on CPU tensors that runs work as late as possible, so that races beside a GPU fail here every time.
 
-For: tests of the accelerator path where there is no GPU. Does not know: what the work is. Invariants: enqueued work is
-done in order, and not before somebody waits for it: whoever changes host memory too early, or reads it before the event
-behind it, sees wrong numbers every time, where a GPU would give them some of the time.
+For: tests of the accelerator path where there is no GPU, and engines over several CPU processes. Does not know: what
+the work is. Invariant: enqueued work runs in order, and only when its event is waited for. Host code that changes
+memory too early, or reads it before the event behind it, gets wrong numbers every time; on a GPU it would only
+sometimes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from .device import Event, Graph, Memory
 
 
 class FakeDevice:
-    """memory_bytes: what it says is free and has; `used_bytes` of it are taken."""
-
     def __init__(self, memory_bytes: int = 1 << 30, used_bytes: int = 0) -> None:
+        """memory_bytes: the size that `memory` reports; used_bytes of it are used."""
         self.memory_bytes, self.used_bytes = memory_bytes, used_bytes
         self.num_graph_replays = 0
         self._work: deque[Callable[[], None]] = deque()
@@ -72,7 +72,7 @@ class FakeDevice:
         return self._num_done >= place
 
     def run_until(self, place: int) -> None:
-        """Does the first `place` pieces of all work ever enqueued."""
+        """Runs all work up to the `place`-th piece ever enqueued."""
         while self._num_done < place:
             self._num_done += 1
             self._work.popleft()()

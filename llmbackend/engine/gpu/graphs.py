@@ -1,8 +1,8 @@
 """CUDA graphs of decode steps: one for each of a ladder of batch sizes, captured when the engine starts.
 
 For: the runner. A decode step of a small model is a few hundred launches of a few microseconds each; as a graph it is
-one. Does not know: requests, sampling. Invariants: a graph holds nothing that changes from step to step but in memory
-at fixed addresses; a step is padded up to the next size with sequences that write nothing and are never looked at.
+one. Does not know: requests, sampling. Invariants: what changes from step to step is in memory at fixed addresses; a
+step is padded up to the next size with sequences that write no KV and whose results are not used.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import torch
 
 from ..step import StepPlan
 from .device import Device, Graph
-from .device_rows import DeviceRows
+from .device_rows import DeviceRows, StepShape
 from .program import GpuProgram
-from .step_message import StepShape
 
 logger = logging.getLogger(__name__)
 
 MAX_CAPTURE_S = 60.0
-"""After this no more sizes are captured; their steps are padded up to the ones that were."""
+"""After so many seconds no more sizes are captured; their steps are padded up to larger ones."""
 
 
 def ladder(max_num_seqs: int, wanted: Sequence[int] | None = None) -> list[int]:
-    """Batch sizes in rising order, none above max_num_seqs: those that are wanted, else 1, 2, 4, 8 and then in steps of
-    8, of 16 from 256 on, and max_num_seqs itself (vLLM's sizes, for batches of any size)."""
+    """Batch sizes in rising order, none above max_num_seqs: the wanted ones, or 1, 2, 4, 8, then steps of 8, steps of
+    16 from 256 on, and max_num_seqs itself (vLLM's sizes)."""
     if wanted is not None:
         return sorted({size for size in wanted if size <= max_num_seqs})
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 1, 16), max_num_seqs]
@@ -47,8 +46,8 @@ class DecodeGraphs:
         return self._sizes.tolist()
 
     def capture(self, sizes: Sequence[int]) -> float:
-        """Captures the largest first, in whose memory the others find room. Returns seconds. What does not fit into
-        memory any more, or into MAX_CAPTURE_S, is left out."""
+        """Captures the largest size first, because the others fit into its memory. Returns how many seconds it took.
+        Sizes that do not fit into memory, or into MAX_CAPTURE_S, are left out."""
         start_s = time.monotonic()
         self._device.enqueue(self._rows.forget_step)
         for size in sorted(sizes, reverse=True):
@@ -65,21 +64,22 @@ class DecodeGraphs:
         return time.monotonic() - start_s
 
     def forget(self) -> None:
-        """Gives their memory back."""
+        """Drops all graphs and frees their memory."""
         self._graphs.clear()
         self._logits.clear()
         self._sizes = np.empty(0, np.int64)
         self._device.trim()
 
     def size_for(self, plan: StepPlan) -> int | None:
-        """The size that this step is padded to, or None when it is not one decoded token of each row."""
+        """The size that this step is padded to; None when it is not one decoded token of each row, or too large."""
         place = int(np.searchsorted(self._sizes, len(plan.rows)))
         if place == len(self._sizes) or plan.num_tokens != len(plan.rows) or not plan.sample_rows.all():
             return None
         return int(self._sizes[place])
 
     def replay(self, size: int) -> torch.Tensor:
-        """Device work: computes the step whose message was uploaded last; logits [size, vocab], until the next step."""
+        """Device work: computes the step whose message was uploaded last. Logits [size, vocab], valid until the next
+        step."""
         self._graphs[size].replay()
         return self._logits[size]
 

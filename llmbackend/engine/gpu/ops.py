@@ -1,10 +1,10 @@
-"""What the decoder program asks of an accelerator: a handful of operations on device tensors.
+"""The operations that the decoder program needs of an accelerator, on device tensors.
 
 For: the program (program.py), which calls them in the order of the layers. Implementations: triton_ops.py (kernels),
 torch_ops.py (plain torch: the reference, the ablation "fused kernels off", and what runs where Triton does not).
 Does not know: models, requests, streams, graphs. Invariants: an operation allocates nothing that outlives it, never
-waits for the device and reads no device value on the host, so that every one can be captured in a CUDA graph; what a
-row gets depends on that row alone.
+waits for the device and reads no device value on the host, so that every one can be captured in a CUDA graph; a row's
+result depends on that row alone.
 """
 
 from __future__ import annotations
@@ -17,39 +17,42 @@ import torch
 Activation = Literal["silu", "gelu_tanh"]
 
 PADDING_SLOT = -1
-"""The slot of a token that pads a step to a captured size: its key and value are written nowhere."""
+"""The slot of a padding token, whose key and value are not written."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
     """The ragged batch of one step, as device tensors of int32.
 
-    rows [n]: row of the row table for each sequence. query_start [n + 1]: its tokens in the flat batch. seq_lens [n]:
-    keys that its last token sees, itself included. token_ids, positions, slots [tokens]. sampled_tokens [samples]:
-    where in the batch the tokens are that samples follow; sampled_rows [samples]: their rows. Padding sequences have
-    one token, seq_len 0, row 0 and slot PADDING_SLOT, and come last; what they compute is never looked at.
-
-    max_query_len, max_seq_len: upper bounds known to the host. Under a captured graph they are the graph's own, so
-    results must not depend on them.
+    Padding sequences have one token, seq_len 0, row 0 and slot PADDING_SLOT, and come last; what they compute is not
+    used.
     """
 
     rows: torch.Tensor
+    """[n]: each sequence's row of the row table."""
     query_start: torch.Tensor
+    """[n + 1]: where each sequence's tokens begin in the flat batch."""
     seq_lens: torch.Tensor
+    """[n]: keys that the sequence's last token sees, itself included."""
     token_ids: torch.Tensor
+    """[tokens]"""
     positions: torch.Tensor
+    """[tokens]"""
     slots: torch.Tensor
+    """[tokens]: where each token's key and value are stored (block * block_size + offset)."""
     sampled_tokens: torch.Tensor
-    sampled_rows: torch.Tensor
+    """[samples]: places in the batch of the tokens whose logits are sampled."""
     max_query_len: int
+    """An upper bound known to the host. A captured graph has its own, so results must not depend on it."""
     max_seq_len: int
+    """As max_query_len."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """KV memory of one layer: keys, values [num_blocks, num_kv_heads, block_size, head_dim], in the model's dtype or
     float8_e4m3fn (stored value = value / scale). What is stored is finite: NaN becomes 0, infinities the largest
-    number, so that a broken request's leftovers cannot turn into NaN in another's output."""
+    number, so that leftovers of a broken request cannot turn into NaN in another's output."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -59,39 +62,45 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """x / sqrt(mean(x²) + eps) * weight, weight float32 [width], computed in float32."""
+    """x / sqrt(mean(x²) + eps) * weight, computed in float32."""
 
     weight: torch.Tensor
+    """float32 [width]"""
     eps: float
 
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """Shapes of one layer's attention input. q_norm, k_norm: over each head (weight [head_dim]) or, with norm_whole,
-    over all heads together (weight [heads * head_dim]); None: none. cos_sin float32 [max_model_len, rotary_dim]:
-    cosines of the first half, then sines, applied to halves of the first rotary_dim of a head; None: no rotation."""
+    """What happens to queries and keys of one layer before attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     q_norm: NormSpec | None
+    """Weight [head_dim], over each head; with norm_whole [num_heads * head_dim], over all together; None: no norm."""
     k_norm: NormSpec | None
+    """As q_norm, for the KV heads."""
     norm_whole: bool
     cos_sin: torch.Tensor | None
+    """float32 [max_model_len, rotary_dim]: cosines of the first half, then sines, applied to halves of the first
+    rotary_dim of a head; None: no rotation."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttendSpec:
-    """scaling: factor on q·k. window: a query sees this many positions, itself included; 0: all. softcap: scores become
-    softcap * tanh(score / softcap); 0: off. sinks float32 [num_heads]: an extra score per head without a value."""
+    """One layer's attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scaling: float
+    """Factor on q·k."""
     window: int
+    """A query sees this many positions, itself included; 0: all."""
     softcap: float
+    """Scores become softcap * tanh(score / softcap); 0: off."""
     sinks: torch.Tensor | None
+    """float32 [num_heads]: an extra score per head without a value; None: none."""
 
 
 class Ops(Protocol):
@@ -146,12 +155,12 @@ class Ops(Protocol):
         positions: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """The batch of a step with one token of each sequence, its last: the three last arguments [n], from the tables
-        (of RowTable) and rows and seq_lens [n]. All int32. A sequence of length 0 is padding: token 0 at
-        position 0, for PADDING_SLOT."""
+        """Fills in token_ids, positions and slots [n] of a step with one token of each sequence, its last, from the
+        tables (as in RowTable) and rows and seq_lens [n]. All int32. Padding rows (seq_len 0) write only the padding
+        marker: token 0 at position 0 with PADDING_SLOT."""
 
     def put_tokens(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, token_table: torch.Tensor
     ) -> None:
-        """token_table[rows[i], positions[i]] = max(token_ids[i], 0), all int32: a broken row's token, which is none, is
-        stored as one that there is, since the step that would read it may be under way before anybody knows."""
+        """token_table[rows[i], positions[i]] = max(token_ids[i], 0), all int32. A broken row's NO_TOKEN is stored as
+        token 0, since the next step may read it before the host knows."""

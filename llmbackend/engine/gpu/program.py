@@ -15,9 +15,11 @@ from typing import cast
 import torch
 from torch import nn
 
-from ..decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection, UnrecognisedError, joined
-from .dense_weights import DenseWeight, DeviceWeight, Matmul
+from ..errors import ProgramUnsupportedError
+from ..model.compatibility import CheckedModel
+from ..model.decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection, joined
 from .ops import Activation, AttendSpec, LayerCache, NormSpec, Ops, RotarySpec, StepLayout
+from .weights import DenseWeight, DeviceWeight, Matmul
 
 
 def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -41,7 +43,7 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    """One layer as its operations want it; what each part is for says decoder_description.Layer."""
+    """One layer as the arguments of its operations; decoder_description.Layer describes the parts."""
 
     attention_norm: NormSpec | None
     qkv: _Linear
@@ -59,7 +61,8 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """What a block added to the residual stream, until the next operation that reads the stream adds it in passing."""
+    """A block's output that is not added to the residual stream yet; the next operation that reads the stream adds
+    it."""
 
     block: torch.Tensor | None = None
     norm: NormSpec | None = None
@@ -87,8 +90,8 @@ class GpuProgram:
         matmul: Matmul = library_matmul,
     ) -> None:
         """caches: KV memory by attention module. max_tokens, max_samples: the largest step. Weights and caches are on
-        one device, weights as DeviceWeight. Raises torch.OutOfMemoryError, and UnrecognisedError for what it cannot
-        compute."""
+        one device, weights as DeviceWeight. Raises torch.OutOfMemoryError, and ProgramUnsupportedError for what this
+        cannot compute."""
         self._ops, self._matmul = ops, matmul
         self._dtype, self._device = decoder.embedding.dtype, decoder.embedding.device
         self._embedding, self._embedding_factor = decoder.embedding, decoder.embedding_factor
@@ -101,16 +104,8 @@ class GpuProgram:
         self._max_tokens, self._max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
 
-    @property
-    def max_tokens(self) -> int:
-        return self._max_tokens
-
-    @property
-    def max_samples(self) -> int:
-        return self._max_samples
-
     def use_caches(self, caches: Mapping[nn.Module, LayerCache]) -> None:
-        """Other KV memory of the same kind from now on."""
+        """Uses other KV memory of the same kind from now on."""
         self._caches = [caches[module] for module in self._modules]
 
     @torch.inference_mode()
@@ -134,8 +129,18 @@ class GpuProgram:
             pending = _Pending(self._mlp(layer, x), layer.mlp_out_norm, layer.residual_factor)
         return self._logits(residual, pending, layout.sampled_tokens)
 
+    def verify(self, checked: CheckedModel, block_size: int) -> None:
+        """Compares this with the model's own modules, in the KV memory's first blocks. Raises
+        ProgramUnsupportedError."""
+
+        def all_logits(token_ids: torch.Tensor) -> torch.Tensor:
+            blocks = torch.arange(-(-len(token_ids) // block_size), dtype=torch.int32, device=token_ids.device)
+            return self.forward(_whole_sequence(token_ids), blocks[None]).clone()
+
+        checked.verify(all_logits)
+
     def _input(self, residual: torch.Tensor, pending: _Pending, norm: NormSpec | None) -> torch.Tensor:
-        """Adds what the block before computed; what the next one reads."""
+        """Adds the last block's output to the residual stream. Returns the next block's input."""
         x = self._normed.matrix(*residual.shape)
         self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, norm, x)
         return x
@@ -197,7 +202,7 @@ class GpuProgram:
         attention = layer.attention
         num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
         if cache.values.shape != cache.keys.shape or attention.out.weight.k % head_dim:
-            raise UnrecognisedError("keys and values of its heads differ in length")
+            raise ProgramUnsupportedError("keys and values of its heads differ in length")
         num_heads = attention.out.weight.k // head_dim
         return _Layer(
             attention_norm=_norm_spec(layer.attention_norm),
@@ -217,9 +222,9 @@ class GpuProgram:
     def _linear(self, projection: Projection) -> _Linear:
         weight = projection.weight
         if isinstance(weight, DenseWeight) and weight.tensor.dtype != self._dtype:
-            raise UnrecognisedError("some of its weights are not of the model's type")
+            raise ProgramUnsupportedError("some of its weights are not of the model's type")
         if not isinstance(weight, DeviceWeight):
-            raise UnrecognisedError("some of its weights are not in a form that a device multiplies by")
+            raise ProgramUnsupportedError("some of its weights are not in a form that a device multiplies by")
         bias = None if projection.bias is None else projection.bias.to(self._dtype)
         return _Linear(weight, bias)
 
@@ -227,7 +232,7 @@ class GpuProgram:
 def _gate_up(mlp: Mlp) -> Projection:
     projection = joined(mlp.gate, mlp.up)
     if projection is None:
-        raise UnrecognisedError("gate and up do not lie side by side, or only one of them has a bias")
+        raise ProgramUnsupportedError("gate and up do not lie side by side, or only one of them has a bias")
     return projection
 
 
@@ -257,4 +262,25 @@ def _attend_spec(attention: Attention, num_heads: int, num_kv_heads: int, head_d
         window=options.sliding_window or 0,
         softcap=options.softcap or 0.0,
         sinks=None if options.sinks is None else options.sinks.detach().float().contiguous(),
+    )
+
+
+def _whole_sequence(token_ids: torch.Tensor) -> StepLayout:
+    """One sequence from its start, in blocks 0, 1, 2, …; samples follow each of its tokens."""
+
+    def numbers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=token_ids.device)
+
+    length = len(token_ids)
+    places = torch.arange(length, dtype=torch.int32, device=token_ids.device)
+    return StepLayout(
+        rows=numbers(0),
+        query_start=numbers(0, length),
+        seq_lens=numbers(length),
+        token_ids=token_ids.to(torch.int32),
+        positions=places,
+        slots=places,
+        sampled_tokens=places,
+        max_query_len=length,
+        max_seq_len=length,
     )

@@ -1,4 +1,4 @@
-"""Runs steps on an accelerator beside the host: launched one behind the other, read when somebody wants to know.
+"""Runs steps on an accelerator while the host goes on: launches them one after the other, and collects them later.
 
 For: the engine core, as its `OverlappingRunner`. Does not know: how the program, its memory and its graphs were made
 (start.py), why these rows were chosen, text, clients. Invariants: all that a step needs of the host is read before
@@ -11,36 +11,63 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 
 from ..infer_request import InferRequest, ModelInfo
-from ..lora import refuse_adapter
+from ..model.lora import refuse_adapter
+from ..sampling.sampler import Sampler
 from ..step import KVCopies, RowTable, SampledTokens, StepPlan
 from .device import Device, Event
-from .device_rows import DeviceRows
+from .device_rows import DeviceRows, StepMessage, StepMessages
 from .graphs import DecodeGraphs
-from .host_blocks import HostBlocks
+from .kv_memory import HostBlocks
 from .program import GpuProgram
-from .sampling import Sampling, StepSampling
-from .step_message import StepMessage, StepMessages
 
 logger = logging.getLogger(__name__)
 
 
+class StepSampling(Protocol):
+    """One step's sampling."""
+
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
+        """Device work: samples from logits [samples, vocab], and adds the tokens to the rows."""
+
+    def result(self) -> SampledTokens:
+        """Called on the host after the device has done the step."""
+
+
+class Sampling(Protocol):
+    @property
+    def max_steps_in_flight(self) -> int:
+        """1: `enqueue` waits for the device and reads the table, so that a step is complete when `launch` returns."""
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        """Raises ValueError naming the field, its value and what was expected."""
+
+    def remove_row(self, row: int) -> None: ...
+
+    def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
+        """Reads all that the step's sampling needs of plan and table."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Engine:
-    """What computes steps. graphs: None, or those that take the place of the program where a step fits one.
-    host_blocks: where KV blocks go that have to make room on the device, if anywhere."""
+class RunnerParts:
+    """What computes steps."""
 
     device: Device
     program: GpuProgram
     rows: DeviceRows
     messages: StepMessages
     graphs: DecodeGraphs
+    """Used instead of the program where a step fits one."""
     sampling: Sampling
     host_blocks: HostBlocks | None = None
+    """KV blocks in host memory, if there are any."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,8 +80,8 @@ class _Launched:
 
 
 class GpuRunner:
-    def __init__(self, engine: Engine, info: ModelInfo) -> None:
-        self._engine, self._info = engine, info
+    def __init__(self, parts: RunnerParts, info: ModelInfo) -> None:
+        self._parts, self._info = parts, info
         self._in_flight: deque[_Launched] = deque()
 
     @property
@@ -63,33 +90,33 @@ class GpuRunner:
 
     @property
     def max_steps_in_flight(self) -> int:
-        return self._engine.sampling.max_steps_in_flight
+        return self._parts.sampling.max_steps_in_flight
 
     def add_row(self, row: int, request: InferRequest) -> None:
         refuse_adapter(request.lora_name)
-        self._engine.sampling.add_row(row, request)
-        self._engine.messages.add(row)
+        self._parts.sampling.add_row(row, request)
+        self._parts.messages.add(row)
 
     def remove_row(self, row: int) -> None:
-        self._engine.sampling.remove_row(row)
-        self._engine.messages.remove(row)
+        self._parts.sampling.remove_row(row)
+        self._parts.messages.remove(row)
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         self.launch(-1, plan, table)
         return self.collect()[1]
 
     def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
-        engine, graph_size = self._engine, self._engine.graphs.size_for(plan)
-        sampling = engine.sampling.begin(plan, table)
-        message = engine.messages.write(plan, table, graph_size)
+        parts, graph_size = self._parts, self._parts.graphs.size_for(plan)
+        sampling = parts.sampling.begin(plan, table)
+        message = parts.messages.write(plan, table, graph_size)
         try:
             launched = self._enqueue(step_id, message, graph_size, plan.num_samples, sampling)
         except BaseException:
             # What was enqueued before the error may still read the message, and its memory is about to be used again.
-            engine.device.synchronize()
-            engine.device.trim()
+            parts.device.synchronize()
+            parts.device.trim()
             raise
-        engine.messages.sent(message, launched.end)
+        parts.messages.sent(message, launched.end)
         self._in_flight.append(launched)
 
     def collect(self) -> tuple[int, SampledTokens]:
@@ -103,13 +130,13 @@ class GpuRunner:
         return launched.step_id, sampled
 
     def copy_blocks(self, copies: KVCopies) -> None:
-        assert self._engine.host_blocks is not None, "there are no host blocks"
-        self._engine.host_blocks.copy(copies)
+        assert self._parts.host_blocks is not None, "there are no host blocks"
+        self._parts.host_blocks.copy(copies)
 
     def close(self) -> None:
-        """Waits for what is in flight. The memory of a device that has failed goes with the process."""
-        device = self._engine.device
-        del self._engine
+        """Waits for steps in flight. The memory of a failed device is freed when the process ends."""
+        device = self._parts.device
+        del self._parts
         try:
             device.synchronize()
             device.trim()
@@ -119,13 +146,13 @@ class GpuRunner:
     def _enqueue(
         self, step_id: int, message: StepMessage, graph_size: int | None, num_samples: int, sampling: StepSampling
     ) -> _Launched:
-        engine, device = self._engine, self._engine.device
+        parts, device = self._parts, self._parts.device
         logits: list[torch.Tensor] = []
         start = device.record()
-        device.enqueue(lambda: logits.append(_logits(engine, message, graph_size)[:num_samples]))
+        device.enqueue(lambda: logits.append(_logits(parts, message, graph_size)[:num_samples]))
         computed = device.record()
         if num_samples:
-            device.enqueue(lambda: _sample(engine, sampling, logits[0]))
+            device.enqueue(lambda: _sample(parts, sampling, logits[0]))
         end = device.record()
         if self.max_steps_in_flight == 1:
             end.wait()
@@ -133,14 +160,46 @@ class GpuRunner:
 
 
 @torch.inference_mode()
-def _logits(engine: Engine, message: StepMessage, graph_size: int | None) -> torch.Tensor:
+def _logits(parts: RunnerParts, message: StepMessage, graph_size: int | None) -> torch.Tensor:
     """Device work: the step up to its logits [samples, vocab], those of padding last."""
-    engine.rows.upload(message)
+    parts.rows.upload(message)
     if graph_size is not None:
-        return engine.graphs.replay(graph_size)
-    return engine.program.forward(engine.rows.layout(message.shape), engine.rows.block_table)
+        return parts.graphs.replay(graph_size)
+    return parts.program.forward(parts.rows.layout(message.shape), parts.rows.block_table)
 
 
 @torch.inference_mode()
-def _sample(engine: Engine, sampling: StepSampling, logits: torch.Tensor) -> None:
-    sampling.enqueue(logits, engine.rows, engine.device)
+def _sample(parts: RunnerParts, sampling: StepSampling, logits: torch.Tensor) -> None:
+    sampling.enqueue(logits, parts.rows, parts.device)
+
+
+class HostSampling:
+    """The sampler of the CPU path, for devices that have none of their own."""
+
+    max_steps_in_flight = 1
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._sampler = Sampler(max_num_seqs, vocab_size, eos_token_ids)
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        self._sampler.add_row(row, request)
+
+    def remove_row(self, row: int) -> None:
+        self._sampler.remove_row(row)
+
+    def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
+        return _HostStep(self._sampler, plan, table)
+
+
+class _HostStep:
+    def __init__(self, sampler: Sampler, plan: StepPlan, table: RowTable) -> None:
+        self._sampler, self._plan, self._table = sampler, plan, table
+        self._sampled = SampledTokens(np.empty(0, np.int32))
+
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
+        self._sampled = self._sampler.sample(*self._plan.samples(self._table), logits, self._table)
+        token_ids = torch.from_numpy(self._sampled.token_ids).to(logits.device)
+        rows.put(*rows.samples(len(token_ids)), token_ids)
+
+    def result(self) -> SampledTokens:
+        return self._sampled

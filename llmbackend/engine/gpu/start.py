@@ -1,13 +1,15 @@
-"""From a loaded model to a runner on an accelerator: the program and its proof, KV memory, graphs.
+"""From a loaded model to a runner on an accelerator: the kernels, the program and its verification, KV memory, graphs.
 
-For: make_runner. Does not know: requests, schedules. Invariant: memory is taken in this order: weights, the program's
-buffers and the rows, what the largest step needs beside them, graphs; KV blocks get the rest, up to the limit that the
-config states. So no step of a running engine meets a device that is full.
+For: make_model_runner. Does not know: requests, schedules. Invariants: memory is taken in this order: weights, the
+program's buffers and the rows, what the largest step needs beside them, graphs; KV blocks get the rest, up to the
+limit that the config states, so that no step of a running engine meets a full device. Nothing of Triton is imported
+where it is not installed or not wanted.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 import time
 
@@ -16,23 +18,22 @@ import numpy as np
 from torch import nn
 
 from ..config import EngineConfig
-from ..decoder_description import UnrecognisedError
+from ..errors import ProgramUnsupportedError
 from ..infer_request import ModelInfo
-from ..loader import LoadedModel
+from ..model.compatibility import MAX_PROBE_TOKENS
+from ..model.decoder_description import Decoder
+from ..model.loader import LoadedModel
 from ..step import RowTable, StepPlan
-from . import memory
-from .choice import choose
-from .dense_weights import Matmul
+from . import kv_memory
 from .device import CudaDevice, Device
-from .device_rows import DeviceRows
+from .device_rows import DeviceRows, StepMessages
 from .graphs import DecodeGraphs, ladder
-from .host_blocks import HostBlocks
+from .kv_memory import HostBlocks
 from .ops import LayerCache, Ops
-from .program import GpuProgram
-from .proof import LONGEST_PROBE, prove
-from .runner import Engine, GpuRunner
-from .sampling import Sampling
-from .step_message import StepMessages
+from .program import GpuProgram, library_matmul
+from .runner import GpuRunner, HostSampling, RunnerParts, Sampling
+from .torch_ops import TorchOps
+from .weights import Matmul
 
 logger = logging.getLogger(__name__)
 
@@ -53,64 +54,64 @@ def start(
 ) -> GpuRunner:
     """start_s: when loading began, by the monotonic clock.
 
-    Raises UnrecognisedError when the model must run as modules, ValueError (naming the argument) or
+    Raises ProgramUnsupportedError when the model must run as modules, ValueError (naming the argument) or
     torch.OutOfMemoryError when there is no room for it.
     """
     if config.speculative_config is not None:
         raise ValueError(f"engine argument 'speculative_config' is set, which device '{config.device}' cannot do yet")
-    engine = _make_engine(config, loaded, device, ops, matmul, sampling)
-    num_blocks = _num_blocks(config, loaded, engine)
+    parts = _make_parts(config, loaded, device, ops, matmul, sampling)
+    num_blocks = _num_blocks(config, loaded, parts)
     caches = _caches(config, loaded, device, num_blocks)
-    engine.program.use_caches(caches)
+    parts.program.use_caches(caches)
     host_blocks = HostBlocks.make(config, device, caches.values())
-    capture_s = engine.graphs.capture(_graph_sizes(config))
+    capture_s = parts.graphs.capture(_graph_sizes(config))
     device.trim()
-    how = f"{type(ops).__name__}, graphs of {engine.graphs.sizes or 'no'} sequences in {capture_s:.1f} s"
+    how = f"{type(ops).__name__}, graphs of {parts.graphs.sizes or 'no'} sequences in {capture_s:.1f} s"
     logger.info("%s: %d KV blocks of %d tokens, %s", device.name, num_blocks, config.block_size, how)
     info = _info(config, loaded, device, num_blocks, how, start_s)
     if host_blocks is not None:
-        engine = dataclasses.replace(engine, host_blocks=host_blocks)
+        parts = dataclasses.replace(parts, host_blocks=host_blocks)
         info = msgspec.structs.replace(info, num_host_blocks=host_blocks.num_blocks)
-    return GpuRunner(engine, info)
+    return GpuRunner(parts, info)
 
 
-def _make_engine(
+def _make_parts(
     config: EngineConfig, loaded: LoadedModel, device: Device, ops: Ops, matmul: Matmul, sampling: Sampling
-) -> Engine:
-    """All but the KV memory: a program that was proved with a few blocks, rows, and no graphs yet."""
+) -> RunnerParts:
+    """All but the KV memory: a program that was verified with a few blocks, rows, and no graphs yet."""
     if loaded.decoder is None:
-        raise UnrecognisedError(loaded.why_modules)
-    max_tokens = max(config.max_num_batched_tokens, LONGEST_PROBE)
-    max_samples = max(min(config.max_num_seqs, max_tokens), LONGEST_PROBE)
-    few = -(-LONGEST_PROBE // config.block_size)
-    precise = memory.kv_caches(loaded.layer_shapes, few, config.block_size, loaded.dtype, device.torch_device)
+        raise ProgramUnsupportedError(loaded.why_modules)
+    max_tokens = max(config.max_num_batched_tokens, MAX_PROBE_TOKENS)
+    max_samples = max(min(config.max_num_seqs, max_tokens), MAX_PROBE_TOKENS)
+    few = -(-MAX_PROBE_TOKENS // config.block_size)
+    precise = kv_memory.kv_caches(loaded.layer_shapes, few, config.block_size, loaded.dtype, device.torch_device)
     program = GpuProgram(loaded.decoder, precise, ops, max_tokens, max_samples, matmul)
-    prove(program, loaded.checked, config.block_size)
+    program.verify(loaded.checked, config.block_size)
     program.use_caches(_caches(config, loaded, device, few))
     limits = config.max_num_seqs, loaded.max_model_len, config.block_size
     messages = StepMessages(device, *limits, sampling.max_steps_in_flight)
     rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words)
     graphs = DecodeGraphs(device, program, rows, loaded.max_model_len)
-    return Engine(device, program, rows, messages, graphs, sampling)
+    return RunnerParts(device, program, rows, messages, graphs, sampling)
 
 
 def _caches(config: EngineConfig, loaded: LoadedModel, device: Device, num_blocks: int) -> dict[nn.Module, LayerCache]:
-    dtype = memory.kv_dtype(config, loaded.dtype, device)
-    return memory.kv_caches(loaded.layer_shapes, num_blocks, config.block_size, dtype, device.torch_device)
+    dtype = kv_memory.kv_dtype(config, loaded.dtype, device)
+    return kv_memory.kv_caches(loaded.layer_shapes, num_blocks, config.block_size, dtype, device.torch_device)
 
 
-def _num_blocks(config: EngineConfig, loaded: LoadedModel, engine: Engine) -> int:
-    dtype = memory.kv_dtype(config, loaded.dtype, engine.device)
-    graph_bytes = _graph_bytes(config, engine) if config.num_kv_blocks is None else 0
-    engine.device.trim()
-    _run_largest_step(config, loaded, engine)
-    bytes_per_block = memory.block_bytes(loaded.layer_shapes, config.block_size, dtype)
-    return memory.num_kv_blocks(config, loaded.max_model_len, bytes_per_block, engine.device.memory(), graph_bytes)
+def _num_blocks(config: EngineConfig, loaded: LoadedModel, parts: RunnerParts) -> int:
+    dtype = kv_memory.kv_dtype(config, loaded.dtype, parts.device)
+    graph_bytes = _graph_bytes(config, parts) if config.num_kv_blocks is None else 0
+    parts.device.trim()
+    _run_largest_step(config, loaded, parts)
+    bytes_per_block = kv_memory.block_bytes(loaded.layer_shapes, config.block_size, dtype)
+    return kv_memory.num_kv_blocks(config, loaded.max_model_len, bytes_per_block, parts.device.memory(), graph_bytes)
 
 
-def _run_largest_step(config: EngineConfig, loaded: LoadedModel, engine: Engine) -> None:
-    """As many tokens and samples as a step can have, in the first block. What it took stays taken (Device.memory), and
-    kernels that were compiled for it are there when the first request comes."""
+def _run_largest_step(config: EngineConfig, loaded: LoadedModel, parts: RunnerParts) -> None:
+    """As many tokens and samples as a step can have, in the first block. The memory it used counts as used from then on
+    (Device.memory), and its kernels are compiled before the first request."""
     num_tokens = config.max_num_batched_tokens
     num_rows = min(config.max_num_seqs, num_tokens)
     count = max(1, min(num_tokens // num_rows, loaded.max_model_len - 1))
@@ -118,7 +119,7 @@ def _run_largest_step(config: EngineConfig, loaded: LoadedModel, engine: Engine)
     table.num_tokens[:] = count
     rows = np.arange(num_rows, dtype=np.int32)
     plan = StepPlan(rows, np.full(num_rows, count, np.int32), np.ones(num_rows, np.bool_))
-    GpuRunner(engine, _info(config, loaded, engine.device, 1, "", 0.0)).execute(plan, table)
+    GpuRunner(parts, _info(config, loaded, parts.device, 1, "", 0.0)).execute(plan, table)
 
 
 def _graph_sizes(config: EngineConfig) -> list[int]:
@@ -127,17 +128,17 @@ def _graph_sizes(config: EngineConfig) -> list[int]:
     return ladder(min(config.max_num_seqs, config.max_num_batched_tokens), config.cudagraph_capture_sizes)
 
 
-def _graph_bytes(config: EngineConfig, engine: Engine) -> int:
-    """What all graphs will take: the largest brings the memory that the others share, and each has launches of its
-    own. Measured by capturing two of them."""
+def _graph_bytes(config: EngineConfig, parts: RunnerParts) -> int:
+    """Bytes that all graphs will take: the largest brings the memory that the others share, and each has launches of
+    its own. Measured by capturing two of them."""
     sizes = _graph_sizes(config)
     free_bytes = []
     for some in ([], sizes[-1:], sizes[-2:]):
-        engine.graphs.forget()
-        engine.graphs.capture(some)
-        engine.device.synchronize()
-        free_bytes.append(engine.device.memory().free_bytes)
-    engine.graphs.forget()
+        parts.graphs.forget()
+        parts.graphs.capture(some)
+        parts.device.synchronize()
+        free_bytes.append(parts.device.memory().free_bytes)
+    parts.graphs.forget()
     first, second = free_bytes[0] - free_bytes[1], free_bytes[1] - free_bytes[2]
     return first + second * max(len(sizes) - 1, 0)
 
@@ -158,3 +159,67 @@ def _info(
         load_s=time.monotonic() - start_s,
         description=f"{device.name}, {dtype}, one program, {how}",
     )
+
+
+def choose(config: EngineConfig, loaded: LoadedModel, triton: bool | None = None) -> tuple[Ops, Matmul, Sampling]:
+    """triton: whether its kernels run here; None: on CUDA devices, where it is installed. `kernels: torch` leaves the
+    operations to torch, and sampling where it is: it is an ablation of the operations.
+
+    Raises ProgramUnsupportedError when the model must run as modules, ValueError naming an argument.
+    """
+    if loaded.decoder is None:
+        raise ProgramUnsupportedError(loaded.why_modules)
+    if triton is None:
+        triton = loaded.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    by_kernels = triton and config.kernels != "torch"
+    _check_invariance(config, by_kernels)
+    ops = _triton_ops(config, loaded, loaded.decoder) if by_kernels else TorchOps()
+    return ops, _matmul(config), _sampling(config, loaded, triton)
+
+
+def _check_invariance(config: EngineConfig, by_kernels: bool) -> None:
+    if not config.batch_invariant:
+        return
+    if not by_kernels:
+        raise ValueError("engine argument 'batch_invariant' is true, which needs a GPU, triton and its kernels")
+    if config.quantization == "fp8":  # the library's products; those of whole numbers are exact in any order
+        raise ValueError("engine argument 'quantization' is 'fp8', expected null or 'int8' with batch_invariant")
+    if config.tensor_parallel_size > 1:  # the order of sums between devices is chosen by the size of what is summed
+        size = config.tensor_parallel_size
+        raise ValueError(f"engine argument 'tensor_parallel_size' is {size}, expected 1 with batch_invariant")
+
+
+def _triton_ops(config: EngineConfig, loaded: LoadedModel, decoder: Decoder) -> Ops:
+    from .kernels.paged_attention import PagedAttention
+    from .triton_ops import TritonOps
+
+    if config.block_size < 16 or config.block_size & (config.block_size - 1):
+        raise ValueError(f"engine argument 'block_size' is {config.block_size}, expected a power of two from 16")
+    head_dims = [loaded.layer_shapes[layer.module].key_dim for layer in decoder.layers]
+    widths = [layer.attention.out.weight.k for layer in decoder.layers]
+    attention = PagedAttention(
+        loaded.device,
+        num_heads=max(width // head_dim for width, head_dim in zip(widths, head_dims, strict=True)),
+        head_dim=max(head_dims),
+        max_num_seqs=config.max_num_seqs,
+        max_seq_len=loaded.max_model_len,
+        exact_chunks=config.batch_invariant,
+    )
+    return TritonOps(attention)
+
+
+def _matmul(config: EngineConfig) -> Matmul:
+    if not config.batch_invariant:
+        return library_matmul
+    from .kernels.matmul import invariant_matmul
+
+    return invariant_matmul
+
+
+def _sampling(config: EngineConfig, loaded: LoadedModel, triton: bool) -> Sampling:
+    limits = config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids
+    if not triton:
+        return HostSampling(*limits)
+    from .device_sampler import DeviceSampler
+
+    return DeviceSampler(*limits, loaded.device)

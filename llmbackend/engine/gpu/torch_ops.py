@@ -1,9 +1,9 @@
 """The program's operations in plain torch, on any device: the reference, and the ablation "fused kernels off".
 
-For: programs where Triton does not run, and tests that need a truth for kernels. Does not know: models, requests,
-graphs. Invariants: those of `Ops`; shapes follow from the layout's bounds alone, so every operation can be captured;
-attention looks at each token alone, so what a token gets depends on no other, and on no bound: keys beyond the last one
-it sees change nothing, bit by bit.
+For: programs where Triton does not run, and tests of the kernels. Does not know: models, requests, graphs. Invariants:
+those of `Ops`; shapes follow from the layout's bounds alone, so that every operation can be captured; attention
+computes each token alone, so that a token's result depends on no other token and on no bound: keys beyond the last one
+that it sees change nothing, bit by bit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TorchOps:
         out: torch.Tensor,
     ) -> None:
         queries, _, _ = _heads(qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        rows, visible = _sight(layout, qkv.shape[0])
+        rows, visible = _visible_keys(layout, qkv.shape[0])
         block_size = cache.keys.shape[2]
         blocks_at_once = max(1, _KEYS_AT_ONCE // block_size)
         tokens_at_once = max(1, _MAX_GATHERED // (blocks_at_once * block_size * spec.num_kv_heads * spec.head_dim))
@@ -174,8 +174,8 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | N
 def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
     """x float32 [tokens, heads, head_dim] to its slots, finite and in the cache's type.
 
-    A token that pads writes what the first token writes, to the same place: shapes stay fixed and nothing is disturbed.
-    Should the first one pad too, that is what lies in slot 0 already.
+    A padding token writes the same as the first token, to the same slot, so that shapes stay fixed. If the first token
+    is padding too, it writes the contents of slot 0 to slot 0.
     """
     block_size, limit = cache.shape[2], torch.finfo(cache.dtype).max
     stored = _bytes(torch.nan_to_num(x, nan=0.0).clamp(-limit, limit).to(cache.dtype))
@@ -187,11 +187,11 @@ def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of 8 bits as plain bytes: torch moves those anywhere, and floats of 8 bits only in places."""
+    """8-bit types as bytes: torch moves bytes everywhere, 8-bit floats only in some operations."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _sight(layout: StepLayout, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _visible_keys(layout: StepLayout, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each token: its row of the block table, and how many keys it sees."""
     places = torch.arange(num_tokens, dtype=torch.int32, device=layout.rows.device)
     ends = layout.query_start[1:]

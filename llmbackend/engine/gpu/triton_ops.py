@@ -1,32 +1,41 @@
-"""The operations of the decoder program as Triton kernels, one launch each.
+"""The operations of the decoder program as launches of Triton kernels, one each.
 
-For: the program, on a GPU; and tests, under Triton's interpreter. Does not know: models, requests, graphs. Invariants:
-those of `Ops`; a step without tokens launches nothing.
+For: the program on a GPU, and tests under Triton's interpreter. Does not know: models, requests, graphs. Invariants:
+those of `Ops`; a step without tokens launches nothing. The kernels are in kernels/fused.py and kernels/attention.py.
 """
 
 from __future__ import annotations
 
 import torch
+import triton
 
-from .kernels import activation as activation_kernels
-from .kernels import embedding as embedding_kernels
-from .kernels import norm as norm_kernels
-from .kernels import rotary as rotary_kernels
-from .kernels import row_tables
+from .kernels import fused
 from .kernels.paged_attention import PagedAttention
-from .ops import Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepLayout
+from .ops import PADDING_SLOT, Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepLayout
+
+_MAX_EMBED_TILE = 4096
+_MAX_GATE_TILE = 2048
+_MAX_ROTARY_TILE = 8192
+_HEADS_PER_PROGRAM = 8
+_ROWS_PER_PROGRAM = 128
 
 
 class TritonOps:
-    """Implements `Ops`. The last dimension of every tensor is contiguous. attention: for `attend`, with room for the
-    model's largest step; None where only the others are wanted."""
+    """Implements `Ops`. The last dimension of every tensor is contiguous."""
 
     def __init__(self, attention: PagedAttention | None = None) -> None:
+        """attention: for `attend`, with room for the model's largest step; None where only the others are called."""
         self._attention = attention
 
     def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor, factor: float, residual: torch.Tensor) -> None:
-        if len(token_ids):
-            embedding_kernels.embed(token_ids, embedding, factor, residual)
+        num_tokens, width = residual.shape
+        if not num_tokens:
+            return
+        tile = min(triton.next_power_of_2(width), _MAX_EMBED_TILE)
+        fused.embed_kernel[(num_tokens, triton.cdiv(width, tile))](
+            token_ids, embedding, residual, factor, embedding.shape[0], width,
+            embedding.stride(0), residual.stride(0), TILE=tile,
+        )  # fmt: skip
 
     def residual_norm(
         self,
@@ -38,12 +47,37 @@ class TritonOps:
         out: torch.Tensor | None,
         tokens: torch.Tensor | None = None,
     ) -> None:
-        if len(residual if tokens is None else tokens):
-            norm_kernels.residual_norm(residual, block, block_norm, factor, norm, out, tokens)
+        num_rows, width = len(residual if tokens is None else tokens), residual.shape[1]
+        if not num_rows or (block is None and out is None):
+            return
+        padded = triton.next_power_of_2(width)
+        fused.residual_norm_kernel[(num_rows,)](
+            residual, block, _weight(block_norm), out, _weight(norm), tokens,
+            factor, _eps(block_norm), _eps(norm), width,
+            residual.stride(0), 0 if block is None else block.stride(0), 0 if out is None else out.stride(0),
+            WIDTH=padded, HAS_BLOCK=block is not None, HAS_BLOCK_NORM=block_norm is not None, HAS_OUT=out is not None,
+            HAS_NORM=norm is not None, HAS_TOKENS=tokens is not None, num_warps=_norm_warps(padded),
+        )  # fmt: skip
 
     def rotary_and_write(self, qkv: torch.Tensor, layout: StepLayout, spec: RotarySpec, cache: LayerCache) -> None:
-        if len(qkv):
-            rotary_kernels.rotary_and_write(qkv, layout, spec, cache)
+        """Rows of qkv, the caches and the table of angles are contiguous."""
+        if not len(qkv):
+            return
+        heads = _heads_per_program(spec)
+        groups = triton.cdiv(spec.num_heads, heads) + 2 * triton.cdiv(spec.num_kv_heads, heads)
+        rotary_dim = 0 if spec.cos_sin is None else spec.cos_sin.shape[1]
+        half_padded = triton.next_power_of_2(max(rotary_dim // 2, 1))
+        rest_padded = triton.next_power_of_2(max(spec.head_dim - rotary_dim, 1))
+        fused.rotary_kernel[(qkv.shape[0], groups)](
+            qkv, layout.positions, layout.slots, spec.cos_sin, _weight(spec.q_norm), _weight(spec.k_norm),
+            cache.keys, cache.values, qkv.stride(0), cache.keys.shape[2], _eps(spec.q_norm), _eps(spec.k_norm),
+            1.0 / cache.key_scale, 1.0 / cache.value_scale,
+            NUM_HEADS=spec.num_heads, NUM_KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim, ROTARY_DIM=rotary_dim,
+            HEADS=heads, HALF_PADDED=half_padded, REST_PADDED=rest_padded,
+            VALUE_PADDED=triton.next_power_of_2(spec.head_dim), Q_NORM=spec.q_norm is not None,
+            K_NORM=spec.k_norm is not None, NORM_WHOLE=spec.norm_whole, LIMIT=torch.finfo(cache.keys.dtype).max,
+            num_warps=_rotary_warps(heads * spec.head_dim),
+        )  # fmt: skip
 
     def attend(
         self,
@@ -60,8 +94,13 @@ class TritonOps:
             self._attention.attend(qkv, layout, block_table, spec, cache, out)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
-        if len(out):
-            activation_kernels.gate(gate_up, activation == "gelu_tanh", out)
+        num_tokens, width = out.shape
+        if not num_tokens:
+            return
+        tile = min(triton.next_power_of_2(width), _MAX_GATE_TILE)
+        fused.gate_kernel[(num_tokens, triton.cdiv(width, tile))](
+            gate_up, out, width, gate_up.stride(0), out.stride(0), GELU=activation == "gelu_tanh", TILE=tile
+        )
 
     def next_inputs(
         self,
@@ -74,10 +113,40 @@ class TritonOps:
         positions: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        row_tables.next_inputs(rows, seq_lens, token_table, block_table, block_size, token_ids, positions, slots)
+        fused.next_inputs_kernel[(triton.cdiv(len(rows), _ROWS_PER_PROGRAM),)](
+            rows, seq_lens, token_table, token_table.stride(0), block_table, block_table.stride(0), token_ids,
+            positions, slots, len(rows), BLOCK_SIZE=block_size, PADDING=PADDING_SLOT, AT_ONCE=_ROWS_PER_PROGRAM,
+        )  # fmt: skip
 
     def put_tokens(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, token_table: torch.Tensor
     ) -> None:
-        if len(rows):
-            row_tables.put_tokens(rows, positions, token_ids, token_table)
+        if not len(rows):
+            return
+        fused.put_tokens_kernel[(triton.cdiv(len(rows), _ROWS_PER_PROGRAM),)](
+            rows, positions, token_ids, token_table, token_table.stride(0), len(rows), AT_ONCE=_ROWS_PER_PROGRAM
+        )
+
+
+def _norm_warps(padded_width: int) -> int:
+    """About 16 elements for each thread."""
+    return min(max(padded_width // 512, 1), 16)
+
+
+def _rotary_warps(num_elements: int) -> int:
+    return 1 if num_elements <= 512 else 4 if num_elements <= _MAX_ROTARY_TILE else 8
+
+
+def _heads_per_program(spec: RotarySpec) -> int:
+    """All heads where a norm covers them together: queries are changed in place."""
+    whole = spec.norm_whole and (spec.q_norm is not None or spec.k_norm is not None)
+    wanted = max(spec.num_heads, spec.num_kv_heads) if whole else min(spec.num_heads, _HEADS_PER_PROGRAM)
+    return int(triton.next_power_of_2(wanted))
+
+
+def _weight(norm: NormSpec | None) -> torch.Tensor | None:
+    return None if norm is None else norm.weight
+
+
+def _eps(norm: NormSpec | None) -> float:
+    return 0.0 if norm is None else norm.eps

@@ -1,8 +1,8 @@
 """The structures of native/step.h, field by field.
 
-For: whoever builds operations or runs steps. Does not know: models, or how anything is computed. Invariant: sizes are
-compared with the library's when it is loaded, so a field added on one side only is noticed at once. What the fields
-mean stands in native/step.h, once.
+For: code that builds operations or runs steps. Does not know: models, how anything is computed. Invariant: sizes are
+compared with the library's when it is loaded, so that a field added on one side only is found at once. The fields are
+explained in native/step.h.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class EmbedOp(ctypes.Structure):
 class NormOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind rows"),
-        *_fields("x weight bias out", "x_stride out_stride width out_type", "eps"),
-        *_fields(numbers="subtract_mean accumulate padding"),
+        *_fields("x weight out", "x_stride out_stride width out_type", "eps"),
+        *_fields(numbers="accumulate"),
     ]
 
 
@@ -80,8 +80,7 @@ class RotaryOp(ctypes.Structure):
     _fields_ = [
         *_fields(numbers="kind kv_type"),
         *_fields("q k v keys values cos_sin q_norm k_norm"),
-        *_fields("", "stride num_heads num_kv_heads head_dim rotary_dim interleaved block_size norm_whole", "eps"),
-        *_fields(numbers="padding"),
+        *_fields("", "stride num_heads num_kv_heads head_dim rotary_dim block_size norm_whole", "eps"),
     ]
 
 
@@ -95,6 +94,4 @@ class AttentionOp(ctypes.Structure):
 
 
 STRUCTURES: Final = (Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp)
-"""In the order in which the library tells their sizes."""
-
-Op = EmbedOp | NormOp | LinearOp | RotaryOp | AttentionOp
+"""In the order in which the library lists their sizes."""

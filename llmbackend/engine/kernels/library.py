@@ -1,8 +1,9 @@
-"""The native kernels: which library this CPU gets, and a Python handle on it.
+"""The native kernels: which library this CPU gets, a Python handle on it, and the test that it computes correctly.
 
 For: the model runner and the loader. Does not know: models; operations are handed over as structures (abi.py).
-Invariants: a library is used only when the CPU can execute it, its structures have the sizes of ours and it passed its
-self-test; calls release the GIL; memory and teams are freed with their Python owners.
+Invariants: a library is used only when the CPU can execute it, its structures have the sizes of ours and it passed the
+self-test of some milliseconds (a program is compared with modules that run on the same kernels, which would not notice
+one that computes wrongly); calls release the GIL; memory and threads are freed with their Python owners.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .abi import STRUCTURES, Step, Type
-from .self_test import fault_of
+from .abi import STRUCTURES, Kind, LinearOp, Step, Type
 
 logger = logging.getLogger(__name__)
 
 # Best first; the bit that the generic library reports for a CPU that can execute it (native/cpu.h).
 _VARIANTS: Final = {"amx": 8, "avx512_vnni": 4, "avx512": 2, "avx2": 1, "generic": 0}
 PANEL: Final = 32
-"""Output columns of a packed weight come in panels of this many."""
+"""Output columns of a packed weight per panel."""
 _K_MULTIPLE: Final = {Type.FLOAT32: 1, Type.BFLOAT16: 32, Type.INT8: 64}
 _ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.INT8: 1}
 
@@ -39,7 +39,7 @@ def packed_bytes(n: int, k: int, packed_type: Type) -> int:
     return -(-n // PANEL) * PANEL * -(-k // multiple) * multiple * _ITEM_BYTES[packed_type]
 
 
-class Library:
+class KernelLibrary:
     """One loaded library. `variant`: the instruction set it was compiled for."""
 
     def __init__(self, variant: str, path: Path) -> None:
@@ -53,7 +53,8 @@ class Library:
             raise OSError(f"{path.name} was built from other sources than this package's: install it again")
 
     def memory(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """Zeros on huge pages where there are any, which cost nothing before they are written. Raises MemoryError."""
+        """uint8 [size_bytes] of zeros, on huge pages where there are any. Pages take no memory before they are written.
+        Raises MemoryError."""
         address = self.functions.llmb_memory_new(max(size_bytes, 1))
         if not address:
             raise MemoryError(f"{size_bytes} bytes could not be had")
@@ -62,10 +63,10 @@ class Library:
         return np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
 
 
-class NativeEngine:
-    """A team of threads that runs operations. One thread at a time calls it."""
+class NativeKernels:
+    """The native kernels with a team of threads that runs them. One thread at a time calls it."""
 
-    def __init__(self, library: Library, num_threads: int) -> None:
+    def __init__(self, library: KernelLibrary, num_threads: int) -> None:
         self.library = library
         self.num_threads = num_threads
         self.pointer = library.functions.llmb_engine_new(num_threads)
@@ -87,12 +88,12 @@ class NativeEngine:
         )
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads. Nothing is called after it."""
         self._finalizer()
 
 
 def op_pointers(ops: Sequence[ctypes.Structure]) -> Any:
-    """The array that `NativeEngine.run` takes. The caller keeps the operations alive."""
+    """The array that `NativeKernels.run` takes. The caller keeps the operations alive."""
     return (c_void_p * len(ops))(*(ctypes.addressof(op) for op in ops))
 
 
@@ -106,7 +107,7 @@ def available() -> tuple[str, ...]:
 
 
 @functools.cache
-def load(variant: str | None = None) -> Library | None:
+def load(variant: str | None = None) -> KernelLibrary | None:
     """The best library for this CPU, or the named variant; None, with one warning, when there is none to be had."""
     for name in available() if variant is None else (variant,):
         path = _path(name)
@@ -118,10 +119,10 @@ def load(variant: str | None = None) -> Library | None:
     return None
 
 
-def _checked(variant: str, path: Path) -> Library | None:
+def _checked(variant: str, path: Path) -> KernelLibrary | None:
     """The library, unless it cannot be loaded or computes wrongly on this CPU: a warning says so."""
     try:
-        library = Library(variant, path)
+        library = KernelLibrary(variant, path)
         fault = fault_of(library)
     except OSError as error:
         fault = str(error)
@@ -152,3 +153,68 @@ def _declare(functions: Any) -> None:
     for name, (result, arguments) in declare.items():
         function = getattr(functions, name)
         function.restype, function.argtypes = result, arguments
+
+
+Array = npt.NDArray[Any]
+
+ROWS, N, K = 19, 70, 130
+# Of the largest element. int8 rounds weights and activations to 127 steps each.
+_CASES = (
+    (Type.FLOAT32, Type.FLOAT32, 1e-5),
+    (Type.BFLOAT16, Type.FLOAT32, 1e-5),
+    (Type.BFLOAT16, Type.BFLOAT16, 1e-5),
+    (Type.INT8, Type.FLOAT32, 3e-2),
+)
+
+
+def fault_of(library: KernelLibrary) -> str:
+    """What the library computes wrongly; "" when nothing. Every pair of types that a layer can have is multiplied once,
+    with more rows and columns than one tile has."""
+    kernels = NativeKernels(library, 1)
+    try:
+        for weight_type, x_type, tolerance in _CASES:
+            error = _error(kernels, weight_type, x_type)
+            if not error <= tolerance:
+                return f"{weight_type.name} weights times {x_type.name}: off by {error:.2g} of the largest element"
+    finally:
+        kernels.close()
+    return ""
+
+
+def _error(kernels: NativeKernels, weight_type: Type, x_type: Type) -> float:
+    random = np.random.default_rng(7)
+    weight, x = (random.standard_normal((rows, K)).astype(np.float32) for rows in (N, ROWS))
+    source_type = Type.BFLOAT16 if weight_type is Type.BFLOAT16 else Type.FLOAT32
+    if source_type is Type.BFLOAT16:
+        weight = _rounded(weight)
+    if x_type is Type.BFLOAT16:
+        x = _rounded(x)
+    y = np.full((ROWS, N), np.nan, np.float32)
+    _multiply(kernels, _stored(weight, source_type), source_type, weight_type, _stored(x, x_type), x_type, y)
+    expected = x.astype(np.float64) @ weight.astype(np.float64).T
+    return float(np.abs(y - expected).max() / np.abs(expected).max())
+
+
+def _multiply(
+    kernels: NativeKernels, weight: Array, source_type: Type, weight_type: Type, x: Array, x_type: Type, y: Array
+) -> None:
+    packed = kernels.library.memory(packed_bytes(N, K, weight_type))
+    scale, sums = np.zeros(N, np.float32), np.zeros(N, np.int32)
+    kernels.pack(
+        weight.ctypes.data, source_type, (N, K), K, packed.ctypes.data, weight_type, scale.ctypes.data, sums.ctypes.data
+    )
+    op = LinearOp(
+        kind=Kind.LINEAR, weight=packed.ctypes.data, scale=scale.ctypes.data, sums=sums.ctypes.data, x=x.ctypes.data,
+        y=y.ctypes.data, n=N, k=K, x_stride=K, y_stride=N, weight_type=weight_type, x_type=x_type,
+        y_type=Type.FLOAT32, factor=1.0,
+    )  # fmt: skip
+    kernels.run(op_pointers([op]), 1, Step(num_tokens=ROWS))
+
+
+def _rounded(x: Array) -> Array:
+    """Truncated to bfloat16's precision, as float32."""
+    return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _stored(x: Array, kind: Type) -> Array:
+    return (x.view(np.uint32) >> np.uint32(16)).astype(np.uint16) if kind is Type.BFLOAT16 else x

@@ -1,47 +1,21 @@
 """Tokens and logprobs from logits on CPU, by native/sampling.h.
 
-For: the sampler. Does not know: stop rules, text, or how tokens are chosen. Invariants: a step costs the same few
-microseconds of Python however many rows it samples; what rows ask for lies in permanent arrays, written when a row is
-added or removed.
+For: the sampler. Does not know: stop rules, text, how tokens are chosen. Invariant: a step costs the same few
+microseconds of Python however many rows it samples: what rows ask for lies in permanent arrays (sampling/rows.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from llmbackend.engine.sampling.logit_edits import RowEdits
-
+from ..sampling.rows import RowEdits, SampleLogprobs, SamplingRows
 from ..step import Int32Array, RowTable
-from .library import NativeEngine
+from .library import NativeKernels
 from .weights import TYPE_OF
-
-
-class RowParameters:
-    """What each row asks for, as arrays over rows. Zeros (and top_p 1, num_logprobs -1) ask for plain greedy tokens."""
-
-    def __init__(self, max_num_seqs: int) -> None:
-        self.temperature = np.zeros(max_num_seqs, np.float32)
-        self.top_k = np.zeros(max_num_seqs, np.int32)
-        self.top_p = np.ones(max_num_seqs, np.float64)
-        self.min_p = np.zeros(max_num_seqs, np.float64)
-        self.seed = np.zeros(max_num_seqs, np.uint64)
-        self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Of each sample, where its row asks: its token's logprob and rank, and the most likely tokens [samples, most]."""
-
-    own: npt.NDArray[np.float32]
-    ranks: Int32Array
-    top_ids: Int32Array
-    top: npt.NDArray[np.float32]
 
 
 class _Edits(ctypes.Structure):
@@ -72,22 +46,24 @@ class _Samples(ctypes.Structure):
 
 
 class NativeSampling:
-    """Samples with an engine's team; one thread at a time calls it and the engine."""
+    """Samples with the native kernels; one thread at a time calls it and them."""
 
-    def __init__(self, engine: NativeEngine, parameters: RowParameters, vocab_size: int) -> None:
+    def __init__(self, kernels: NativeKernels, rows: SamplingRows) -> None:
         """Raises OSError when the library was built from other sources than these."""
-        self._engine = engine
-        self._parameters = parameters
-        self._function = engine.library.functions.llmb_sample
+        self._kernels = kernels
+        self._num_logprobs, self._with_logprobs = rows.num_logprobs, rows.with_logprobs
+        self._function = kernels.library.functions.llmb_sample
         self._function.restype, self._function.argtypes = c_int32, [c_void_p] * 3
-        _check_sizes(engine)
-        self._edits = np.zeros(len(parameters.seed), np.uintp)
+        _check_sizes(kernels)
+        self._edits = np.zeros(rows.max_num_seqs, np.uintp)
+        """By row, the address of its _Edits, or 0."""
         self._kept: dict[int, tuple[object, ...]] = {}
+        """By row, what its edits point to."""
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "num_logprobs")
-        arrays = {name: getattr(parameters, name).ctypes.data for name in names}
+        arrays = {name: getattr(rows, name).ctypes.data for name in names}
         self._rows = _SamplingRows(**arrays, edits=self._edits.ctypes.data)
         self._table: RowTable | None = None
-        self._samples = _Samples(vocab=vocab_size)
+        self._samples = _Samples(vocab=rows.vocab_size)
 
     def set_edits(self, row: int, edits: RowEdits | None) -> None:
         self._kept.pop(row, None)
@@ -103,10 +79,9 @@ class NativeSampling:
         self._edits[row] = ctypes.addressof(native)
 
     def sample(
-        self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable, wants_logprobs: bool
-    ) -> tuple[Int32Array, Logprobs | None]:
-        """As Sampler.sample: token ids (NO_TOKEN where logits are not finite) and, if any row may ask, logprobs.
-        Raises MemoryError."""
+        self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable
+    ) -> tuple[Int32Array, SampleLogprobs | None]:
+        """As TorchSampling.sample. Raises MemoryError."""
         rows, positions = (np.ascontiguousarray(array, np.int32) for array in (rows, positions))
         if logits.dtype not in TYPE_OF or logits.stride(-1) != 1:
             logits = logits.float().contiguous()
@@ -115,42 +90,30 @@ class NativeSampling:
         samples.logits, samples.stride, samples.logits_type = logits.data_ptr(), logits.stride(0), TYPE_OF[logits.dtype]
         samples.rows, samples.positions = rows.ctypes.data, positions.ctypes.data
         samples.token_ids, samples.num_samples = token_ids.ctypes.data, len(rows)
-        logprobs = self._room_for_logprobs(rows) if wants_logprobs else None
+        logprobs = self._room_for_logprobs(rows) if self._with_logprobs else None
         self._point_to(table)
-        if self._function(self._engine.pointer, ctypes.byref(self._rows), ctypes.byref(samples)):
+        if self._function(self._kernels.pointer, ctypes.byref(self._rows), ctypes.byref(samples)):
             raise MemoryError("scratch memory for sampling could not be had")
         return token_ids, logprobs
 
-    def _room_for_logprobs(self, rows: Int32Array) -> Logprobs:
-        most, n = max(0, int(self._parameters.num_logprobs[rows].max(initial=0))), len(rows)
-        found = Logprobs(
-            np.empty(n, np.float32),
-            np.empty(n, np.int32),
-            np.empty((n, most), np.int32),
-            np.empty((n, most), np.float32),
-        )
-        samples = self._samples
+    def _room_for_logprobs(self, rows: Int32Array) -> SampleLogprobs:
+        found, samples = SampleLogprobs.empty(self._num_logprobs[rows]), self._samples
         samples.logprobs, samples.ranks = found.own.ctypes.data, found.ranks.ctypes.data
-        samples.top_ids, samples.top_logprobs, samples.top_stride = (
-            found.top_ids.ctypes.data,
-            found.top.ctypes.data,
-            most,
-        )
+        samples.top_ids, samples.top_logprobs = found.top_ids.ctypes.data, found.top.ctypes.data
+        samples.top_stride = found.top.shape[1]
         return found
 
     def _point_to(self, table: RowTable) -> None:
         if table is self._table:
             return
         self._table = table
-        self._rows.token_ids, self._rows.num_prompt_tokens = (
-            table.token_ids.ctypes.data,
-            table.num_prompt_tokens.ctypes.data,
-        )
+        self._rows.token_ids = table.token_ids.ctypes.data
+        self._rows.num_prompt_tokens = table.num_prompt_tokens.ctypes.data
         self._rows.token_ids_stride = table.token_ids.strides[0] // table.token_ids.itemsize
 
 
-def _check_sizes(engine: NativeEngine) -> None:
+def _check_sizes(kernels: NativeKernels) -> None:
     sizes, structures = (c_int32 * 3)(), (_Edits, _SamplingRows, _Samples)
-    engine.library.functions.llmb_sampling_sizes(sizes)
+    kernels.library.functions.llmb_sampling_sizes(sizes)
     if list(sizes) != [ctypes.sizeof(structure) for structure in structures]:
         raise OSError("the native sampling was built from other sources than this package's: install it again")

@@ -7,15 +7,13 @@ panels (query, key, value) are one matrix without being copied together.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import mmap
 from dataclasses import dataclass, field
 
 import torch
 
 from .abi import Type
-from .library import PANEL, NativeEngine, packed_bytes
+from .library import PANEL, NativeKernels, packed_bytes
 
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
 _ALIGN_BYTES = 64
@@ -23,18 +21,18 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix [n, k] in panels (native/step.h, LinearOp). Addresses; scale and sums are 0 unless type is INT8.
-
-    memory: what keeps the addresses valid.
-    """
+    """A matrix [n, k] in panels (native/step.h, LinearOp), by its addresses."""
 
     address: int
     n: int
     k: int
     type: Type
     scale: int = 0
+    """Address of float32 [n]; 0 unless type is INT8."""
     sums: int = 0
+    """Address of int32 [n]; 0 unless type is INT8."""
     memory: object = field(default=None, compare=False, repr=False)
+    """Keeps the addresses valid."""
 
     @property
     def size_bytes(self) -> int:
@@ -48,7 +46,7 @@ class PackedWeight:
         return dataclasses.replace(self, address=self.address + offset, n=n, scale=scale, sums=sums)
 
     def joined(self, other: PackedWeight) -> PackedWeight | None:
-        """This matrix with the other's rows below, when they lie so in memory."""
+        """This matrix with the other's rows below, when they are neighbours in memory; else None."""
         scale, sums = (address and address + 4 * self.n for address in (self.scale, self.sums))
         behind = (self.address + self.size_bytes, scale, sums, self.k, self.type)
         if self.n % PANEL or (other.address, other.scale, other.sums, other.k, other.type) != behind:
@@ -59,13 +57,13 @@ class PackedWeight:
 class WeightStore:
     """Memory for all packed weights of a model, reserved at once and filled from the front."""
 
-    def __init__(self, engine: NativeEngine, shapes: list[tuple[int, int, Type]]) -> None:
+    def __init__(self, kernels: NativeKernels, shapes: list[tuple[int, int, Type]]) -> None:
         """shapes: (n, k, type) of every matrix that will be packed. Raises MemoryError."""
-        self._engine = engine
+        self._kernels = kernels
         panels = sum(packed_bytes(*shape) for shape in shapes)
         int8_rows = sum(n for n, _, kind in shapes if kind == Type.INT8)
-        self._memory = engine.library.memory(panels + _ALIGN_BYTES)
-        self._per_row = engine.library.memory(2 * 4 * int8_rows + _ALIGN_BYTES) if int8_rows else None
+        self._memory = kernels.library.memory(panels + _ALIGN_BYTES)
+        self._per_row = kernels.library.memory(2 * 4 * int8_rows + _ALIGN_BYTES) if int8_rows else None
         self._next = self._memory.ctypes.data
         self._next_scale = self._per_row.ctypes.data if self._per_row is not None else 0
         self._int8_rows = int8_rows
@@ -80,22 +78,10 @@ class WeightStore:
         scale = self._next_scale if is_int8 else 0
         sums = scale and scale + 4 * self._int8_rows
         packed = PackedWeight(self._next, n, k, packed_type, scale, sums, (self._memory, self._per_row))
-        self._engine.pack(
+        self._kernels.pack(
             matrix.data_ptr(), TYPE_OF[matrix.dtype], (n, k), matrix.stride(0), packed.address, packed_type,
             packed.scale, packed.sums,
         )  # fmt: skip
         self._next += packed.size_bytes
         self._next_scale += 4 * n if is_int8 else 0
         return packed
-
-
-def release_pages(tensor: torch.Tensor) -> None:
-    """Gives the whole pages of a tensor that nobody reads again back to the system.
-
-    For weights mapped from a file: they would stay in memory beside their packed form until all are packed.
-    """
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (tensor.data_ptr() + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
-    if madvise is not None and end > start:
-        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)

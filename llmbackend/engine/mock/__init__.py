@@ -1,1 +1,1 @@
-"""A model without weights and its sampler: everything of an engine but the arithmetic, for tests and demonstrations."""
+"""A model without weights: everything of an engine but the arithmetic, for tests and demonstrations."""

@@ -1,8 +1,9 @@
 """A model without weights: its logits are a hash of all tokens so far, read back through the paged KV.
 
-For: tests of scheduler, adapter and every protocol in milliseconds, with an exact oracle (`mock_generate`). Does not
-know: torch. Invariant: it keeps nothing about a sequence but what lies in its KV slots, so a wrong block table, a lost
-block or a bad recompute changes the tokens.
+For: tests of scheduler, adapter and every protocol in milliseconds, with an exact oracle (`mock_generate`), and of
+steps in flight without an accelerator (`OverlappingMockRunner`). Does not know: torch. Invariants: it keeps nothing
+about a sequence but what lies in its KV slots, so a wrong block table, a lost block or a bad recompute changes the
+tokens; a token depends on logits, parameters, the row's own tokens and (seed, position) alone.
 
 The vocabulary ends with bos, eos, pad (256, 257, 258 of 259: ids below are bytes). Printable ASCII is likelier than
 other ids, and about one position in 32 has eos as its clear favourite.
@@ -12,16 +13,18 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import deque
+from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import FinishReason, InferRequest, ModelInfo, TokenLogprobs
-from llmbackend.engine.sampling.random_numbers import splitmix64
-from llmbackend.engine.step import Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
-
-from .mock_sampler import FloatArray, sample
+from ..config import EngineConfig
+from ..infer_request import BANNED_BIAS, FinishReason, InferRequest, ModelInfo, SamplingParams, TokenLogprobs
+from ..sampling.rows import BadWords, splitmix64, uniform
+from ..step import PENDING_TOKEN, Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
 
 DEFAULT_MAX_MODEL_LEN = 4096
 MIN_VOCAB_SIZE = 130
@@ -83,7 +86,7 @@ class MockRunner:
         return SampledTokens(np.array(token_ids, np.int32), logprobs)
 
     def copy_blocks(self, copies: KVCopies) -> None:
-        """As an OffloadingRunner; a copied block's source is spoilt, because nobody may read it any more."""
+        """As an OffloadingRunner. A copied block's source is overwritten, because it must not be read any more."""
         blocks = self._slots.reshape(-1, self.info.block_size)
         if copies.to_host:
             self._host_blocks[copies.host_blocks] = blocks[copies.blocks]
@@ -134,9 +137,10 @@ def mock_logits(token_ids: Int32Array, vocab_size: int) -> FloatArray:
 
 @dataclass(frozen=True, slots=True)
 class MockGeneration:
-    """What a request must give: all its output tokens, resumed ones included, and why it ends."""
+    """What a request must give."""
 
     token_ids: tuple[int, ...]
+    """All output tokens, those that a resumed request came with included."""
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...]
 
@@ -144,7 +148,7 @@ class MockGeneration:
 def mock_generate(
     request: InferRequest, vocab_size: int = 259, max_model_len: int = DEFAULT_MAX_MODEL_LEN
 ) -> MockGeneration:
-    """The oracle: the same tokens with no rows, no blocks, no steps. `request` must be one that can run."""
+    """The oracle: the same tokens without rows, blocks or steps. `request` must be one that can run."""
     sampling, prompt = request.sampling, request.prompt_token_ids
     eos = (mock_eos_token_id(vocab_size),)
     stop_token_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
@@ -160,3 +164,160 @@ def mock_generate(
         output.append(token_id)
         if token_logprobs is not None:
             logprobs.append(token_logprobs)
+
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def _uniform(seed: int, position: int) -> float:
+    """One number in [0, 1) for the token at `position`."""
+    seeds, positions = np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64), np.array([position], np.uint64)
+    return float(uniform(seeds, positions)[0])
+
+
+def sample(
+    logits: FloatArray,
+    token_ids: Int32Array,
+    num_prompt_tokens: int,
+    sampling: SamplingParams,
+    eos_token_ids: Collection[int],
+) -> tuple[int, TokenLogprobs | None]:
+    """The token at position len(token_ids), given logits float64 [vocab_size] and the tokens so far, int32 [n]."""
+    processed = logits.copy()
+    for token_id, bias in sampling.logit_bias.items():
+        processed[token_id] += bias
+    if sampling.bad_words:
+        processed[BadWords(sampling.bad_words).banned(token_ids)] += BANNED_BIAS
+    if len(token_ids) - num_prompt_tokens < sampling.min_tokens:
+        processed[list({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)})] = -np.inf
+    _penalise(processed, token_ids, num_prompt_tokens, sampling)
+    if sampling.temperature < 1e-5:
+        token_id = int(processed.argmax())
+    else:
+        token_id = _draw(processed / sampling.temperature, sampling, _uniform(sampling.seed, len(token_ids)))
+    return token_id, _logprobs(logits, token_id, sampling.logprobs)
+
+
+def _penalise(logits: FloatArray, token_ids: Int32Array, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+    if sampling.repetition_penalty != 1.0:
+        seen = np.unique(token_ids)
+        penalty = min(max(sampling.repetition_penalty, 1e-6), 1e6)  # so that logits stay finite
+        factor = np.where(logits[seen] > 0, 1.0 / penalty, penalty)
+        logits[seen] *= factor
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        counts = np.bincount(token_ids[num_prompt_tokens:], minlength=len(logits))
+        logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+
+
+def _draw(logits: FloatArray, sampling: SamplingParams, u: float) -> int:
+    """The token whose share of the cumulated probability holds `u`, most likely tokens first."""
+    order = np.argsort(-logits, kind="stable")
+    probs = np.exp(logits[order] - logits[order[0]])
+    probs[probs < sampling.min_p] = 0.0
+    if sampling.top_k > 0:
+        probs[sampling.top_k :] = 0.0
+    probs /= probs.sum()
+    probs[np.cumsum(probs) - probs >= sampling.top_p] = 0.0
+    cumulated = np.cumsum(probs)
+    return int(order[min(np.searchsorted(cumulated, u * cumulated[-1], side="right"), np.count_nonzero(probs) - 1)])
+
+
+def _logprobs(logits: FloatArray, token_id: int, count: int | None) -> TokenLogprobs | None:
+    if count is None:
+        return None
+    logprobs = logits - logits.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    best = np.argsort(-logprobs, kind="stable")[:count]
+    rank = 1 + int((logprobs > logprobs[token_id]).sum())
+    return TokenLogprobs(token_id, float(logprobs[token_id]), rank, tuple((int(i), float(logprobs[i])) for i in best))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A token to sample."""
+
+    row: int
+    position: int
+    context_slots: Int32Array
+    """Of all tokens before it, int32 [position]."""
+    request: InferRequest
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceStep:
+    """Arrays are int32 [num_tokens], of the tokens to compute; some token ids may be PENDING_TOKEN."""
+
+    rows: Int32Array
+    positions: Int32Array
+    slots: Int32Array
+    token_ids: Int32Array
+    samples: list[_Sample]
+
+
+class OverlappingMockRunner(MockRunner):
+    """The mock model on a device of its own, as an OverlappingRunner: a thread that runs launched steps in order.
+
+    A step copies all it needs when it is launched, and never reads the host's table, which has changed by the time it
+    runs; for a token that the host has not read yet (PENDING_TOKEN) the device takes the one that it sampled itself at
+    that position. `execute` reads the host's table, which does not change while the host waits.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.max_steps_in_flight = max(config.mock_steps_in_flight, 1)
+        self._device = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llm-mock-device")
+        self._launched: deque[tuple[int, Future[SampledTokens]]] = deque()
+        self._newest: dict[int, tuple[int, int]] = {}
+        """Kept by the device: for each row, position and id of the token that it sampled last."""
+
+    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        assert not self._launched, "a step is executed while others are in flight"
+        return self._device.submit(super().execute, plan, table).result()
+
+    def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
+        assert len(self._launched) < self.max_steps_in_flight, "more steps are launched than may be in flight"
+        assert plan.num_draft_tokens is None, "drafts are launched"
+        rows, positions, slots = scheduled_slots(plan, table)
+        samples = [
+            _Sample(row, position, context_slots(row, position, table), self._requests[row])
+            for row, position in zip(*(array.tolist() for array in plan.samples(table)), strict=True)
+        ]
+        step = _DeviceStep(rows, positions, slots, table.token_ids[rows, positions], samples)
+        self._launched.append((step_id, self._device.submit(self._compute, step)))
+
+    def collect(self) -> tuple[int, SampledTokens]:
+        step_id, result = self._launched.popleft()
+        return step_id, result.result()
+
+    def copy_blocks(self, copies: KVCopies) -> None:
+        self._device.submit(super().copy_blocks, copies)
+
+    def close(self) -> None:
+        self._device.shutdown(cancel_futures=True)
+
+    def _compute(self, step: _DeviceStep) -> SampledTokens:
+        """On the device."""
+        start_s = time.perf_counter()
+        if self._step_s:
+            time.sleep(self._step_s)
+        tokens = step.token_ids.copy()
+        for i in (tokens == PENDING_TOKEN).nonzero()[0].tolist():
+            tokens[i] = self._sampled_at(int(step.rows[i]), int(step.positions[i]))
+        self._slots[step.slots] = tokens
+        token_ids: list[int] = []
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for one in step.samples:
+            token_id, row_logprobs = self._sample(self._slots[one.context_slots], one.request)
+            token_ids.append(token_id)
+            self._newest[one.row] = one.position, token_id
+            if row_logprobs is not None:
+                logprobs[one.row] = [row_logprobs]
+        return SampledTokens(np.array(token_ids, np.int32), logprobs, forward_s=time.perf_counter() - start_s)
+
+    def _sampled_at(self, row: int, position: int) -> int:
+        newest_position, token_id = self._newest[row]
+        if newest_position != position:
+            raise RuntimeError(
+                f"token {position} of row {row} is pending, but the device sampled token {newest_position} last"
+            )
+        return token_id

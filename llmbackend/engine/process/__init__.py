@@ -1,1 +1,1 @@
-"""Where an engine's process comes from, how it is spoken to, and who starts another one when it dies."""
+"""An engine's process: its life, the host's link to it, and the restart when it dies."""

@@ -1,111 +1,113 @@
-"""The nursery's process and the engines it forks.
+"""An engine core at the end of a socket: one message in, one message out, per step; and the process that runs it.
 
-`python -m llmbackend.engine.process.engine_process CONTROL_FD CONFIG_JSON`.
-
-For: Nursery, which starts it, and ProcessTransport, which speaks with the engine. Does not know: the host, beyond its
-sockets. Invariants: an engine never outlives its host: the lifeline is a socket pair whose other end only the host
-holds, so its end of file means that the host is gone, however it went; the nursery ends at the end of file of its
-control socket. Signals for the host (SIGINT, SIGTERM, SIGHUP to the group) are ignored: the host decides.
+For: the engine's process, which its fork server makes with `prepare`, and the inline thread. Does not know: the host,
+beyond its sockets. Invariants: it sends EngineStarted messages first, the last of which says how loading ended, then
+one StepResult per step; it blocks on the socket while there is nothing to compute, and polls it without waiting between
+the steps of a busy engine; each time that work ends it checks that no row or block is lost. An engine's process never
+outlives its host, even without its fork server: the lifeline is a socket pair whose other end only the host holds, so
+its end of file means that the host has ended.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import gc
+import importlib
 import logging
 import os
-import signal
 import socket
-import sys
 import threading
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 import zmq
 
-from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.gpu.parallel.followers import Followers, fork_followers
+from ..config import EngineConfig
+from ..engine_core import EngineCore
+from ..errors import is_shortage
+from ..fault_injection import Faults, FaultyLink, Link
+from ..infer_request import EngineInput, EngineStarted
+from ..load_progress import LoadProgress, reporting_to
+from ..step import Runner
 
-from . import lean_imports
-from .engine_loop import load, run
+logger = logging.getLogger(__name__)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_input = msgspec.msgpack.Decoder(EngineInput).decode
 
 LINGER_MS = 1000
-ENDPOINT_BYTES = 4096
 
 
-def main(arguments: list[str]) -> None:
-    """Forks an engine for each message, one after the other, and tells its process id and then its exit status; minus
-    an errno instead of both when there is no engine."""
-    control_fd, config_json = arguments
-    config = msgspec.json.decode(config_json, type=EngineConfig)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    control = socket.socket(fileno=int(control_fd))
-    control.set_inheritable(False)
-    _import_all_of(config.model)
+def load(config: EngineConfig, make_runner: Callable[[], Runner], link: Link) -> EngineCore | None:
+    """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None."""
+
+    def tell(progress: LoadProgress) -> None:
+        link.send(_encode(EngineStarted(progress=progress)))
+
+    try:
+        with reporting_to(tell):
+            core = EngineCore(config, make_runner())
+    except Exception as error:
+        text = str(error)
+        if not isinstance(error, ValueError | OSError | RuntimeError | ImportError):
+            logger.exception("loading the model failed in an unexpected way")
+            text = f"{type(error).__name__}: {error}"
+        link.send(_encode(EngineStarted(error=text or type(error).__name__, is_shortage=is_shortage(error))))
+        return None
+    link.send(_encode(EngineStarted(info=core.info)))
+    return core
+
+
+def run(core: EngineCore, link: Link, fault_directory: str) -> None:
+    """Steps until the shutdown message, and then closes the core."""
+    if fault_directory:
+        link = FaultyLink(link, Faults(fault_directory))
+    try:
+        while _take_inputs(core, link):
+            link.send(_encode(core.step()))
+            if not core.has_work and (breach := core.check_idle()):
+                link.send(_encode(breach))
+    finally:
+        core.close()
+
+
+def _take_inputs(core: EngineCore, link: Link) -> bool:
+    """Applies all messages so far; waits for one when the core has nothing to do. False = shut down."""
     while True:
-        endpoint, descriptors, _, _ = socket.recv_fds(control, ENDPOINT_BYTES, 2)
-        if not endpoint:
-            return
         try:
-            pid = os.fork() if len(descriptors) == 2 else -errno.EMFILE  # what can not be opened here is left out
-        except OSError as error:
-            pid = -(error.errno or errno.EAGAIN)
-        if pid == 0:
-            control.close()
-            _run_engine(config, endpoint.decode(), *descriptors)
-            return
-        for descriptor in descriptors:
-            os.close(descriptor)
-        _send(control, pid)
-        if pid > 0:
-            _send(control, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            message = _decode_input(link.recv(zmq.NOBLOCK if core.has_work else 0))
+        except zmq.Again:
+            return True
+        if message.shutdown:
+            return False
+        for request in message.add:
+            core.add(request)
+        for request_id in message.abort:
+            core.abort(request_id)
 
 
-def _import_all_of(model: str) -> None:
-    """Whatever cannot be imported is missed by the engine again, which says so."""
-    if model == "mock":
-        return
-    with contextlib.suppress(Exception):
-        lean_imports.import_for(model)
-        from llmbackend.engine import model_runner  # noqa: F401
-
-    gc.collect()
-    gc.freeze()  # the collector of an engine must not touch, and so copy, what is shared
+def prepare(runners: str, config_json: str) -> Callable[[bytes, int], None]:
+    """In the fork server. `runners`: the name of a module like engine/runners.py. Returns what an engine runs."""
+    config = msgspec.json.decode(config_json, type=EngineConfig)
+    module = importlib.import_module(runners)
+    module.prepare(config)
+    return partial(_run_engine, config, module)
 
 
-def _send(control: socket.socket, number: int) -> None:
-    with contextlib.suppress(OSError):  # the host is gone; the next message says so
-        control.send(str(number).encode())
-
-
-def _run_engine(config: EngineConfig, endpoint: str, lifeline_fd: int, output_fd: int) -> None:
-    for standard in (sys.stdout.fileno(), sys.stderr.fileno()):
-        os.dup2(output_fd, standard)
-    os.close(output_fd)
-    followers = _fork_followers(config, lifeline_fd) if config.tensor_parallel_size > 1 else None
+def _run_engine(config: EngineConfig, runners: Any, endpoint: bytes, lifeline_fd: int) -> None:
+    make_runner = runners.in_own_process(config, lifeline_fd)
     _end_with_host(lifeline_fd)
     logging.basicConfig(level=logging.INFO, format="engine %(process)d %(levelname)s %(message)s")
     with zmq.Context() as context, context.socket(zmq.PAIR) as link:
         link.set_hwm(0)
         link.linger = LINGER_MS
-        link.connect(endpoint)
-        core = load(config, link, followers)
+        link.connect(endpoint.decode())
+        core = load(config, make_runner, link)
         if core is not None:
             gc.collect()
             gc.freeze()  # what loading made stays; the collector need not walk over it again
             run(core, link, config.fault_directory)
-
-
-def _fork_followers(config: EngineConfig, lifeline_fd: int) -> Followers:
-    def run(rank: int, link: Connection) -> None:
-        from llmbackend.engine.gpu.parallel.start import follow
-
-        logging.basicConfig(level=logging.INFO, format=f"rank {rank} %(process)d %(levelname)s %(message)s")
-        follow(config, rank, link)
-
-    return fork_followers(config.tensor_parallel_size, run, [lifeline_fd])
 
 
 def _end_with_host(lifeline_fd: int) -> None:
@@ -117,7 +119,3 @@ def _end_with_host(lifeline_fd: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

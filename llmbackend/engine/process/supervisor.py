@@ -1,46 +1,82 @@
-"""One engine, kept alive: loads it, watches it, and starts another one when it dies, hangs or speaks nonsense.
+"""One engine, kept alive: loads it, watches it, and starts another one when it dies, hangs or sends malformed messages.
 
-For: the LLM manager's loop, whose thread owns it. Does not know: requests; whoever holds them hears of a death through
-EngineDeadError and gives them to the next life. Invariants: at most one engine exists at a time, and the dead one is
-reaped before the next is launched; no call blocks for longer than it takes until there is something to do; a life
-that finished no step is followed by a longer pause than the one before it, and after `max_engine_failures` such lives
-the engine is given up: it is still tried again now and then, but nobody should wait for it. A start for which the
-machine lacks descriptors, memory or processes is tried again, at growing intervals, and is no failure of the engine.
+For: the LLM manager's loop, whose thread owns it. Does not know: requests; their owner catches EngineDeadError and
+gives them to the next engine. Invariants: at most one engine exists at a time, and a dead one is reaped before the next
+is launched; a call blocks only until there is something to do; each engine in a row that finished no step is followed
+by a longer pause, and after `max_engine_failures` of them requests should not wait for this engine, which is still
+tried again at intervals. A start that fails because the machine lacks descriptors, memory or processes is tried again
+at growing intervals, and does not count as a failure.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import socket
 import time
 
-from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import EngineInput, ModelInfo, StepResult
-from llmbackend.engine.transport import EngineDeadError, Transport, make_transport
+from llmbackend.fork_server.client import restart_pause_s, wait_readable
 
-from .nursery import Nursery
-from .shortage import is_shortage
-from .wakeup import Wakeup
+from ..config import EngineConfig
+from ..errors import EngineDeadError, is_shortage
+from ..infer_request import EngineInput, ModelInfo, StepResult
+from .transport import EngineForkServer, Runners, Transport, make_transport
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 60.0
-LONGEST_SHORTAGE_PAUSE_S = 10.0
+MAX_SHORTAGE_PAUSE_S = 10.0
+
+
+class Wakeup:
+    """A level-triggered flag with a file descriptor, for a thread that blocks in a poll.
+
+    What a caller did before `set()` is seen by the loop after the `clear()` that follows; calls between two clears cost
+    one system call together.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._pending = False
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        """Any thread. Does nothing after close()."""
+        if not self._pending:
+            self._pending = True
+            with contextlib.suppress(OSError):
+                self._writer.send(b"\0")
+
+    def wait(self, timeout_s: float) -> None:
+        """Blocks until set() was called, or `timeout_s` is over."""
+        wait_readable(self._reader.fileno(), timeout_s)
+
+    def clear(self) -> None:
+        """Resets the flag. Look for work after this call, not before it."""
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(64)
+        self._pending = False
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
 
 
 class Supervisor:
-    """The engine's lives, one after the other. `check_ready` may be called from any thread, the rest from the
-    owner's."""
+    """Engines of one config, one after the other. Any thread may call `check_ready`; the rest is for the owner's."""
 
-    def __init__(self, config: EngineConfig, wakeup: Wakeup) -> None:
+    def __init__(self, config: EngineConfig, runners: Runners, wakeup: Wakeup) -> None:
         self._config = config
         self._wakeup = wakeup
-        self._nursery = Nursery(config)
+        self._fork_server = EngineForkServer(config, runners)
         self._transport: Transport | None = None
         self._info: ModelInfo | None = None
         self._num_failures = 0
         self._num_shortages = 0
-        self._can_pardon = True
+        self._can_reset_failures = True
         self._launch_at_s = 0.0
         self._progress_at_s = time.monotonic()
         self._cause = ""
@@ -52,6 +88,7 @@ class Supervisor:
 
     @property
     def is_given_up(self) -> bool:
+        """Whether it failed too often in a row for requests to wait for it."""
         return self._num_failures >= self._config.max_engine_failures and self._info is None
 
     def receive(self, is_busy: bool) -> list[StepResult]:
@@ -68,7 +105,7 @@ class Supervisor:
             else:
                 return self._wait_for_step(self._transport, is_busy)
         except EngineDeadError as error:
-            self._bury(error)
+            self._reap(error)
             raise
         return []
 
@@ -78,7 +115,7 @@ class Supervisor:
         try:
             self._transport.send(message)
         except EngineDeadError as error:
-            self._bury(error)
+            self._reap(error)
             raise
 
     def check_ready(self, num_requests: int, stall_timeout_s: float) -> None:
@@ -94,31 +131,31 @@ class Supervisor:
             raise RuntimeError(f"the engine has {num_requests} requests and finished no step for {stalled_s:.0f} s")
 
     def idle(self) -> None:
-        """The engine has nothing to do: the time until its next step counts from now on."""
+        """The engine has no requests: the time until its next step counts from now on."""
         if self._info is not None:
             self._progress_at_s = time.monotonic()
 
-    def pardon(self) -> None:
-        """The failures so far were not the engine's. Only once between two finished steps: an engine that fails with
-        whatever it is given is broken."""
-        if self._can_pardon:
-            self._can_pardon = False
+    def reset_failures(self) -> None:
+        """The engine is not to blame for the failures so far. Works once between two finished steps: an engine that
+        fails with every request is broken."""
+        if self._can_reset_failures:
+            self._can_reset_failures = False
             self._num_failures = 0
             self._launch_at_s = time.monotonic()
 
     def discard(self, reason: str) -> EngineDeadError:
-        """Ends this engine's life because its owner cannot go on with it; the next one follows."""
+        """Ends this engine because its owner cannot go on with it; the next one follows."""
         error = EngineDeadError(reason, "loop")
         if self._transport is not None:
-            self._bury(error)
+            self._reap(error)
         return error
 
     def close(self) -> None:
-        """Ends the engine, in whatever state it is."""
+        """Ends the engine in any state."""
         if self._transport is not None:
             self._transport.close()
         self._transport = self._info = None
-        self._nursery.close()
+        self._fork_server.close()
 
     def _launch_when_due(self) -> None:
         pause_s = self._launch_at_s - time.monotonic()
@@ -126,7 +163,7 @@ class Supervisor:
             self._wakeup.wait(pause_s)
             return
         try:
-            self._transport = make_transport(self._nursery, self._wakeup.fileno())
+            self._transport = make_transport(self._fork_server, self._wakeup.fileno())
             self._transport.launch()
         except EngineDeadError:
             raise
@@ -152,29 +189,25 @@ class Supervisor:
         if results:
             self._progress_at_s = time.monotonic()
             self._num_failures = 0
-            self._can_pardon = True
+            self._can_reset_failures = True
         elif is_busy and time.monotonic() >= self._progress_at_s + limit_s:
             raise EngineDeadError(f"the engine finished no step within {limit_s:g} s", "hang")
         return results
 
-    def _bury(self, error: EngineDeadError) -> None:
-        """Reaps the engine and says when the next one may start: at once, unless this one did nothing."""
+    def _reap(self, error: EngineDeadError) -> None:
+        """Reaps the engine and sets when the next one starts: at once, unless this one finished no step."""
         if self._transport is not None:
             self._transport.close(force=True)
         self._transport = self._info = None
         self._cause = str(error)
         if error.kind == "shortage":
             self._num_shortages += 1
-            pause_s = min(_pause_s(self._num_shortages), LONGEST_SHORTAGE_PAUSE_S)
+            pause_s = min(restart_pause_s(self._num_shortages), MAX_SHORTAGE_PAUSE_S)
             count = f"the machine lacks what it takes, {self._num_shortages} times in a row"
         else:
             self._num_failures += 1
-            pause_s = _pause_s(self._num_failures - 1)
+            pause_s = restart_pause_s(self._num_failures - 1)
             count = f"failure {self._num_failures} in a row"
         self._launch_at_s = time.monotonic() + pause_s
-        last_words = f"; its last words:\n{error.details}" if error.details else ""
-        logger.error("%s; %s, the next start is in %.1f s%s", error, count, pause_s, last_words)
-
-
-def _pause_s(count: int) -> float:
-    return min(FIRST_PAUSE_S * 2.0 ** (count - 1), LONGEST_PAUSE_S) if count > 0 else 0.0
+        output = f"; the end of its output:\n{error.details}" if error.details else ""
+        logger.error("%s; %s, the next start is in %.1f s%s", error, count, pause_s, output)

@@ -1,1 +1,1 @@
-"""What a token is drawn from, and with which number: the sampler's parts, which know one row's law and no step."""
+"""What rows ask of sampling, and tokens from logits on the host."""

@@ -1,7 +1,8 @@
 """Choosing a token from a distribution with one uniform number.
 
 For: the sampler. Does not know: requests, penalties, where the number comes from. Invariant: a row's token is a
-function of its logits, its number and its own limits; equal logits are ordered by token id, so no sort's whim decides.
+function of its logits, its number and its own limits; equal logits are ordered by token id, so that the result does not
+depend on a sorting algorithm.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ _MAX_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What may be drawn, per row: float64/int64 tensors [rows]. top_k 0, top_p 1 and min_p 0 mean no limit.
-
-    In this order, as in vLLM: min_p keeps tokens at least min_p times as likely as the likeliest, top_k keeps the k
-    most likely of those, top_p the fewest most likely whose share of what is left reaches top_p.
-    """
+    """What may be drawn, per row. Applied as in vLLM: min_p, then top_k, then top_p."""
 
     top_k: torch.Tensor
+    """int [rows]: keeps this many of the most likely tokens; 0: no limit."""
     top_p: torch.Tensor
+    """float64 [rows]: keeps the fewest most likely tokens whose share of what is left reaches this; 1: no limit."""
     min_p: torch.Tensor
+    """float64 [rows]: keeps tokens at least this many times as likely as the likeliest; 0: no limit."""
 
     def rows(self, index: torch.Tensor) -> Limits:
         return Limits(self.top_k[index], self.top_p[index], self.min_p[index])
@@ -37,7 +37,7 @@ class Limits:
 def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit of each row and its token id, the first of equals; NaN counts as the largest.
 
-    First over blocks of tokens, then inside one: only a plain maximum of neighbours is vectorised on CPU.
+    First over blocks of tokens, then inside one: on CPU, only a plain maximum over neighbours is vectorised.
     """
     rows, vocab_size = logits.shape
     if vocab_size % _MAX_BLOCK or not rows:

@@ -1,6 +1,6 @@
 """Errors in the shape that OpenAI's clients parse, and the way from Triton's codes to HTTP statuses.
 
-For: every module of this frontend. Does not know: which endpoint failed. Invariant: whatever goes wrong, the client
+For: every module of this frontend. Does not know: which endpoint failed. Invariant: for every failure the client
 gets `{"error": {"message", "type", "param", "code"}}`, as a response body or, once a stream has begun, as its last
 event.
 """
@@ -12,14 +12,13 @@ import re
 import reprlib
 from typing import Any
 
-import orjson
 from starlette.responses import Response
 
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.frontends.bug_log import log_bug
-from llmbackend.frontends.limits import RETRY_AFTER_S, LimitReachedError
+from llmbackend.frontends.errors import RETRY_AFTER_S, LimitReachedError, log_bug
+from llmbackend.frontends.http.errors import INVALID_REQUEST, openai_error_body
 
-INVALID_REQUEST = "invalid_request_error"
+JsonObject = dict[str, Any]
 _STATUS_TYPE_CODE: dict[ErrorCode, tuple[int, str, str | None]] = {
     ErrorCode.INVALID_ARG: (400, INVALID_REQUEST, None),
     ErrorCode.UNSUPPORTED: (400, INVALID_REQUEST, "unsupported"),
@@ -37,15 +36,11 @@ _TOO_LONG = re.compile(
     r"|maximum (context|model) length",
     re.IGNORECASE,
 )
-"""How a model says that a request does not fit: the llm backend's words, and vLLM's in a python model."""
-
-_BLAMED = re.compile(r"parameter '(\w+)'")
-"""How the host's messages name a sampling parameter; its name is the field's name here."""
+"""Texts of models for a request that exceeds the context: the llm backend's, and vLLM's in a python model."""
 
 
 class OpenAIError(Exception):
-    """A refusal. `param` names the request's field, in the client's words (`messages[0].role`), when one is to
-    blame."""
+    """An error as the client gets it."""
 
     def __init__(
         self,
@@ -59,14 +54,18 @@ class OpenAIError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+        """The request's field that is wrong, as a path (`messages[0].role`)."""
         self.code = code
         self.status = status
+        """HTTP status."""
         self.kind = kind
+        """OpenAI's `type`."""
         self.retry_after = RETRY_AFTER_S
+        """Seconds, for the header of a 429 or 503."""
 
     @classmethod
     def of(cls, error: Exception) -> OpenAIError:
-        """`error` as the client may see it; an exception nobody foresaw is logged and shown as a bare 500."""
+        """`error` as the client may see it; an unexpected exception is logged, and shown as a 500 without details."""
         if isinstance(error, OpenAIError):
             return error
         if isinstance(error, LimitReachedError):
@@ -75,21 +74,14 @@ class OpenAIError(Exception):
             return limited
         if isinstance(error, TritonError):
             status, kind, code = _STATUS_TYPE_CODE[error.code]
-            blamed = _BLAMED.search(error.message) if status == 400 else None
             if status == 400 and _TOO_LONG.search(error.message):
                 code = CONTEXT_LENGTH_EXCEEDED
-            return cls(error.message, param=blamed and blamed[1], status=status, kind=kind, code=code)
+            return cls(error.message, param=error.param if status == 400 else None, status=status, kind=kind, code=code)
         log_bug("unexpected error in the OpenAI frontend", error)
         return cls("internal server error", status=500, kind="server_error")
 
     def body(self) -> bytes:
-        fields: dict[str, Any] = {
-            "message": self.message.encode("utf-8", "replace").decode(),  # a backend's text may hold lone surrogates
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }
-        return orjson.dumps({"error": fields})
+        return openai_error_body(self.message, self.kind, self.code, self.param)
 
     def response(self) -> Response:
         headers = {"Retry-After": self.retry_after} if self.status in (429, 503) else {}
@@ -118,14 +110,22 @@ class _AsJson(reprlib.Repr):
         return "null"
 
 
-_as_json = _AsJson()
+_AS_JSON = _AsJson()
+
+
+def as_json(value: object) -> str:
+    """`value` as a message quotes it: as JSON, shortened."""
+    return _AS_JSON.repr(value)
 
 
 def refuse(param: str, expectation: str, value: object) -> OpenAIError:
     """A 400 that names field, value and what was expected."""
-    return OpenAIError(
-        f"'{param}' is {_as_json.repr(value)}, expected {expectation}", param=param, code="invalid_value"
-    )
+    return OpenAIError(f"'{param}' is {as_json(value)}, expected {expectation}", param=param, code="invalid_value")
+
+
+def missing(param: str) -> OpenAIError:
+    """A 400 for a required field that was left out or null."""
+    return OpenAIError(f"missing required field '{param}'", param=param, code="missing_required_parameter")
 
 
 def model_not_found(name: str) -> OpenAIError:

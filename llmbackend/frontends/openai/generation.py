@@ -1,25 +1,26 @@
 """Runs a request on the host: one inference per choice, their responses merged in order of arrival.
 
-For: the endpoints. Does not know: JSON or HTTP. Invariant: whoever starts a Generation calls `close` in the end,
-however it ends; that frees what the model still holds, and does nothing to inferences that are over. Only the event
-loop touches a Generation; responses reach it through the mailbox, which wakes the loop once per engine step. The
-choices share one backlog: what waits for their one client is bounded together.
+For: the router and its responses. Does not know: JSON or HTTP. Invariants: the router calls `close` however a request
+ends, which cancels the inferences that are not over. A Generation is used on the event loop alone; responses reach it
+through the mailbox, which wakes the loop once per engine step. The choices share one backlog, so that what waits for
+their one client is bounded together.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 
 from llmbackend.core.errors import TritonError
-from llmbackend.core.messages import InferenceRequest, ResponseCallback
+from llmbackend.core.messages import InferenceRequest, ParameterValue
+from llmbackend.core.tensors import Tensor
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.frontends.inference import Inference, InferenceGate
+from llmbackend.frontends.inference import Inference
+from llmbackend.frontends.inference_gate import InferenceGate
 
-from .catalog import Target
 from .errors import OpenAIError
+from .models import Target
 from .requests import GenerationRequest
 from .tensors import (
     MAX_TOKENS_MUST_FIT,
@@ -31,7 +32,7 @@ from .tensors import (
 )
 
 Arrival = tuple[int, Delta]
-"""(choice index, what it got)"""
+"""(index of the choice, its new tokens)"""
 
 
 class Generation:
@@ -52,13 +53,21 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
         self._choices: list[Inference] = []
+        options = _options(request, target)
+        parameters: dict[str, ParameterValue] = {MAX_TOKENS_MUST_FIT: True} if request.max_tokens_field else {}
         backlog = gate.new_backlog()
         gate.admit(len(request.prompts))
         try:
             for index in range(len(request.prompts)):
                 part = trace.child() if trace is not None and index else trace
-                build = _builder(request, target, request_id, index, part)
-                self._choices.append(gate.submit(build, backlog, partial(self._on_response, index)))
+                message = InferenceRequest(
+                    model_name=target.name,
+                    id=request_id,
+                    trace=part,
+                    inputs=(target.model.fitted(request.prompts[index]), *options),
+                    parameters=parameters,
+                )
+                self._choices.append(gate.submit(message, backlog, partial(self._on_response, index)))
         except BaseException:
             self.close()
             raise
@@ -79,7 +88,7 @@ class Generation:
             return True
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        # An alarm of its own costs a fifth of asyncio.timeout, and this is awaited once per token.
+        # `call_later` costs a fifth of asyncio.timeout, and this is awaited once per token.
         alarm = None if timeout_s is None else loop.call_later(timeout_s, _wake, self._waiter)
         try:
             await self._waiter
@@ -97,7 +106,7 @@ class Generation:
         try:
             delta = read_delta(*self._choices[index].pop())
         except TritonError as error:
-            raise self._request.in_its_words(OpenAIError.of(error)) from None
+            raise self._request.in_own_fields(OpenAIError.of(error)) from None
         if delta.is_final:
             self._open -= 1
         return index, delta
@@ -114,9 +123,9 @@ class Generation:
             choice.close()
 
 
-def check_followed(request: GenerationRequest, target: Target) -> None:
-    """Raises OpenAIError for a field that the model has no input for: nothing that was asked for is dropped."""
-    if not target.model.takes(SAMPLING_PARAMETERS) and (fields := (*request.asked, *_lora(target))):
+def check_fields_taken(request: GenerationRequest, target: Target) -> None:
+    """Raises OpenAIError for a field that the model has no input for: no field of a request is dropped silently."""
+    if not target.model.takes(SAMPLING_PARAMETERS) and (fields := (*request.sent_fields, *_lora(target))):
         raise _not_taken(target, fields[0])
     if request.top_logprobs is not None and not target.model.takes(RETURN_LOGPROBS):
         raise _not_taken(target, "logprobs")
@@ -131,25 +140,15 @@ def _lora(target: Target) -> dict[str, str]:
     return {"lora_name": target.lora_name} if target.lora_name else {}
 
 
-def _builder(
-    request: GenerationRequest, target: Target, request_id: str, index: int, trace: RequestTrace | None
-) -> Callable[[ResponseCallback], InferenceRequest]:
-    model = target.model
+def _options(request: GenerationRequest, target: Target) -> list[Tensor]:
+    """The inputs other than the prompt, which all choices share."""
     options = option_inputs(
         request.sampling | _lora(target),
         stream=request.stream is not None,
         logprobs=request.top_logprobs is not None,
-        usage=request.stream is None or request.stream.include_usage,
+        usage=request.stream is None or bool(request.stream.include_usage),
     )
-    taken = (request.prompts[index], *(tensor for tensor in options if model.takes(tensor.name)))
-    return lambda callback: InferenceRequest(
-        model_name=target.name,
-        response_callback=callback,
-        id=request_id,
-        trace=trace,
-        inputs=tuple(model.fitted(tensor) for tensor in taken),
-        parameters={MAX_TOKENS_MUST_FIT: True} if request.max_tokens_field else {},
-    )
+    return [target.model.fitted(tensor) for tensor in options if target.model.takes(tensor.name)]
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

@@ -1,7 +1,8 @@
-"""Request bodies of the two generating endpoints → one frozen message.
+"""From the body of an HTTP request to one frozen message: read, parsed as JSON, validated, put into tensors.
 
-For: the endpoints. Does not know: HTTP, the host, how responses are written. Invariant: a request that exists is
-valid as far as it can be judged without the model, and holds everything its body asked for.
+For: the router. Does not know: the host, how responses are written. Invariant: a request that exists is valid as far
+as it can be judged without the model, and holds everything that its body asked for. The parser of a further endpoint
+makes the same GenerationRequest.
 """
 
 from __future__ import annotations
@@ -9,72 +10,56 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+from starlette.requests import Request
+
+from llmbackend.core.errors import TritonError, shown
 from llmbackend.core.tensors import Tensor
+from llmbackend.frontends.errors import BodyTooLargeError
+from llmbackend.frontends.http.json_reader import check_depth, check_objects
+from llmbackend.frontends.http.request_body import ENCODINGS, IDENTITY, content_encoding
+from llmbackend.frontends.inference_gate import InferenceGate
 
-from .errors import CONTEXT_LENGTH_EXCEEDED, OpenAIError, refuse
-from .fields import Fields, JsonObject, is_token_ids
-from .messages import parse_messages
-from .sampling import (
-    StreamOptions,
-    check_min_tokens,
-    take_model,
-    take_neutral,
-    take_sampling,
-    take_stream,
-)
+from .errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, refuse
+from .messages import for_template
+from .schema import ChatCompletionRequest, CompletionRequest, StreamOptions
 from .tensors import MESSAGES, input_ids_tensor, messages_tensor, text_tensor
+from .validation import read
 
-_DEFAULT_COMPLETION_TOKENS = 16
-MAX_PROMPTS = 64
-CHAT_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-    "moderation": (),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "chat_template": (),
-    "documents": (),
-}
-COMPLETION_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "prompt_embeds": (),
-    "add_special_tokens": (True,),
-}
+_MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
+"""The first of them that a request has is its limit."""
+_TEMPLATE_OPTIONS = ("add_generation_prompt", "chat_template_kwargs")
+_NO_OPTIONS = StreamOptions.model_construct()
+MAX_OBJECTS = 1 << 16
+"""JSON objects and lists in a body, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a client asked for.
-
-    prompts: one tensor per choice (`messages`, `text_input` or `input_ids`). echo: the text before each choice's own,
-    "" when not asked for. top_logprobs: None = no logprobs; n = the chosen token's and the n most likely ones'.
-    stream: None = one whole response. asked: the fields of `sampling` that the client sent. max_tokens_field: the one
-    in which it limited the answer, "" when it did not.
-    """
+    """What a client asked for."""
 
     model: str
     prompts: tuple[Tensor, ...]
+    """One tensor per choice, all of one kind: `messages`, `text_input` or `input_ids`."""
     sampling: dict[str, Any]
+    """Sampling parameters under vLLM's names."""
     stream: StreamOptions | None
+    """None: one whole response."""
     top_logprobs: int | None
+    """None: no logprobs. n: those of the chosen token and of the n most likely ones."""
     echo: tuple[str, ...]
-    asked: tuple[str, ...]
+    """The text before each choice's own, "" where none was asked for."""
+    sent_fields: tuple[str, ...]
+    """The sampling fields that the client sent."""
     max_tokens_field: str
+    """The field in which it limited the answer, "" when it did not."""
 
     @property
     def is_chat(self) -> bool:
         return self.prompts[0].name == MESSAGES
 
-    def in_its_words(self, error: OpenAIError) -> OpenAIError:
-        """An error of the model, naming the request's own fields."""
+    def in_own_fields(self, error: OpenAIError) -> OpenAIError:
+        """An error of the model with the request's names of fields."""
         if error.param == "max_tokens" and self.max_tokens_field:
             error.param = self.max_tokens_field
             error.message = error.message.replace("'max_tokens'", f"'{self.max_tokens_field}'")
@@ -83,108 +68,111 @@ class GenerationRequest:
         return error
 
 
+def check_content_type(request: Request) -> None:
+    """Raises OpenAIError 415 for another Content-Type than JSON: a browser sends such a body to another site without
+    asking that site first (CORS). vLLM's rule and text."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise OpenAIError(
+            "Unsupported Media Type: Only 'application/json' is allowed", status=415, code="unsupported_media_type"
+        )
+
+
+async def read_body(gate: InferenceGate, request: Request, max_bytes: int) -> bytes:
+    """The request's body, unpacked.
+
+    Raises OpenAIError 413 for more than `max_bytes`, packed or unpacked, and 415 for an unknown encoding; TritonError
+    as `request_body.read_content`.
+    """
+    if (encoding := content_encoding(request)) not in (*ENCODINGS, IDENTITY):
+        raise OpenAIError(
+            f"Content-Encoding is {shown(encoding)}, expected one of {', '.join((*ENCODINGS, IDENTITY))}",
+            status=415,
+            code="unsupported_content_encoding",
+        )
+    try:
+        return await gate.read_content(request, max_bytes)
+    except BodyTooLargeError:
+        raise _too_large(max_bytes) from None
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """`body` parsed.
+
+    Raises OpenAIError 400 for anything but a JSON object, and for nesting beyond MAX_DEPTH of `json_reader`;
+    TritonError INVALID_ARG for more than MAX_OBJECTS objects and lists, which a parser would need too long for.
+    """
+    check_objects(body, MAX_OBJECTS)
+    try:
+        check_depth(body)
+        value = orjson.loads(body)
+    except (orjson.JSONDecodeError, TritonError) as error:
+        raise OpenAIError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise OpenAIError("the request body is not a JSON object", code="invalid_json")
+    return value
+
+
+def _too_large(max_bytes: int) -> OpenAIError:
+    return OpenAIError(
+        f"the request body is larger than the {max_bytes} bytes this server accepts; "
+        "use --openai-max-input-size to increase the limit",
+        status=413,
+        code="content_too_large",
+    )
+
+
 def parse_chat(body: JsonObject) -> GenerationRequest:
     """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
-    fields = Fields(body)
-    model = take_model(fields)
-    prompt = _take_chat_prompt(fields)
-    stream = take_stream(fields)
-    sampling = take_sampling(fields)
-    old, new = fields.integer("max_tokens", 1), fields.integer("max_completion_tokens", 1)
-    max_tokens_field = "max_completion_tokens" if new else "max_tokens" if old else ""
-    asked = (*sampling, *((max_tokens_field,) if max_tokens_field else ()))
-    sampling["max_tokens"] = new or old  # None = as many as the context has room for
-    check_min_tokens(sampling)
-    top_logprobs = _take_chat_logprobs(fields)
-    _take_neutral(fields, CHAT_NEUTRAL)
-    return _request(model, (prompt,), sampling, stream, top_logprobs, ("",), asked, max_tokens_field)
+    fields = read(ChatCompletionRequest, body)
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise refuse("top_logprobs", "to be sent only with 'logprobs': true", fields.top_logprobs)
+    messages = [for_template(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
+    options = {name: body[name] for name in _TEMPLATE_OPTIONS if body.get(name) is not None}
+    top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    return _request(fields, body, (messages_tensor(messages, options),), ("",), top_logprobs)
 
 
 def parse_completion(body: JsonObject) -> GenerationRequest:
     """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
-    fields = Fields(body)
-    model = take_model(fields)
-    prompts = _split_prompt(fields.require("prompt"))
-    stream = take_stream(fields)
-    sampling = take_sampling(fields)
-    max_tokens = fields.integer("max_tokens", 1)
-    max_tokens_field = "max_tokens" if max_tokens else ""
-    asked = (*sampling, *((max_tokens_field,) if max_tokens_field else ()))
-    sampling["max_tokens"] = max_tokens or _DEFAULT_COMPLETION_TOKENS
-    check_min_tokens(sampling)
-    top_logprobs = fields.integer("logprobs", 0, 5)
-    echo = _echoed(fields.boolean("echo") or False, prompts, top_logprobs)
-    _take_neutral(fields, COMPLETION_NEUTRAL)
+    fields = read(CompletionRequest, body)
+    prompts = fields.prompts()
     tensors = tuple(text_tensor(item) if isinstance(item, str) else input_ids_tensor(item) for item in prompts)
-    return _request(model, tensors, sampling, stream, top_logprobs, echo, asked, max_tokens_field)
+    echo = _echoed(prompts, fields.logprobs) if fields.echo else ("",) * len(prompts)
+    return _request(fields, body, tensors, echo, fields.logprobs)
 
 
 def _request(
-    model: str,
+    fields: ChatCompletionRequest | CompletionRequest,
+    body: JsonObject,
     prompts: tuple[Tensor, ...],
-    sampling: dict[str, Any],
-    stream: StreamOptions | None,
-    top_logprobs: int | None,
     echo: tuple[str, ...],
-    asked: tuple[str, ...],
-    max_tokens_field: str,
+    top_logprobs: int | None,
 ) -> GenerationRequest:
+    sampling = fields.chosen_sampling()
+    limit = next((name for name in _MAX_TOKENS_FIELDS if body.get(name) is not None), "")
+    sent_fields = (*sampling, limit) if limit else tuple(sampling)
+    most = sampling["max_tokens"] = body[limit] if limit else fields.default_max_tokens
+    if most is not None and (fields.min_tokens or 0) > most:
+        raise refuse("min_tokens", f"at most max_tokens ({most})", fields.min_tokens)
     if top_logprobs is not None:
         sampling["logprobs"] = top_logprobs
-    return GenerationRequest(model, prompts, sampling, stream, top_logprobs, echo, asked, max_tokens_field)
+    stream = _stream_options(fields, body)
+    return GenerationRequest(fields.model, prompts, sampling, stream, top_logprobs, echo, sent_fields, limit)
 
 
-def _take_neutral(fields: Fields, endpoint_fields: dict[str, tuple[Any, ...]]) -> None:
-    for name, accepted in endpoint_fields.items():
-        fields.only(name, accepted)
-    take_neutral(fields)
-    fields.finish()
+def _stream_options(fields: ChatCompletionRequest | CompletionRequest, body: JsonObject) -> StreamOptions | None:
+    options = fields.stream_options
+    if not fields.stream:
+        if options is not None:
+            raise refuse("stream_options", "to be sent only with 'stream': true", body["stream_options"])
+        return None
+    return options or _NO_OPTIONS
 
 
-def _take_chat_prompt(fields: Fields) -> Tensor:
-    messages = parse_messages(fields.require("messages"))
-    template_options = {
-        "add_generation_prompt": fields.boolean("add_generation_prompt"),
-        "chat_template_kwargs": fields.mapping("chat_template_kwargs"),
-    }
-    return messages_tensor(messages, {name: value for name, value in template_options.items() if value is not None})
-
-
-def _take_chat_logprobs(fields: Fields) -> int | None:
-    wanted = fields.boolean("logprobs") or False
-    top = fields.integer("top_logprobs", 0, 20)
-    if top is not None and not wanted:
-        raise refuse("top_logprobs", "to be sent only with 'logprobs': true", top)
-    return (top or 0) if wanted else None
-
-
-def _split_prompt(value: object) -> list[str | list[int]]:
-    """The prompts of a request: OpenAI takes a string, token ids, or a list of either kind."""
-    if isinstance(value, str):
-        return [_not_empty(value)]
-    if isinstance(value, list) and value:
-        if is_token_ids(value):
-            return [value]
-        if len(value) > MAX_PROMPTS:
-            text = f"'prompt' holds {len(value)} prompts, expected at most {MAX_PROMPTS} in one request"
-            raise OpenAIError(text, param="prompt", code="invalid_value")
-        if all(isinstance(item, str) for item in value) or all(is_token_ids(item) for item in value):
-            return [_not_empty(item) for item in value]
-    raise refuse("prompt", "a non-empty string, a list of strings, a list of token ids, or a list of such lists", value)
-
-
-def _not_empty(prompt: Any) -> Any:
-    if not prompt:
-        raise refuse("prompt", "to hold at least one token", prompt)
-    return prompt
-
-
-def _echoed(echo: bool, prompts: list[str | list[int]], top_logprobs: int | None) -> tuple[str, ...]:
-    if not echo:
-        return ("",) * len(prompts)
+def _echoed(prompts: list[str] | list[list[int]], top_logprobs: int | None) -> tuple[str, ...]:
     if top_logprobs is not None:
         raise OpenAIError("'echo' is not supported yet together with 'logprobs'", param="echo")
-    texts = tuple(item for item in prompts if isinstance(item, str))
-    if len(texts) != len(prompts):
+    if not isinstance(prompts[0], str):
         raise OpenAIError("'echo' is not supported yet for a prompt of token ids", param="echo")
-    return texts
+    return tuple(str(prompt) for prompt in prompts)

@@ -1,7 +1,7 @@
-"""Writes one whole response, and gives every response its identity.
+"""Whole responses, and what streams have in common with them: identity, usage, logprobs.
 
-For: the endpoints, non-streaming mode. Does not know: HTTP, the host. Invariant: the body equals the chunks of
-`chunks.py` put together, since both render the same deltas with the same functions.
+For: the router, and streams.py, which writes the same responses in pieces. Does not know: HTTP, the host. Invariant:
+the body equals the chunks of the stream put together, since both render the same deltas with the same functions.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import dataclass, field
+from typing import Any
 
 import orjson
 
-from .fields import JsonObject
+from .errors import JsonObject
 from .generation import Generation
-from .logprobs import CompletionLogprobs, chat_logprobs
 from .requests import GenerationRequest
 from .tensors import Delta, TokenEntries
-from .usage import Usage
 
 DEFAULT_FINISH_REASON = "stop"
 """For a model that ends without a reason (its tensor interface makes `finish_reason` optional)."""
@@ -25,13 +24,14 @@ DEFAULT_FINISH_REASON = "stop"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a response and all chunks of a stream have in common. created_s: Unix time. fingerprint: changes with the
-    server's release and the model's configuration; "" when the host does not say."""
+    """What a response and all chunks of a stream have in common."""
 
     id: str
     created_s: int
+    """Unix time."""
     model: str
     fingerprint: str
+    """Changes with the server's release and the model's configuration; "" when the host has none."""
 
     @classmethod
     def of(cls, request: GenerationRequest, fingerprint: str) -> Identity:
@@ -92,3 +92,87 @@ def _completion_choice(index: int, choice: _Choice, top: int | None) -> JsonObje
         "logprobs": None if top is None else CompletionLogprobs(top).render(choice.positions),
         "finish_reason": choice.finish_reason,
     }
+
+
+class Usage:
+    """The running counts of one response."""
+
+    def __init__(self) -> None:
+        self._prompt_tokens: dict[int, int] = {}
+        self._cached_tokens: dict[int, int] = {}
+        self._completion_tokens = 0
+
+    def add(self, index: int, delta: Delta) -> None:
+        if delta.num_input_tokens:
+            self._prompt_tokens[index] = delta.num_input_tokens
+        if delta.num_cached_tokens is not None:
+            self._cached_tokens[index] = delta.num_cached_tokens
+        self._completion_tokens += delta.num_output_tokens
+
+    def total(self) -> JsonObject | None:
+        """Of a response that is complete; None when the model has reported nothing."""
+        return self.as_json() if self._prompt_tokens or self._completion_tokens else None
+
+    def as_json(self) -> JsonObject:
+        prompt = sum(self._prompt_tokens.values())
+        usage: JsonObject = {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt + self._completion_tokens,
+        }
+        if self._cached_tokens:
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(self._cached_tokens.values())}
+        return usage
+
+
+_IMPOSSIBLE = -9999.0
+
+
+def chat_logprobs(positions: list[TokenEntries], top: int) -> JsonObject:
+    """`choices[].logprobs` of chat: the chosen token at each position and the `top` most likely ones, best first."""
+    return {"content": [_chat_position(entries, top) for entries in positions], "refusal": None}
+
+
+def _chat_position(entries: TokenEntries, top: int) -> JsonObject:
+    chosen = _chat_token(next(iter(entries.values())))
+    chosen["top_logprobs"] = [_chat_token(entry) for entry in _most_likely(entries, top)]
+    return chosen
+
+
+def _chat_token(entry: dict[str, Any]) -> JsonObject:
+    token: str = entry["decoded_token"] or ""
+    return {"token": token, "logprob": _logprob(entry), "bytes": list(token.encode())}
+
+
+def _logprob(entry: dict[str, Any]) -> float:
+    """JSON has no minus infinity: the interface sends null, OpenAI this number."""
+    value: float | None = entry["logprob"]
+    return _IMPOSSIBLE if value is None else value
+
+
+def _most_likely(entries: TokenEntries, top: int) -> list[dict[str, Any]]:
+    """The chosen token comes along even when it is not among the `top`: its rank tells."""
+    ranked = sorted(entries.values(), key=lambda entry: int(entry["rank"]))
+    return [entry for entry in ranked if entry["rank"] <= top][:top]
+
+
+class CompletionLogprobs:
+    """`choices[].logprobs` of completions for one choice; remembers where in the text the next token starts."""
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._offset_chars = 0
+
+    def render(self, positions: list[TokenEntries]) -> JsonObject:
+        """The form of the tokens that follow those of the last call."""
+        result: JsonObject = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entries in positions:
+            chosen = next(iter(entries.values()))
+            token = chosen["decoded_token"] or ""
+            result["tokens"].append(token)
+            result["token_logprobs"].append(_logprob(chosen))
+            best = [*_most_likely(entries, self._top), chosen]
+            result["top_logprobs"].append({entry["decoded_token"] or "": _logprob(entry) for entry in best})
+            result["text_offset"].append(self._offset_chars)
+            self._offset_chars += len(token)
+        return result

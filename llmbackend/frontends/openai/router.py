@@ -1,15 +1,15 @@
 """The endpoints under /v1: models, chat completions, completions.
 
-For: whoever assembles the HTTP server (`app.include_router(create_openai_router(server))`). Does not know: any
+For: the HTTP application (`app.include_router(create_openai_router(server))`). Does not know: any
 backend. Invariant: every path under /v1 answers in OpenAI's shapes, errors included, and no request outlives its
-client. Routes are plain Starlette ones: bodies are validated by hand (see `fields.py`), so that errors name field,
-value and range.
+client. Routes are plain Starlette ones, not FastAPI's: a body is read within the server's bounds, and its errors have
+OpenAI's shape (see requests.py). The Responses API is a further route here.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import orjson
 from fastapi import APIRouter
@@ -20,26 +20,21 @@ from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.frontends.http_tracing import received, sampled, traced
-from llmbackend.frontends.inference import InferenceGate
-from llmbackend.frontends.orca import load_headers
-from llmbackend.frontends.request_body import release_body
+from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.http.tracing import received, sampled, traced
+from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.operations.metrics import load_headers
 
-from .catalog import ModelCatalog, Target
-from .chunks import PING, ChunkWriter
-from .errors import OpenAIError
-from .fields import JsonObject
-from .generation import Arrival, Generation, check_followed
-from .http import EventStream, check_content_type, json_object, read_body, unless_disconnected
-from .requests import GenerationRequest, parse_chat, parse_completion
+from .errors import JsonObject, OpenAIError
+from .generation import Generation, check_fields_taken
+from .models import ModelCatalog, Target
+from .requests import GenerationRequest, check_content_type, json_object, parse_chat, parse_completion, read_body
 from .responses import Identity, whole_response
+from .streams import ChunkWriter, EventStream, events, first_arrival, unless_disconnected
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 DEFAULT_MAX_BODY_BYTES = 4 << 20
 """The text of a million tokens; JSON of that size is parsed in some 50 ms, all of which hold the interpreter's lock."""
-_QUIET_S = 15.0
-"""A stream silent for so long sends a ping, lest a proxy take it for dead; also how long the first answer may take
-before the stream begins without knowing whether it is an error."""
 _CLIENT_CLOSED_REQUEST = 499
 
 
@@ -57,7 +52,7 @@ def create_openai_router(
     router.add_route("/v1/models/{model:path}", _guarded(service.model), methods=["GET"])
     router.add_route("/v1/chat/completions", _guarded(service.chat), methods=["POST"])
     router.add_route("/v1/completions", _guarded(service.completions), methods=["POST"])
-    router.routes.append(Route("/v1/{path:path}", _NothingHere()))
+    router.routes.append(Route("/v1/{path:path}", _UnknownPath()))
     return router
 
 
@@ -84,10 +79,9 @@ class _OpenAIService:
         self._gate.check_room()
         check_content_type(http)
         body = await read_body(self._gate, http, self._max_body_bytes)
-        request = await self._gate.decoded(len(body), lambda: parse(json_object(body)))
-        # All prompts of a request are the same kind of tensor, or texts and token ids side by side.
-        target = self._catalog.require(request.model, {prompt.name for prompt in request.prompts})
-        check_followed(request, target)
+        request = await self._gate.decode_in_thread(len(body), lambda: parse(json_object(body)))
+        target = self._catalog.require(request.model, request.prompts[0].name)
+        check_fields_taken(request, target)
         trace = sampled(self._gate.server, target.name, http, start_ns)
         received(trace)
         return await traced(trace, self._answer(http, request, target, trace))
@@ -104,42 +98,19 @@ class _OpenAIService:
                 body = await unless_disconnected(http.receive, work)
                 generation.close()
                 return Response(body, headers=self._load_headers(http, target), media_type="application/json")
-            # The first answer may be an error: look at it before the status line says 200.
-            await unless_disconnected(http.receive, generation.wait(_QUIET_S))
-            first = generation.pop()
+            first = await first_arrival(http.receive, generation)
         except BaseException:
             generation.close()
             raise
-        events = _events(generation, first, ChunkWriter(request, identity, request.stream))
-        return EventStream(events, generation.close, self._load_headers(http, target))
+        chunks = events(generation, first, ChunkWriter(request, identity, request.stream))
+        return EventStream(chunks, generation.close, self._load_headers(http, target))
 
     def _load_headers(self, http: Request, target: Target) -> dict[str, str]:
         return load_headers(self._gate.server, http, target.name)
 
 
-async def _events(generation: Generation, arrival: Arrival | None, writer: ChunkWriter) -> AsyncGenerator[bytes, None]:
-    """The stream's events; all that are ready go into one write. An error is the last event, without [DONE] after
-    it."""
-    parts = [writer.begin()]
-    try:
-        while True:
-            while arrival is not None:
-                parts.append(writer.delta(*arrival))
-                arrival = generation.pop()
-            if generation.is_over:
-                break
-            if any(parts):
-                yield b"".join(parts)
-            parts = [] if await generation.wait(_QUIET_S) else [PING]
-            arrival = generation.pop()
-        parts.append(writer.end())
-    except Exception as error:
-        parts.append(OpenAIError.of(error).event())
-    yield b"".join(parts)
-
-
 def _guarded(handler: Endpoint) -> Endpoint:
-    """`handler`, with everything it raises turned into a response."""
+    """`handler`, with its exceptions turned into responses."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -152,8 +123,8 @@ def _guarded(handler: Endpoint) -> Endpoint:
     return endpoint
 
 
-class _NothingHere:
-    """Answers what no route takes. An ASGI application, since a route to a function has to name its methods."""
+class _UnknownPath:
+    """Answers requests that no route takes. An ASGI application: a route to a function must name its methods."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = await _guarded(_refuse)(Request(scope, receive))

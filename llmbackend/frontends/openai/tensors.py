@@ -16,7 +16,7 @@ import orjson
 from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import internal
 from llmbackend.core.messages import InferenceResponse
-from llmbackend.core.tensors import Tensor
+from llmbackend.core.tensors import JsonTensor, Tensor
 
 MESSAGES = "messages"
 TEXT_INPUT = "text_input"
@@ -36,30 +36,32 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     "return_num_output_tokens": "BOOL",
     "return_num_cached_tokens": "BOOL",
 }
-"""The inputs besides, with their datatypes."""
+"""The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
-"""A request parameter: max_tokens that pass the context are refused, where they would be cut. Its name is one that the
-other protocols keep clients from sending."""
+"""Request parameter: a max_tokens beyond the context is refused instead of cut. Clients of the other protocols cannot
+send parameters with this prefix."""
 
 TokenEntries = dict[str, dict[str, Any]]
 """{token id: {logprob, rank, decoded_token}} at one position; the first entry is the chosen token's (as in vLLM)."""
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What one response added to one choice.
-
-    text: new text, never half a character. finish_reason: "stop" or "length" on the last one. logprobs: one entry per
-    new token, when asked for. num_input_tokens: of the whole prompt. num_output_tokens: new ones. is_final: nothing
-    follows. num_cached_tokens: of the prompt, those that were not computed again; None when the model does not say.
-    """
+    """What one response added to one choice."""
 
     text: str
+    """New text, never half a character."""
     finish_reason: str | None
+    """`stop` or `length`, on the last response."""
     logprobs: list[TokenEntries]
+    """One entry per new token, when asked for."""
     num_input_tokens: int
+    """Of the whole prompt."""
     num_output_tokens: int
+    """New ones."""
     is_final: bool
+    """Nothing follows."""
     num_cached_tokens: int | None = None
+    """Tokens of the prompt that were not computed again; None when the model does not say."""
 
 
 def text_tensor(text: str) -> Tensor:
@@ -71,13 +73,13 @@ def input_ids_tensor(token_ids: Sequence[int]) -> Tensor:
 
 
 def messages_tensor(messages: Sequence[dict[str, Any]], template_options: dict[str, Any]) -> Tensor:
-    """The input is a list of messages, or an object when the chat template shall get something besides."""
+    """A list of messages, or an object of messages and options of the chat template where there are some."""
     value = {"messages": messages, **template_options} if template_options else messages
     return Tensor.text(MESSAGES, orjson.dumps(value))
 
 
 def option_inputs(sampling: dict[str, Any], *, stream: bool, logprobs: bool, usage: bool) -> tuple[Tensor, ...]:
-    """The inputs besides the prompt: how to choose tokens, and what the responses shall carry."""
+    """The inputs other than the prompt: how tokens are chosen, and what the responses carry."""
     flags = {
         "stream": stream,
         "exclude_input_in_output": True,
@@ -87,7 +89,7 @@ def option_inputs(sampling: dict[str, Any], *, stream: bool, logprobs: bool, usa
         "return_num_output_tokens": usage,
         "return_num_cached_tokens": usage,
     }
-    parameters = Tensor.text(SAMPLING_PARAMETERS, orjson.dumps(sampling))
+    parameters = JsonTensor.of_value(SAMPLING_PARAMETERS, sampling, orjson.dumps(sampling))
     return (parameters, *(Tensor.of(name, np.array([value], dtype=np.bool_)) for name, value in flags.items()))
 
 

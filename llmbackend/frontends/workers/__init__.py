@@ -1,1 +1,1 @@
-"""Processes that parse and print large bodies, so that the interpreter's lock of the server is not held meanwhile."""
+"""Worker threads and processes that parse and print large bodies, apart from the event loop."""

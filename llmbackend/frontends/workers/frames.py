@@ -1,9 +1,9 @@
-"""Messages between the server and a worker process: pickles whose large parts travel beside them.
+"""Messages between the server and a worker process: pickles with their large buffers beside them.
 
-For: both ends. Does not know: what is asked. Invariants: tensors and bodies are neither pickled nor copied under the
-interpreter's lock, they go to and from the socket as they lie; a tensor of strings arrives at the server as a
-RawTensor, so that objects of its elements are made where it is known how many there may be. Both ends are this
-package, and only the server starts the other one, over a socket that has no name; pickle reads nothing from clients.
+For: both ends. Does not know: what is called. Invariants: tensors and bodies are neither pickled nor copied under the
+interpreter's lock, but sent and received as buffers; a tensor of strings arrives at the server as a RawTensor, so that
+its elements become objects only where their number is bounded. Both ends are this package, and the server starts the
+other one over a socket without a name: pickle never reads data from clients.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    """`recv` fills what it returns without the interpreter's lock."""
+    """`recv` fills its result without holding the interpreter's lock."""
     parts: list[bytes] = []
     missing = size
     while missing:

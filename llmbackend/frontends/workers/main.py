@@ -1,8 +1,9 @@
 """A worker process: `python -m llmbackend.frontends.workers.main DESCRIPTOR`.
 
-For: WorkerProcess, which starts it. Does not know: protocols; it calls what it is told to. Invariants: it ends when its
-server does, however that ends; when memory is short it is the one that the kernel kills (a body of 64 MiB that is all
-brackets takes 2 GiB when it is parsed; a limit of address space is of no use, orjson reserves 8 GiB and uses little).
+For: WorkerProcess, which starts it. Does not know: protocols; it calls the functions that it is sent. Invariants: it
+ends when its server does, however that ends; when memory is short it is the process that the kernel kills (a body of
+64 MiB that is all brackets takes 2 GiB when it is parsed; a limit of address space does not help, since orjson reserves
+8 GiB and uses little).
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from llmbackend.core.errors import TritonError, internal, unavailable
 from .frames import receive, to_server
 
 _NICENESS: Final = 10
-"""Streams go first: what is parsed here may take seconds anyway."""
-_FIRST_TO_BE_KILLED: Final = "1000"
+"""Streams have priority: what is parsed here may take seconds anyway."""
+_OOM_SCORE: Final = "1000"
 
 
 def main(descriptor: int) -> None:
+    """Serves calls over the socket `descriptor` until the server closes it."""
     os.nice(_NICENESS)
     with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_KILLED)
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
     with contextlib.suppress(EOFError, OSError), socket.socket(fileno=descriptor) as server:
         while True:
             _answer(server)

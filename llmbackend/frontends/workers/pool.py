@@ -1,32 +1,43 @@
-"""Calls to worker processes: few, started when they are first needed, replaced when they end.
+"""Work in proportion to a request's size, off the event loop: threads of its own, and a few worker processes.
 
-For: InferenceGate. Does not know: what is called. Invariants: no more than WORKERS processes at a time, each with one
-call; a call is lost only if a fresh process ends with it, and then it alone ends with an error; processes that have
-nothing to do for IDLE_S are ended, so an idle server has none; none is left after `close`.
+For: InferenceGate. Does not know: what the work is. Invariants: a health probe or a registration never waits behind a
+large request, since those use the event loop's own executor and this work never does; no more than WORKERS processes
+run at a time, each with one call; a call is lost only when a fresh process ends during it, and then fails with an error
+of its own; processes without work for IDLE_S are ended, so an idle server has none; `close` leaves none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
+import socket
+import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from llmbackend.core.errors import TritonError, unavailable
-from llmbackend.frontends.work_threads import WorkThreads
 
-from .process import WorkerLostError, WorkerProcess
+from .frames import receive, to_worker
 
 log = logging.getLogger(__name__)
 
 WORKERS: Final = 2
 IDLE_S: Final = 60.0
+P = ParamSpec("P")
 T = TypeVar("T")
+CALL_S: Final = 120
+"""How long the process may send no byte during a call; 64 MiB of JSON take it ten seconds."""
+_MODULE: Final = "llmbackend.frontends.workers.main"
 
 
 class WorkerPool:
-    """`run` and `close` are used on one event loop."""
+    """The worker processes of one server. `run` and `close` are used on one event loop."""
 
     def __init__(self) -> None:
         self._threads = WorkThreads(WORKERS, "large-bodies")
@@ -39,8 +50,9 @@ class WorkerPool:
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """What `function(*arguments)` returns or raises in a worker process.
 
-        The function must be one of a module; arguments and result must be small to pickle but for tensors and
-        PickleBuffers, which arrive as bytes. Raises TritonError, UNAVAILABLE also when the process ends over it.
+        The function must be at the top level of a module; arguments and result must be small to pickle except for
+        tensors and PickleBuffers, which arrive as bytes. Raises TritonError, UNAVAILABLE also when the process ends
+        during the call.
         """
         if self._retirement is not None:
             self._retirement.cancel()
@@ -63,7 +75,7 @@ class WorkerPool:
                 if is_fresh:
                     log.error("a worker process ended while it decoded a large body: %s", error)
                     raise unavailable("the request ended the process that decodes large bodies") from None
-                continue  # it had ended before it was asked
+                continue  # it had ended before the call
             except TritonError:
                 self._give_back(worker)
                 raise
@@ -88,7 +100,7 @@ class WorkerPool:
                 self._idle.append(worker)
 
     def _drop(self, worker: WorkerProcess) -> bool:
-        """False when `close` has ended it."""
+        """Ends the process. False when `close` had done so."""
         worker.close()
         with self._lock:
             is_known = worker in self._all
@@ -103,7 +115,7 @@ class WorkerPool:
             worker.close()
 
     def close(self) -> None:
-        """Ends every process; calls that run are lost."""
+        """Ends every process; running calls are lost."""
         if self._retirement is not None:
             self._retirement.cancel()
         with self._lock:
@@ -111,3 +123,74 @@ class WorkerPool:
         for worker in workers:
             worker.close()
         self._threads.close()
+
+
+class WorkerLostError(Exception):
+    """The process ended, or did not answer in time, during a call."""
+
+
+class WorkerProcess:
+    """One worker process as the server holds it. It serves one call at a time, and none after a call that was lost."""
+
+    def __init__(self) -> None:
+        """Raises OSError when no process or socket can be made."""
+        self._connection, theirs = socket.socketpair()
+        timeout = struct.pack("@ll", CALL_S, 0)  # with `settimeout`, MSG_WAITALL would return partial reads
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        command = [sys.executable, "-m", _MODULE, str(theirs.fileno())]
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C ends the server, not this process
+                )
+        except BaseException:
+            self._connection.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def call(self, message: Any) -> Any:
+        """The result of (function, arguments). Blocks. Raises WorkerLostError, and what the function raised."""
+        try:
+            to_worker(self._connection, message)
+            is_good, result = receive(self._connection)
+        except (OSError, EOFError) as error:
+            raise WorkerLostError(str(error)) from None
+        if not is_good:
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Kills the process, also during a call. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+
+class WorkThreads:
+    """`count` threads named `name…`, which start with the first call. Used on one event loop."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count, self._name = count, name
+        self._executor: ThreadPoolExecutor | None = None
+
+    async def run(self, work: Callable[P, T], *arguments: P.args, **fields: P.kwargs) -> T:
+        """Calls `work` on a thread, with the caller's context variables; returns or raises what it does."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(self._count, thread_name_prefix=self._name)
+        context = contextvars.copy_context()
+        call = partial(context.run, partial(work, *arguments, **fields))
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    def close(self) -> None:
+        """Ends the threads once their work is done, without waiting for it. A later `run` starts new threads."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown(wait=False)

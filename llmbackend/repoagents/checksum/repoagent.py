@@ -1,9 +1,9 @@
-"""The `checksum` repository agent: a model loads only if its files are the ones that were meant.
+"""The `checksum` repository agent: loads a model only if its files have the expected checksums.
 
-For: models whose configuration names it. Does not know: the host, formats of models. Each parameter is one file: its
-key is `<algorithm>:<path in the model's directory>`, its value the digest in hexadecimal; MD5 and SHA256, in any case.
-Invariant: a file is read once per load, in pieces. Source: Triton's checksum_repository_agent, which knows MD5 alone;
-its texts.
+For: models whose configuration names it. Does not know: the host, formats of models. Each parameter is one file: the
+key is `<algorithm>:<path in the model's directory>`, the value the digest in hexadecimal. Algorithms are MD5 and
+SHA256, in any case. Invariant: a file is read once per load, in pieces. Source: Triton's checksum_repository_agent,
+which knows MD5 alone; its error texts.
 """
 
 from __future__ import annotations

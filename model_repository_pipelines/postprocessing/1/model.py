@@ -1,4 +1,4 @@
-"""Token ids to text, as TensorRT-LLM's `postprocessing` model makes it of what its `tensorrt_llm` model gives."""
+"""Token ids to text, as in TensorRT-LLM's `postprocessing` model."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Text to token ids, as TensorRT-LLM's `preprocessing` model hands them to its `tensorrt_llm` model."""
+"""Text to token ids, as in TensorRT-LLM's `preprocessing` model."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse(output_tensors=tensors)
 
     def embedding_bias(self, inputs, batch_size):
-        """What is added to the logit of each token of the vocabulary; nothing where no words are given."""
+        """The value added to the logit of each token of the vocabulary; empty if no words are given."""
         words, weights = inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS")
         if words is None or weights is None:
             return np.empty((batch_size, 0), np.float32)

@@ -63,7 +63,7 @@ TO_LLM = {
     },
 }
 NOT_SERVED = ("image_input", "image_bytes_input", "image_url_input", "video_bytes_input", "num_draft_tokens")
-"""Of the inputs of TensorRT-LLM's model; what its core model takes, that one refuses."""
+"""Inputs of TensorRT-LLM's model that are refused here. The core model refuses the unsupported ones among its own."""
 INCOMPLETE = "\ufffd"
 
 

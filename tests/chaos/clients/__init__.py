@@ -1,6 +1,6 @@
 """One client for each protocol: a StreamSpec in, pieces out.
 
-For: the load. Does not know: what is expected. Invariant: closing the iterator (or cancelling who reads it) ends the
+For: the load. Does not know: what is expected. Invariant: closing the iterator (or cancelling its reader) ends the
 request on the wire at once, as a client that goes away does.
 """
 

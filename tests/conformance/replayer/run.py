@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ HERE = Path(__file__).resolve().parent.parent
 GOLDEN = HERE / "golden"
 RULES = HERE / "by_design.toml"
 COMMAND_TIMEOUT_S = 60.0
-LONGEST_SLEEP_S = 0.6
+MAX_SLEEP_S = 0.6
 """The recordings waited seconds for a slower server; nothing that is compared takes this long here."""
 _LEAVE_AT_ONCE = "\nimport os, sys; sys.stdout.flush(); os._exit(0)\n"
 """A client that a script left open is closed as the interpreter goes down, and now and then waits there for ever."""
@@ -93,7 +94,7 @@ _UNRECORDED_BEFORE = {
     "43": "curl -s -X POST 127.0.0.1:18000/v2/repository/models/ens/load",
 }
 """What the recording did between its transcripts without showing it."""
-_LONGEST_SLEEP_S = {"42": 2.5, "56": 2.0}
+_MAX_SLEEP_S = {"42": 2.5, "56": 2.0}
 """Where a wait is what is compared: a sequence of 42 is idle after two seconds, 56 waits for polls and loads."""
 
 
@@ -129,16 +130,19 @@ def replay_all(only: Sequence[str] = ()) -> Report:
     recordings, on which their answers depend."""
     rules = read_rules(RULES)
     transcripts = {path.name[:2]: read_transcript(path) for path in sorted(GOLDEN.glob("*.txt"))}
-    outcomes: list[TranscriptOutcome] = []
-    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-        work = Path(folder)
-        make_work_folder(work, HERE / "models")
-        for group in GROUPS:
-            wanted = [index for index, number in enumerate(group.numbers) if not only or number in only]
-            if wanted:
-                replayed = [transcripts[number] for number in group.numbers[: wanted[-1] + 1]]
-                done = _replay_group(group, replayed, work, rules)
-                outcomes += [done[index] for index in wanted]
+
+    def replay(group: Group) -> list[TranscriptOutcome]:
+        wanted = [index for index, number in enumerate(group.numbers) if not only or number in only]
+        if not wanted:
+            return []
+        with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+            make_work_folder(Path(folder), HERE / "models")
+            replayed = [transcripts[number] for number in group.numbers[: wanted[-1] + 1]]
+            done = _replay_group(group, replayed, Path(folder), rules)
+            return [done[index] for index in wanted]
+
+    with ThreadPoolExecutor(3) as pool:  # their commands wait more than they compute
+        outcomes = [outcome for done in pool.map(replay, GROUPS) for outcome in done]
     used = {rule for outcome in outcomes for command in outcome.commands for rule in command.rules}
     return Report(tuple(outcomes), tuple(rule for rule in rules if rule not in used))
 
@@ -156,7 +160,7 @@ def _replay_transcript(replay: Replay, transcript: Transcript, rules: Sequence[R
         os.truncate(replay.server.event_log, 0)
     if transcript.number in _UNRECORDED_BEFORE:
         replay.answer(Command(_UNRECORDED_BEFORE[transcript.number], "", 0))
-    longest_sleep_s = _LONGEST_SLEEP_S.get(transcript.number, LONGEST_SLEEP_S)
+    longest_sleep_s = _MAX_SLEEP_S.get(transcript.number, MAX_SLEEP_S)
     outcomes = []
     for command in transcript.commands:
         unrecorded = _ANOTHER_SERVER_BEFORE.get((transcript.number, command.text))
@@ -186,7 +190,7 @@ class Replay:
         self._modules.mkdir(exist_ok=True)
         (self._modules / "g.py").write_text(self._rewrite((GOLDEN / "g.py").read_text()))
 
-    def answer(self, command: Command, longest_sleep_s: float = LONGEST_SLEEP_S) -> str:
+    def answer(self, command: Command, longest_sleep_s: float = MAX_SLEEP_S) -> str:
         """What the command prints, in the layout of the recording."""
         if command.script is not None:
             output, _ = self._run([sys.executable, "-c", self._rewrite(command.script) + _LEAVE_AT_ONCE])

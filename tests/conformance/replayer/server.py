@@ -74,7 +74,7 @@ class Server:
         return arguments
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-c", "from llmbackend.cli import main; main()", "serve", *self._arguments]
+        command = [sys.executable, "-m", "llmbackend.cli", "serve", *self._arguments]
         environment = dict(
             os.environ, MODEL_EVENT_LOG=str(self.event_log), PYTHONUNBUFFERED="1", PYTHONDONTWRITEBYTECODE="1"
         )

@@ -3,8 +3,8 @@ laws rest on."""
 
 from __future__ import annotations
 
-from attention_launches import launch_exact, launch_plain, launch_products, launch_wide
-from compile_kernels import Compiled, compile_in_process
+from tests.helpers.gpu.attention_launches import launch_exact, launch_plain, launch_products, launch_wide
+from tests.helpers.gpu.compile_kernels import Compiled, compile_in_process
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
 ATTENTION = {"prefill_kernel", "decode_kernel", "combine_kernel"}

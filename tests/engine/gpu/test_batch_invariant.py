@@ -1,5 +1,5 @@
 """With batch_invariant what a request gets, its logprobs too, is the same bit by bit, however its prompt was cut and
-whoever was computed beside it; and what cannot keep that is refused."""
+whichever requests share its batches; and what cannot keep that is refused."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import torch
 import transformers as tf
-from gpu_engines import config_for, gpu_runner
-from tiny_models import SIZES, save
 
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.gpu.choice import choose
-from llmbackend.engine.gpu.sampling import HostSampling
+from llmbackend.engine.gpu.runner import HostSampling
+from llmbackend.engine.gpu.start import choose
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.loader import load_model
+from llmbackend.engine.model.loader import load_model
+from tests.helpers.gpu.gpu_engines import config_for, gpu_runner
+from tests.helpers.gpu.tiny_models import SIZES, save
 
 
 @pytest.fixture(scope="module")

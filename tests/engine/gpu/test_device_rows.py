@@ -6,20 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from llmbackend.engine.flat_step import flatten
-from llmbackend.engine.gpu.device_rows import DeviceRows
+from llmbackend.engine.gpu.device_rows import DeviceRows, StepMessage, StepMessages
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.ops import PADDING_SLOT, Ops, StepLayout
-from llmbackend.engine.gpu.step_message import StepMessage, StepMessages
 from llmbackend.engine.gpu.torch_ops import TorchOps
 from llmbackend.engine.gpu.triton_ops import TritonOps
-from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan
+from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan, flatten
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 70, 4, 90
 
 
 class Host:
-    """A table under churn, and the device's rows that follow it. Two steps are under way at a time."""
+    """A changing table, and the device's rows that follow it. Two steps are in flight at a time."""
 
     def __init__(self, seed: int, ops: Ops) -> None:
         self.draw = np.random.default_rng(seed)
@@ -105,14 +103,14 @@ def test_the_batch_is_that_of_the_hosts_table(seed: int, ops: Ops) -> None:
 
 
 def copied(host: Host, message: StepMessage) -> StepLayout:
-    """The layout, and in the place of rows' numbers the blocks and lengths of prompts that the device has for them."""
+    """The layout; in the place of rows' numbers the blocks and lengths of prompts that the device has for them; with
+    samples' places in the batch their rows and positions."""
     host.rows.upload(message)
     layout = host.rows.layout(message.shape)
     values = {name: getattr(layout, name) for name in StepLayout.__slots__}
     values |= {name: value.clone() for name, value in values.items() if isinstance(value, torch.Tensor)}
-    rows, positions = host.rows.samples(message.shape.num_samples)
-    assert torch.equal(rows, layout.sampled_rows)
-    values["sampled_rows"] = torch.stack((rows, positions))
+    samples = host.rows.samples(message.shape.num_samples)
+    values["sampled_tokens"] = torch.stack((layout.sampled_tokens, *samples))
     values["rows"] = torch.cat((layout.rows[:, None], host.rows.num_prompt_tokens[layout.rows][:, None],
                                 host.rows.block_table[layout.rows]), dim=1)  # fmt: skip
     return StepLayout(**values)
@@ -124,8 +122,7 @@ def expectation(host: Host, plan: StepPlan) -> tuple[dict[str, np.ndarray], np.n
     expected = {name: getattr(step, name).copy() for name in ("query_start", "seq_lens", "positions", "slots")}
     token_rows = np.repeat(plan.rows, plan.num_scheduled_tokens)
     expected["token_ids"] = host.known[token_rows, step.positions]
-    expected["sampled_tokens"] = step.sampled_tokens
-    expected["sampled_rows"] = np.stack(plan.samples(host.table))
+    expected["sampled_tokens"] = np.stack((step.sampled_tokens, *plan.samples(host.table)))
     blocks = host.table.block_table[plan.rows].copy()
     blocks[np.arange(blocks.shape[1]) >= -(-step.seq_lens // BLOCK_SIZE)[:, None]] = -1
     prompts = host.table.num_prompt_tokens[plan.rows]
@@ -146,7 +143,7 @@ def check(layout: StepLayout, expected: dict[str, np.ndarray], rows: np.ndarray)
         assert layout.slots[-padding:].tolist() == [PADDING_SLOT] * padding
         assert layout.rows[count:, 0].tolist() == [0] * padding
         assert layout.query_start.tolist() == list(range(len(layout.seq_lens) + 1))
-        assert layout.sampled_tokens.tolist() == list(range(len(layout.seq_lens)))
+        assert layout.sampled_tokens[0].tolist() == list(range(len(layout.seq_lens)))
 
 
 def test_only_what_changed_is_told_again() -> None:

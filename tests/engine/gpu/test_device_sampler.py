@@ -9,17 +9,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_device import DEVICE, INTERPRETED
-from sampling_parameters import random_parameters
 from triton.runtime.interpreter import InterpretedFunction
 
 from llmbackend.engine.gpu import device_sampler
-from llmbackend.engine.gpu.device_sampler import DeviceSampler, HostSamples
-from llmbackend.engine.gpu.kernels import limited_sampling, logprobs, ranking, sampling_rows
+from llmbackend.engine.gpu.device_sampler import DeviceSampler, tokens_on_host
+from llmbackend.engine.gpu.kernels import ranked_sampling, ranking, sampling
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.sampler import Sampler
-from llmbackend.engine.sampling.random_numbers import uniform
+from llmbackend.engine.sampling.rows import uniform
+from llmbackend.engine.sampling.sampler import Sampler
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens
+from tests.helpers.gpu.kernel_device import DEVICE, INTERPRETED
+from tests.helpers.sampling_parameters import random_parameters
 
 EOS, NUM_PROMPT, NUM_TOKENS = (3, 4), 5, 9
 KINDS = ("flat", "usual", "peaked", "equal", "with minus infinities")
@@ -50,10 +50,8 @@ class Rows:
 
     def sample(self, logits: torch.Tensor, rows: list[int] | None = None) -> SampledTokens:
         tensors = self.tensors(list(range(len(logits))) if rows is None else rows)
-        samples = HostSamples.of(
-            [tensor.cpu() for tensor in self.sampler.sample(logits.to(DEVICE), *tensors).tensors()]
-        )
-        return self.sampler.result(tensors[0].cpu().numpy(), tensors[1].cpu().numpy(), samples)
+        samples = [tensor.cpu() for tensor in self.sampler.prepare().sample(logits.to(DEVICE), *tensors)]
+        return tokens_on_host(tensors[0].cpu().numpy(), samples)
 
     def expected(self, logits: torch.Tensor) -> SampledTokens:
         rows = np.arange(len(logits), dtype=np.int32)
@@ -62,10 +60,10 @@ class Rows:
 
 @pytest.fixture
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few that a small vocabulary is already searched as a large one is."""
+    """So few that a small vocabulary is searched like a large one."""
     if not INTERPRETED:
         return  # what is compiled stays; the test takes a larger vocabulary
-    for module in (ranking, limited_sampling, logprobs, device_sampler):
+    for module in (ranking, ranked_sampling, device_sampler):
         monkeypatch.setattr(module, "CANDIDATES", tl.constexpr(32))
 
 
@@ -131,12 +129,12 @@ def test_numbers_are_those_of_the_host() -> None:
     assert (found.cpu().numpy() == uniform(seeds, positions.astype(np.uint64))).all()
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def numbers_kernel(seeds, positions, out, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     places = tl.arange(0, TILE)
     mask = places < count
     position = tl.load(positions + places, mask=mask, other=0)
-    tl.store(out + places, sampling_rows.uniform(tl.load(seeds + places, mask=mask, other=0), position), mask=mask)
+    tl.store(out + places, sampling.uniform(tl.load(seeds + places, mask=mask, other=0), position), mask=mask)
 
 
 def test_plain_rows_are_those_of_the_cpu() -> None:
@@ -190,14 +188,14 @@ def test_a_sample_does_not_depend_on_its_neighbours_and_a_step_can_be_repeated()
         assert alone.logprobs.get(row) == together.logprobs.get(row)
 
 
-def test_padding_samples_nothing_and_disturbs_nobody() -> None:
+def test_padding_samples_nothing_and_changes_no_other_row() -> None:
     rows, logits = Rows(MIXED[2:3] + MIXED[:1], 300), make_logits("usual", 4, 300)
     expected = rows.expected(logits[:2])
     logits[2], logits[3] = 1.0, torch.nan
     tensors = rows.tensors([0, 1, 0, -1])
-    token_ids = rows.sampler.sample(logits.to(DEVICE), *tensors).token_ids
+    token_ids = rows.sampler.prepare().sample(logits.to(DEVICE), *tensors)[0]
     assert token_ids.tolist() == [*expected.token_ids.tolist(), NO_TOKEN, NO_TOKEN]
-    assert len(rows.sampler.sample(logits[:0].to(DEVICE), *rows.tensors([])).token_ids) == 0
+    assert len(rows.sampler.prepare().sample(logits[:0].to(DEVICE), *rows.tensors([]))[0]) == 0
 
 
 def test_a_broken_row_gets_an_error_and_the_others_go_on() -> None:
@@ -250,8 +248,8 @@ def test_what_a_row_asks_for_is_what_it_asked_for_when_the_step_was_prepared() -
     later = rows.sampler.prepare()
     tensors, expected = rows.tensors([0]), int(logits.argmax())
     logits = logits.to(DEVICE)
-    assert prepared.sample(logits, *tensors).token_ids.tolist() == [5]
-    assert later.sample(logits, *tensors).token_ids.tolist() == [expected]
+    assert prepared.sample(logits, *tensors)[0].tolist() == [5]
+    assert later.sample(logits, *tensors)[0].tolist() == [expected]
 
 
 def test_a_step_that_was_given_up_loses_nothing() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from compile_kernels import compile_in_process
-from fused_launches import launch_operations
-from sampling_launches import launch_sampling
+from tests.helpers.gpu.compile_kernels import compile_in_process
+from tests.helpers.gpu.fused_launches import launch_operations
+from tests.helpers.gpu.sampling_launches import launch_sampling
 
 
 def test_operations_compile_for_hopper() -> None:

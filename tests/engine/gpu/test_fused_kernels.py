@@ -1,4 +1,4 @@
-"""The fused kernels compute what their definitions say, in float64, whatever shares the step."""
+"""The fused kernels compute what their definitions give in float64, whichever other tokens share the step."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_device import DEVICE, INTERPRETED
 
 from llmbackend.engine.gpu.ops import PADDING_SLOT, LayerCache, NormSpec, RotarySpec, StepLayout
 from llmbackend.engine.gpu.triton_ops import TritonOps
+from tests.helpers.gpu.kernel_device import DEVICE, INTERPRETED
 
 OPS = TritonOps()
 # Hardware rounds to the nearest bfloat16; the interpreter cuts off.
@@ -105,7 +105,7 @@ def test_gate(width: int, activation: Any, dtype: torch.dtype) -> None:
 
 def layout_of(positions: list[int], slots: list[int]) -> StepLayout:
     none = ints()
-    return StepLayout(none, none, none, none, ints(*positions), ints(*slots), none, none, 1, 1)
+    return StepLayout(none, none, none, none, ints(*positions), ints(*slots), none, 1, 1)
 
 
 def angles(rotary_dim: int, length: int = 32) -> torch.Tensor:
@@ -158,7 +158,7 @@ def test_rotary_and_write(name: str, dtype: torch.dtype) -> None:
     positions, slots = [0, 31, 9, 4, 0], [6, 19, 0, 7, PADDING_SLOT]
     heads = spec.num_heads + 2 * spec.num_kv_heads
     qkv = normal(generator, 5, heads * spec.head_dim, dtype=dtype)
-    parts = qkv.double().view(5, heads, -1).split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), 1)
+    parts = torch.split(qkv.double().view(5, heads, -1), [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
     unchanged = qkv[:, spec.num_heads * spec.head_dim :].clone()
     cache = empty_cache(spec, dtype)
     OPS.rotary_and_write(qkv, layout_of(positions, slots), spec, cache)

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_engines import GreedyOnDevice, config_for, gpu_runner
-from tiny_models import FAMILIES, save
 
-from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.gpu.device import Memory
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.graphs import DecodeGraphs, ladder
-from llmbackend.engine.gpu.memory import num_kv_blocks
-from llmbackend.engine.speculation import SpeculativeConfig
+from llmbackend.engine.gpu.kv_memory import num_kv_blocks
+from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
+from tests.helpers.gpu.tiny_models import FAMILIES, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -87,11 +86,11 @@ def test_room_is_left_for_graphs_and_they_are_captured(model: Path) -> None:
 
 
 def test_what_does_not_fit_is_left_out(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for graphs that is gone costs graphs, time that is gone too; an engine it does not cost."""
+    """Without memory or time for all graphs there are fewer graphs, and the engine starts all the same."""
     device = FakeDevice()
     runner = gpu_runner(config_for(model, enforce_eager=True), device)
     assert "graphs of no sequences" in runner.info.description
-    engine = runner._engine
+    engine = runner._parts
     graphs = DecodeGraphs(device, engine.program, engine.rows, 128)
     monkeypatch.setattr("llmbackend.engine.gpu.graphs.MAX_CAPTURE_S", -1.0)
     graphs.capture([1, 2, 4])

@@ -2,52 +2,29 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from tiny_models import FAMILIES, save
-from torch import nn
 
-from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.decoder_description import UnrecognisedError
-from llmbackend.engine.gpu.dense_weights import DenseWeight, Matmul
-from llmbackend.engine.gpu.ops import PADDING_SLOT, LayerCache, StepLayout
-from llmbackend.engine.gpu.program import GpuProgram, library_matmul
-from llmbackend.engine.gpu.proof import prove
-from llmbackend.engine.gpu.torch_ops import TorchOps
-from llmbackend.engine.loader import LoadedModel, load_model
+from llmbackend.engine.errors import ProgramUnsupportedError
+from llmbackend.engine.gpu.ops import StepLayout
+from llmbackend.engine.gpu.weights import DenseWeight
+from tests.helpers.gpu.tiny_models import FAMILIES, save
+from tests.helpers.gpu.tiny_programs import (
+    BLOCK_SIZE,
+    LENGTHS,
+    STEPS,
+    all_logits,
+    block_table,
+    layout,
+    load,
+    program,
+    prompts,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-BLOCK_SIZE, NUM_BLOCKS = 8, 24
-LENGTHS = (40, 23, 9, 1)
-STEPS = ((7, 0, 9, 0), (1, 20, 0, 1), (31, 2, 0, 0), (1, 1, 0, 0))
-"""How many tokens of each sequence a step computes."""
-
-
-def load(path: Path, **options: Any) -> LoadedModel:
-    return load_model(EngineConfig(model=str(path), transport="inline", **options), dense=True)
-
-
-def caches(loaded: LoadedModel, dtype: torch.dtype | None = None) -> dict[nn.Module, LayerCache]:
-    """KV memory with garbage in it."""
-
-    def memory(num_kv_heads: int, dim: int) -> torch.Tensor:
-        return torch.full((NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, dim), 77.0).to(dtype or loaded.dtype)
-
-    return {
-        module: LayerCache(memory(shape.num_kv_heads, shape.key_dim), memory(shape.num_kv_heads, shape.value_dim))
-        for module, shape in loaded.layer_shapes.items()
-    }
-
-
-def program(loaded: LoadedModel, kv_dtype: torch.dtype | None = None, matmul: Matmul = library_matmul) -> GpuProgram:
-    assert loaded.decoder is not None, loaded.why_modules
-    return GpuProgram(loaded.decoder, caches(loaded, kv_dtype), TorchOps(), 64, 64, matmul)
 
 
 def row_by_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -57,64 +34,19 @@ def row_by_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
         out.add_(bias)
 
 
-def block_table() -> torch.Tensor:
-    """Blocks of each row, in no order."""
-    order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).to(torch.int32)
-    return order.reshape(len(LENGTHS), -1)
-
-
-def layout(tokens: list[torch.Tensor], done: tuple[int, ...], chunks: tuple[int, ...], padding: int) -> StepLayout:
-    """Chunks of sequences, and samples at each of their tokens; `padding` sequences behind them."""
-    table, parts = block_table(), [i for i, chunk in enumerate(chunks) if chunk]
-    positions = [torch.arange(done[i], done[i] + chunks[i], dtype=torch.int32) for i in parts]
-    slots = [table[i, p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for i, p in zip(parts, positions, strict=True)]
-    count, none = sum(chunks), torch.zeros(padding, dtype=torch.int32)
-    lens = [chunks[i] for i in parts] + [1] * padding
-    return StepLayout(
-        rows=torch.cat((torch.tensor(parts, dtype=torch.int32), none)),
-        query_start=torch.tensor([0, *lens]).cumsum(0).to(torch.int32),
-        seq_lens=torch.cat((torch.tensor([done[i] + chunks[i] for i in parts], dtype=torch.int32), none)),
-        token_ids=torch.cat([*(tokens[i][done[i] : done[i] + chunks[i]] for i in parts), none]),
-        positions=torch.cat((*positions, none)),
-        slots=torch.cat((*slots, none + PADDING_SLOT)),
-        sampled_tokens=torch.arange(count, dtype=torch.int32),
-        sampled_rows=none,
-        max_query_len=max(lens),
-        max_seq_len=BLOCK_SIZE * table.shape[1] if padding else max(done[i] + chunks[i] for i in parts),
-    )
-
-
-def all_logits(program: GpuProgram, tokens: list[torch.Tensor], padding: int = 0) -> list[torch.Tensor]:
-    """Of every token of every sequence, computed in the chunks of STEPS."""
-    done: tuple[int, ...] = (0,) * len(tokens)
-    found: list[list[torch.Tensor]] = [[] for _ in tokens]
-    for chunks in STEPS:
-        logits = program.forward(layout(tokens, done, chunks, padding), block_table()).float()
-        ends = torch.tensor([0, *chunks]).cumsum(0).tolist()
-        for sequence, (start, end) in zip(found, pairwise(ends), strict=True):
-            sequence.append(logits[start:end].clone())
-        done = tuple(a + b for a, b in zip(done, chunks, strict=True))
-    assert done == LENGTHS
-    return [torch.cat(sequence) for sequence in found]
-
-
-def prompts() -> list[torch.Tensor]:
-    return [torch.tensor([(7 * i + 5 * n + 3) % 96 for i in range(n)], dtype=torch.int32) for n in LENGTHS]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_program_computes_what_transformers_computes(family: str, tmp_path: Path) -> None:
     model = save(FAMILIES[family], tmp_path)
     loaded = load(tmp_path)
     built = program(loaded)
-    prove(built, loaded.checked, BLOCK_SIZE)
+    built.verify(loaded.checked, BLOCK_SIZE)
     for tokens, logits in zip(prompts(), all_logits(built, prompts()), strict=True):
         with torch.inference_mode():
             expected = model(tokens[None].long()).logits[0]
         torch.testing.assert_close(logits, expected, atol=1e-3 * expected.abs().max().item(), rtol=0)
 
 
-def test_tokens_that_pad_disturb_nobody(tmp_path: Path) -> None:
+def test_padding_tokens_change_no_other_token(tmp_path: Path) -> None:
     """Nor does a bound on the length that is larger than any sequence, as in a captured graph."""
     save(FAMILIES["gemma3"], tmp_path)
     loaded = load(tmp_path)
@@ -153,7 +85,7 @@ def test_keys_and_values_of_8_bits_lie_close(tmp_path: Path) -> None:
 def test_bfloat16_passes_the_proof(tmp_path: Path) -> None:
     save(FAMILIES["qwen3"], tmp_path, torch.bfloat16)
     loaded = load(tmp_path)
-    prove(program(loaded), loaded.checked, BLOCK_SIZE)
+    program(loaded).verify(loaded.checked, BLOCK_SIZE)
 
 
 def test_what_a_description_misses_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +94,8 @@ def test_what_a_description_misses_is_noticed(tmp_path: Path, monkeypatch: pytes
     forward = layer.forward
     monkeypatch.setattr(layer, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs) * 1.1)
     loaded = load(tmp_path)
-    with pytest.raises(UnrecognisedError, match="logits differ from the modules'"):
-        prove(program(loaded), loaded.checked, BLOCK_SIZE)
+    with pytest.raises(ProgramUnsupportedError, match="logits differ from the modules'"):
+        program(loaded).verify(loaded.checked, BLOCK_SIZE)
 
 
 def test_a_step_without_samples_skips_the_head(tmp_path: Path) -> None:
@@ -171,7 +103,7 @@ def test_a_step_without_samples_skips_the_head(tmp_path: Path) -> None:
     built, tokens = program(load(tmp_path)), prompts()
     step = layout(tokens, (0,) * len(tokens), STEPS[0], 0)
     silent = StepLayout(**{name: getattr(step, name) for name in StepLayout.__slots__} | {
-        "sampled_tokens": step.sampled_tokens[:0], "sampled_rows": step.sampled_rows[:0]})  # fmt: skip
+        "sampled_tokens": step.sampled_tokens[:0]})  # fmt: skip
     assert built.forward(silent, block_table()).shape == (0, 96)
 
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
-from tiny_models import FAMILIES, SIZES, save
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu.device import Event
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, TokenLogprobs
+from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput, TokenLogprobs
 from llmbackend.engine.model_runner import ModelRunner
 from llmbackend.engine.step import BROKEN_LOGITS, PENDING_TOKEN, RowTable, Runner, StepPlan
+from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
+from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -70,13 +70,14 @@ def test_tokens_stay_when_steps_overlap(how: str, model: Path) -> None:
 
 
 def test_kernels_give_the_cpu_paths_tokens_and_logprobs(tmp_path: Path) -> None:
-    """All of a step in Triton's kernels, products among them, as steps that overlap: penalties count tokens that nobody
-    has read. Alone, a request gets the same, bit by bit."""
+    """All of a step in Triton's kernels, products among them, in overlapping steps: penalties count tokens that the
+    host has not read. A request alone gets the same, bit by bit."""
     save(tf.Qwen2Config(**SIZES | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}), tmp_path)
-    ways = ({"temperature": 0.0, "logprobs": 2}, {"temperature": 0.8, "frequency_penalty": 1.5})
+    greedy: dict[str, Any] = {"temperature": 0.0, "logprobs": 2}
+    penalized: dict[str, Any] = {"temperature": 0.8, "frequency_penalty": 1.5}
     requests = [
         InferRequest(request_id=f"{i}", prompt_token_ids=(7, 9 + i), sampling=SamplingParams(max_tokens=2, **way))
-        for i, way in enumerate(ways)
+        for i, way in enumerate((greedy, penalized))
     ]
     config = config_for(tmp_path, max_num_seqs=2, block_size=16, max_num_batched_tokens=4, cudagraph_capture_sizes=(2,))
     expected_tokens, expected = generated(config, ModelRunner(config), requests)
@@ -97,7 +98,8 @@ def generated(
     config: EngineConfig, runner: Runner, requests: list[InferRequest]
 ) -> tuple[list[tuple[int, ...]], list[TokenLogprobs]]:
     """Tokens and logprobs of requests that come one step after the other."""
-    core, outputs = EngineCore(config, runner), []
+    core = EngineCore(config, runner)
+    outputs: list[StepOutput] = []
     for request in requests:
         core.add(request)
         outputs += core.step().outputs
@@ -121,7 +123,7 @@ def test_products_that_do_not_depend_on_the_batch_need_their_kernels(model: Path
 
 
 class Driver:
-    """Launches steps by hand, as the engine core does, with tokens that nobody has read yet."""
+    """Launches steps by hand, as the engine core does, with tokens that the host has not read yet."""
 
     def __init__(self, model: Path, prompts: list[list[int]], **options: Any) -> None:
         self.device = FakeDevice()
@@ -244,7 +246,7 @@ def test_a_launch_that_failed_leaves_nothing(num_left: int, model: Path) -> None
 
 
 @pytest.mark.parametrize("num_left", [20, 21, 22])
-def test_a_step_that_runs_out_of_memory_costs_nobody_a_token(num_left: int, model: Path) -> None:
+def test_a_step_that_runs_out_of_memory_costs_no_token(num_left: int, model: Path) -> None:
     requests = mixed_requests(5, seed=6, greedy=True)
     expected, _ = tokens_of(config_for(model), ModelRunner(config_for(model)), requests)
     device = FullDevice()
@@ -255,7 +257,7 @@ def test_a_step_that_runs_out_of_memory_costs_nobody_a_token(num_left: int, mode
 
 
 def test_broken_logits_end_their_request_and_no_other(tmp_path: Path) -> None:
-    """What it left in the KV memory is finite, and hurts nobody who gets its blocks."""
+    """What it left in the KV memory is finite, and changes no request that gets its blocks."""
     broken = save(FAMILIES["qwen2"], tmp_path)
     with torch.no_grad():
         broken.model.embed_tokens.weight[95] = float("nan")

@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
-from tiny_models import FAMILIES, save
 
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.gpu import host_blocks
+from llmbackend.engine.gpu import kv_memory
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.gpu.host_blocks import HostBlocks
+from llmbackend.engine.gpu.kv_memory import HostBlocks
 from llmbackend.engine.gpu.ops import LayerCache
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.model_runner import ModelRunner
 from llmbackend.engine.step import KVCopies
+from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
+from tests.helpers.gpu.tiny_models import FAMILIES, save
 
 
 @pytest.fixture(scope="module")
@@ -79,15 +79,19 @@ def test_what_the_device_has_no_room_for_is_copied_back(model: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_blocks_go_there_and_back_bit_by_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several chunks of host memory, late, and in the order in which they were asked for."""
-    monkeypatch.setattr(host_blocks, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(kv_memory, "CHUNK_BYTES", 3000)
     device = FakeDevice()
     torch.manual_seed(0)
-    caches = [LayerCache(*(torch.randint(0, 200, (6, heads, 4, dim)).to(dtype) for dim in (8, 6))) for heads in (2, 1)]
+
+    def memory(heads: int, dim: int) -> torch.Tensor:
+        return torch.randint(0, 200, (6, heads, 4, dim)).to(dtype)
+
+    caches = [LayerCache(memory(heads, 8), memory(heads, 6)) for heads in (2, 1)]
     before = [(cache.keys.clone(), cache.values.clone()) for cache in caches]
     host = HostBlocks(device, caches, 9)
     host.copy(_copies(True, [0, 1, 5], [8, 0, 4]))
     host.copy(_copies(False, [2, 0], [8, 4]))
-    assert torch.equal(caches[0].keys, before[0][0]), "nothing is done before somebody waits"
+    assert torch.equal(caches[0].keys, before[0][0]), "nothing runs before it is waited for"
     device.synchronize()
     for cache, (keys, values) in zip(caches, before, strict=True):
         for part, old in ((cache.keys, keys), (cache.values, values)):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_device import DEVICE
 
-from llmbackend.engine.gpu.kernels.invariant_matmul import invariant_matmul
+from llmbackend.engine.gpu.kernels.matmul import invariant_matmul
+from tests.helpers.gpu.kernel_device import DEVICE
 
 DTYPES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SHAPES = [(33, 50), (140, 129)]

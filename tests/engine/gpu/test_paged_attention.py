@@ -1,5 +1,5 @@
-"""Paged attention in Triton's language equals plain causal attention in float64, and what a query gets hangs, bit by
-bit, on nothing but its own position, keys and values."""
+"""Paged attention in Triton's language equals plain causal attention in float64, and a query's result depends, bit by
+bit, on its own position, keys and values alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_device import DEVICE
 
 from llmbackend.engine.gpu.kernels import paged_attention
 from llmbackend.engine.gpu.kernels.paged_attention import PagedAttention, Tiles
 from llmbackend.engine.gpu.ops import PADDING_SLOT, AttendSpec, LayerCache, StepLayout
+from tests.helpers.gpu.kernel_device import DEVICE
 
 Part = tuple[int, int, int]
 """Sequence, its first position in this step, number of tokens."""
@@ -76,7 +76,8 @@ class Memory:
         stored = shape.cache_dtype or shape.dtype
         keys, values = (torch.full(size, float("nan")).to(stored) for _ in "kv")
         self.cache = LayerCache(keys, values, shape.scale, shape.scale / 2)
-        self.k, self.v = [], []
+        self.k: list[torch.Tensor] = []
+        self.v: list[torch.Tensor] = []
         for i, (length, end) in enumerate(zip(lengths, torch.tensor(counts).cumsum(0).tolist(), strict=True)):
             self.table[i, : counts[i]] = order[end - counts[i] : end]
             at = torch.arange(length)
@@ -102,7 +103,6 @@ class Memory:
             positions=torch.cat(positions).int(),
             slots=unused,
             sampled_tokens=unused,
-            sampled_rows=unused,
             max_query_len=max(counts),
             max_seq_len=max_seq_len or max(lengths),
         )
@@ -138,7 +138,7 @@ class Memory:
         attention.attend(
             qkv.to(DEVICE), _on_device(layout), self.table.to(DEVICE), _on_device(shape.spec()), cache, out
         )
-        return list(out.cpu().unflatten(1, (shape.heads, shape.dim)).split([n for _, _, n in parts] + [padding]))
+        return list(torch.split(out.cpu().view(-1, shape.heads, shape.dim), [n for _, _, n in parts] + [padding]))
 
     def expected(self, part: Part) -> torch.Tensor:
         """In float64, one query at a time."""

@@ -14,16 +14,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from gpu_engines import gpu_runner, mixed_requests
-from tiny_models import FAMILIES, save
 
+from llmbackend.engine import runners
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.gpu.parallel.followers import LOST_EXIT_CODE
 from llmbackend.engine.infer_request import EngineInput, InferRequest, SamplingParams
-from llmbackend.engine.process.nursery import Nursery
-from llmbackend.engine.process.wakeup import Wakeup
-from llmbackend.engine.transport import EngineDeadError, ProcessTransport
+from llmbackend.engine.process.supervisor import Wakeup
+from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport
+from tests.helpers.gpu.gpu_engines import gpu_runner, mixed_requests
+from tests.helpers.gpu.tiny_models import FAMILIES, save
 
 Tokens = Mapping[str, tuple[int, ...]]
 
@@ -48,30 +49,30 @@ def wakeup() -> Iterator[Wakeup]:
 
 
 @pytest.fixture(scope="module")
-def nursery(model: Path) -> Iterator[Nursery]:
-    nursery = Nursery(config_for(model, tensor_parallel_size=2))
-    yield nursery
-    nursery.close()
+def fork_server(model: Path) -> Iterator[EngineForkServer]:
+    fork_server = EngineForkServer(config_for(model, tensor_parallel_size=2), runners)
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture(scope="module")
-def first(nursery: Nursery, wakeup: Wakeup) -> Iterator[list[ProcessTransport]]:
-    """An engine, and with it the nursery's process, that is there before the first test begins, which takes it."""
-    engines = [start(nursery, wakeup)]
+def first(fork_server: EngineForkServer, wakeup: Wakeup) -> Iterator[list[ProcessTransport]]:
+    """An engine, and with it the fork_server's process, that is there before the first test begins, which takes it."""
+    engines = [start(fork_server, wakeup)]
     yield engines
     for engine in engines:
         engine.close()
 
 
 @pytest.fixture
-def engine(first: list[ProcessTransport], nursery: Nursery, wakeup: Wakeup) -> Iterator[ProcessTransport]:
-    engine = first.pop() if first else start(nursery, wakeup)
+def engine(first: list[ProcessTransport], fork_server: EngineForkServer, wakeup: Wakeup) -> Iterator[ProcessTransport]:
+    engine = first.pop() if first else start(fork_server, wakeup)
     yield engine
     engine.close()
 
 
-def start(nursery: Nursery, wakeup: Wakeup) -> ProcessTransport:
-    engine = ProcessTransport(nursery, wakeup.fileno())
+def start(fork_server: EngineForkServer, wakeup: Wakeup) -> ProcessTransport:
+    engine = ProcessTransport(fork_server, wakeup.fileno())
     engine.launch()
     try:
         while engine.receive_started(None) is None:
@@ -92,7 +93,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Also one that has ended and that nobody has asked for yet."""
+    """Also one that has ended and has not been waited for."""
     try:
         return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
@@ -167,7 +168,7 @@ def test_two_ranks_give_the_tokens_of_one_and_leave_nothing(engine: ProcessTrans
 
 
 def test_a_follower_that_dies_ends_the_engine_and_the_next_one_goes_on(
-    engine: ProcessTransport, nursery: Nursery, wakeup: Wakeup, model: Path
+    engine: ProcessTransport, fork_server: EngineForkServer, wakeup: Wakeup, model: Path
 ) -> None:
     """First in the midst of steps, then while nothing is computed."""
     requests = [long_request(f"{i}") for i in range(5)]
@@ -180,7 +181,7 @@ def test_a_follower_that_dies_ends_the_engine_and_the_next_one_goes_on(
     assert is_gone(pid) and is_gone(follower)
     engine.close()
     assert any(so_far.values()) and so_far != expected
-    engine = start(nursery, wakeup)
+    engine = start(fork_server, wakeup)
     try:
         resumed = [msgspec.structs.replace(one, output_token_ids=so_far[one.request_id]) for one in requests]
         assert extended(so_far, run(engine, resumed)) == expected

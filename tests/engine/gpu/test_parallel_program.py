@@ -6,71 +6,25 @@ test_parallel_engine.py.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
-from test_gpu_program import BLOCK_SIZE, NUM_BLOCKS, all_logits, load, prompts
-from tiny_models import FAMILIES, SIZES, save
-from torch import nn
 
-from llmbackend.engine.attention.kv_cache import LayerShape
-from llmbackend.engine.decoder_description import Decoder
-from llmbackend.engine.gpu.ops import LayerCache
+from llmbackend.engine.errors import UnshardableError
 from llmbackend.engine.gpu.parallel.collectives import Collectives, ProcessGroup
-from llmbackend.engine.gpu.parallel.sharding import Sharding, UnshardableError
-from llmbackend.engine.gpu.program import GpuProgram
-from llmbackend.engine.gpu.torch_ops import TorchOps
-from llmbackend.engine.loader import LoadedModel
+from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
+from tests.helpers.gpu.tiny_programs import (
+    all_logits,
+    load,
+    on_ranks,
+    part_of,
+    program_of_rank,
+    prompts,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CPU = torch.device("cpu")
-
-T = TypeVar("T")
-
-
-class Thread:
-    """One of the ranks that share `board`, a place for each."""
-
-    def __init__(self, rank: int, board: list[torch.Tensor], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, len(board)
-        self._board, self._barrier = board, barrier
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        self._board[self.rank] = x
-        self._barrier.wait(10)
-        gathered = torch.stack(self._board)
-        self._barrier.wait(10)
-        return gathered
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        x.copy_(self.all_gather(x).sum(0))
-
-
-def on_ranks(size: int, work: Callable[[Collectives], T]) -> list[T]:
-    board, barrier = [torch.empty(0)] * size, threading.Barrier(size)
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(work, [Thread(rank, board, barrier) for rank in range(size)]))
-
-
-def part_of(loaded: LoadedModel, ranks: Collectives) -> tuple[Decoder, dict[nn.Module, LayerShape]]:
-    assert loaded.decoder is not None, loaded.why_modules
-    sharding = Sharding(ranks, CPU)
-    return sharding.decoder(loaded.decoder, loaded.layer_shapes), sharding.layer_shapes(loaded.layer_shapes)
-
-
-def program(loaded: LoadedModel, ranks: Collectives) -> GpuProgram:
-    decoder, shapes = part_of(loaded, ranks)
-    caches = {
-        module: LayerCache(*(torch.full((NUM_BLOCKS, shape.num_kv_heads, BLOCK_SIZE, shape.key_dim), 77.0),) * 2)
-        for module, shape in shapes.items()
-    }
-    caches = {module: LayerCache(cache.keys, cache.values.clone()) for module, cache in caches.items()}
-    return GpuProgram(decoder, caches, TorchOps(), 64, 64)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +34,7 @@ def test_ranks_compute_what_the_model_computes(family: str, size: int, tmp_path:
     """Four ranks have two KV heads, so that neighbours hold the same one; 96 tokens divide by all of them."""
     model = save(FAMILIES[family], tmp_path)
     loaded = load(tmp_path)
-    first, *others = on_ranks(size, lambda ranks: all_logits(program(loaded, ranks), prompts()))
+    first, *others = on_ranks(size, lambda ranks: all_logits(program_of_rank(loaded, ranks), prompts()))
     for tokens, logits, *same in zip(prompts(), first, *others, strict=True):
         with torch.inference_mode():
             expected = model(tokens[None].long()).logits[0]
@@ -94,7 +48,7 @@ def test_a_vocabulary_that_does_not_divide_is_filled_up(tmp_path: Path) -> None:
     config = tf.LlamaConfig(**SIZES | {"vocab_size": 97})
     model = save(config, tmp_path)
     loaded = load(tmp_path)
-    [logits, _] = on_ranks(2, lambda ranks: all_logits(program(loaded, ranks), prompts()))
+    [logits, _] = on_ranks(2, lambda ranks: all_logits(program_of_rank(loaded, ranks), prompts()))
     with torch.inference_mode():
         expected = model(prompts()[0][None].long()).logits[0]
     assert logits[0].shape == expected.shape

@@ -9,16 +9,13 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from test_gpu_program import BLOCK_SIZE, all_logits, load, program, prompts
-from test_parallel_program import on_ranks
-from test_parallel_program import program as program_of_rank
-from tiny_models import FAMILIES, SIZES, save
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.gpu.program import library_matmul
-from llmbackend.engine.gpu.proof import prove
-from llmbackend.engine.gpu.quantized_weights import Quantization, QuantizedLinear, QuantizedWeight
-from llmbackend.engine.loader import load_model
+from llmbackend.engine.gpu.weights import Quantization, QuantizedLinear, QuantizedWeight
+from llmbackend.engine.model.loader import load_model
+from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
+from tests.helpers.gpu.tiny_programs import BLOCK_SIZE, all_logits, load, on_ranks, program, program_of_rank, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KINDS: tuple[Quantization, ...] = ("fp8", "int8")
@@ -62,7 +59,7 @@ def test_a_product_is_that_of_the_numbers_it_rounded_to(kind: Quantization, rows
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_is_its_own(kind: Quantization) -> None:
-    """Its result is the same among others, and a broken one spoils no other."""
+    """A token's result is the same beside others, and a broken token changes no other."""
     weight, x = QuantizedWeight.of(matrix(48, 64, 4), kind), matrix(9, 64, 5)
     together = product(weight, x)
     torch.testing.assert_close(product(weight, x[3:4]), together[3:4], rtol=1e-4 if kind == "fp8" else 0, atol=0)
@@ -93,7 +90,7 @@ def test_models_in_8_bits_are_near_those_in_32(kind: Quantization, family: str, 
     model = save(FAMILIES[family], tmp_path)
     loaded = load(tmp_path, quantization=kind)
     built = program(loaded)
-    prove(built, loaded.checked, BLOCK_SIZE)
+    built.verify(loaded.checked, BLOCK_SIZE)
     layer = loaded.model.model.layers[0]
     assert isinstance(layer.mlp.down_proj, QuantizedLinear) and isinstance(layer.self_attn.o_proj, QuantizedLinear)
     for tokens, logits in zip(prompts()[:2], all_logits(built, prompts()), strict=False):

@@ -8,7 +8,7 @@ from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
 
 from .attack import Attack, HttpSent, Sent, numbered, repeated
 
-_MOST_BYTES = DEFAULT_MAX_BODY_BYTES - (64 << 10)
+_MAX_BYTES = DEFAULT_MAX_BODY_BYTES - (64 << 10)
 _MODEL = '"model":"steady","max_tokens":2'
 _MESSAGES = '"messages":[{"role":"user","content":"hi"}]'
 _PART = '{"type":"text","text":"a"}'
@@ -68,6 +68,6 @@ _COMPLETIONS: tuple[tuple[str, Callable[[int], list[Sent]]], ...] = (
     ("stop strings", _completions(_member("stop", '"s%dq"'))),
 )
 OPENAI_ATTACKS = (
-    *(Attack(f"chat {name}", make, _MOST_BYTES) for name, make in _CHAT),
-    *(Attack(f"completions {name}", make, _MOST_BYTES) for name, make in _COMPLETIONS),
+    *(Attack(f"chat {name}", make, _MAX_BYTES) for name, make in _CHAT),
+    *(Attack(f"completions {name}", make, _MAX_BYTES) for name, make in _COMPLETIONS),
 )

@@ -1,9 +1,8 @@
-"""What pb_utils takes as arguments: the conversions that the C++ signatures of Triton's pb_utils make.
+"""The conversions of arguments that the C++ signatures of Triton's pb_utils make.
 
 For: every class and function of pb_utils. Does not know: what an argument is for. Invariants: text is str or bytes in
-UTF-8 and comes out as a plain str, because a model often takes a name from a BYTES tensor; what comes out is of a plain
-type, which a message to the host may hold; the error names the argument. Source: pybind11's casters for std::string and
-the integer types.
+UTF-8, because a model often takes a name from a BYTES tensor; results are of plain types, which a message to the host
+may hold; the error names the argument. Source: pybind11's casters for std::string and the integer types.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def text(value: str | bytes, name: str) -> str:
 
 
 def integer(value: SupportsIndex, name: str, least: int, most: int) -> int:
-    """Raises TypeError for what is no integer or is out of range."""
+    """Raises TypeError for another type, and out of range."""
     try:
         number = operator.index(value)
     except TypeError:

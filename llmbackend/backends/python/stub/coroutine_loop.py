@@ -26,7 +26,7 @@ class CoroutineLoop:
         return self._submit(coroutine).result()
 
     def start(self, coroutine: Coroutine[Any, Any, Any], on_error: Callable[[BaseException], None]) -> None:
-        """Lets the coroutine go on by itself; `on_error` runs on the loop's thread when it fails or is cancelled."""
+        """Starts the coroutine and returns; `on_error` runs on the loop's thread when it fails or is cancelled."""
 
         def report(future: Future[Any]) -> None:
             error = asyncio.CancelledError("the model was unloaded") if future.cancelled() else future.exception()
@@ -36,7 +36,7 @@ class CoroutineLoop:
         self._submit(coroutine).add_done_callback(report)
 
     def close(self) -> None:
-        """Cancels what still runs, ends the thread."""
+        """Cancels what still runs and ends the thread."""
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -47,7 +47,7 @@ class CoroutineLoop:
 
 
 async def _guarded(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """asyncio would end the whole loop for a SystemExit."""
+    """Turns SystemExit, for which asyncio would end the whole loop, into an error of this coroutine."""
     try:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:

@@ -1,16 +1,24 @@
-"""`pb_utils.TritonError`, the error of a response, and `pb_utils.TritonModelException`, what pb_utils raises.
+"""The errors of pb_utils, and the text of a Python exception as Triton's python backend shows it to a client.
 
-For: model code. Does not know: requests. Invariant: codes are the numbers of TRITONSERVER_Error_Code; the host knows
-them by their place.
+For: model code, and every place where a model's code may raise. Does not know: requests. Invariants: error codes are
+the numbers of TRITONSERVER_Error_Code; an exception's text names the frames of the model's own call, innermost first,
+and never a frame of this package.
+Source: transcripts 07 and 13 of a real Triton (the layout is that of pybind11's `error_already_set`).
 """
 
 from __future__ import annotations
 
+import importlib
+import traceback
+from pathlib import Path
 from typing import ClassVar
 
 from .arguments import text
 
 PackedError = tuple[int, str]
+
+_PACKAGE_DIRECTORY = str(Path(__file__).parent)
+_IMPORTLIB_FILE = importlib.__file__
 
 
 class TritonModelException(Exception):  # noqa: N818 - Triton's name
@@ -18,7 +26,7 @@ class TritonModelException(Exception):  # noqa: N818 - Triton's name
 
 
 class WrongReturnError(Exception):
-    """A model's function returned what Triton refuses; the text is told as it is, without the exception's type."""
+    """A model's function returned what Triton refuses; the client gets the text without the exception's type."""
 
 
 class TritonError:
@@ -47,3 +55,29 @@ class TritonError:
 
     def __str__(self) -> str:
         return self._message
+
+
+def exception_text(error: BaseException) -> str:
+    """`Type: message`, then `At:` and a line `  file(line): function` per frame, if there are frames."""
+    if isinstance(error, WrongReturnError):
+        return str(error)
+    head = f"{type(error).__name__}: {str(error) or '<EMPTY MESSAGE>'}"
+    frames = _model_frames(error)
+    if not frames:
+        return head
+    lines = "".join(f"  {frame.filename}({frame.lineno}): {frame.name}\n" for frame in reversed(frames))
+    return f"{head}\n\nAt:\n{lines}"
+
+
+def raised_at(error: BaseException, model_file: str) -> tuple[str, int]:
+    """The file and line that raised; `model_file` where no frame is the model's."""
+    frames = _model_frames(error)
+    return (frames[-1].filename, frames[-1].lineno or 0) if frames else (model_file, 0)
+
+
+def _model_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((_PACKAGE_DIRECTORY, "<frozen importlib", _IMPORTLIB_FILE))
+    ]

@@ -1,9 +1,9 @@
-"""One request's way out of a model: what its response sender and the end of `execute` may still do.
+"""The responses of one request: what its response sender and the end of `execute` may still send.
 
 For: InferenceRequest and InferenceResponseSender, which share it, and the runner. Does not know: the host's objects, of
-which it names one by number. Invariants: after FINAL nothing is sent; the host hears of the end exactly once, also
-when the model loses the request, so that no client waits for ever.
-Source: Triton's response sender, whose refusals are kept.
+which it names one by number. Invariants: after FINAL nothing is sent; the host is told of the end exactly once, also
+when the model drops the request, so that no client waits for ever.
+Source: Triton's response sender, and the texts of its refusals.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Exchange:
         "_is_over",
         "_link",
         "_lock",
-        "_taken",
+        "_output_names",
         "number",
         "release_flags",
     )
@@ -42,12 +42,12 @@ class Exchange:
         self.number = number
         self.release_flags = RELEASE_ALL
         self._link = link
-        self._taken = states.union(wanted) if states else wanted
+        self._output_names = states.union(wanted) if states else wanted
         self._decoupled = decoupled
         self._lock = threading.RLock()
-        self._is_closed = False  # the model has said FINAL
-        self._is_cancelled = False  # once it is over
-        self._is_over = False  # the host knows of the end, or will hear of it from the runner
+        self._is_closed = False  # the model has sent FINAL
+        self._is_cancelled = False  # set at the end
+        self._is_over = False  # the host is told of the end, or the runner will tell it
         link.cancellations.begin(number)
 
     @property
@@ -59,9 +59,9 @@ class Exchange:
         return self._is_over
 
     @property
-    def taken(self) -> Container[str]:
+    def output_names(self) -> Container[str]:
         """The outputs that the host takes: the client's, and the states of the request's sequence."""
-        return self._taken
+        return self._output_names
 
     def send(self, response: InferenceResponse | None, flags: int) -> None:
         """Raises TritonModelException for a refused send."""
@@ -115,7 +115,7 @@ class Exchange:
 
     def _post_response(self, response: InferenceResponse, is_last: bool) -> None:
         parts: list[object] = []
-        packed = response._pack(self._taken, parts)
+        packed = response._pack(self._output_names, parts)
         if is_last:
             self._end()
         self._link.post(("response", self.number, packed, is_last), parts)

@@ -1,16 +1,17 @@
-"""pb_utils in processes that a model forks, such as the workers of `multiprocessing`: what they ask of the host goes
-through the model's own process.
+"""pb_utils in processes that a model forks, such as workers of `multiprocessing`: they reach the host through the
+model's own process.
 
 For: main.py. Does not know: what is asked. Invariants: a forked process never touches its parent's sockets or locks,
-which other threads may have held when it was forked; what it still asks when it ends is cancelled; the host sees the
-end of the model's own process, whatever that has forked. Source: ours; in Triton a forked process reaches the shared
-memory of its parent.
+which other threads may have held at the fork; its open questions are cancelled when it ends; the host sees the end of
+the model's own process even while forked ones live.
+Source: ours; in Triton a forked process reaches the shared memory of its parent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -19,19 +20,24 @@ from queue import SimpleQueue
 from typing import Any
 
 from .host_link import AnswerCallback, HostLink, replace_link
-from .lifeline import give_signals_back
 from .packets import Message, PacketReader, encode
 
 _Answer = tuple[tuple[Any, ...], Sequence[Any]]
+_DEFAULT_HANDLERS: dict[int, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
 
 
 def prepare_forks(link: HostLink, calls: socket.socket) -> None:
-    """What a model forks gets signals back, does not hold the sockets by whose end the host sees the model's, and has a
-    link of its own."""
+    """Processes that the model forks get default signal handlers and a link of their own, and close the sockets whose
+    end of file tells the host that the model's process has ended."""
     relay = _ForkRelay(link)
 
     def begin() -> None:
-        give_signals_back()
+        for number, handler in _DEFAULT_HANDLERS.items():
+            signal.signal(number, handler)
         calls.close()
         replace_link(relay.connect_fork())
 
@@ -39,17 +45,17 @@ def prepare_forks(link: HostLink, calls: socket.socket) -> None:
 
 
 class _ForkRelay:
-    """Takes forked processes' connections in the model's own process, and speaks to the host for them."""
+    """Accepts connections of forked processes in the model's own process, and passes their messages to the host."""
 
     def __init__(self, link: HostLink) -> None:
         self._link = link
         self._lock = threading.Lock()
         self._accepting: socket.socket | None = None
-        self._connector: socket.socket | None = None  # what forked processes send their connections through
+        self._connector: socket.socket | None = None  # forked processes send their connections through it
 
     def open(self) -> None:
         """Before each fork."""
-        if self._connector is not None:  # also in a forked process that forks: the lock may be held there for ever
+        if self._connector is not None:  # also in a forked process that forks, where the lock may be held for ever
             return
         with self._lock:
             if self._connector is None:
@@ -57,7 +63,7 @@ class _ForkRelay:
                 threading.Thread(target=self._accept, args=(self._accepting,), name="fork-relay", daemon=True).start()
 
     def connect_fork(self) -> Callable[[], HostLink]:
-        """In a forked process: what makes its link."""
+        """In a forked process: makes its link when it is called."""
         assert self._accepting is not None and self._connector is not None
         self._accepting.close()
         return partial(_ForkedLink, self._connector)
@@ -88,7 +94,7 @@ class _Connection:
                 self._pass_on(message)
                 del message
         except OSError:
-            pass  # it is gone
+            pass  # it has ended
         with self._lock:
             left = list(self._asked.values())
         for number in left:
@@ -99,7 +105,7 @@ class _Connection:
         (verb, *arguments), parts = message
         if verb == "ask":
             number, question = arguments
-            with self._lock:  # the answer may be faster than this thread
+            with self._lock:  # the answer may come before `start` returns
                 self._asked[number] = self._link.start(question, parts, self._answering(number))
         elif verb == "cancel_infer":
             with self._lock:
@@ -125,8 +131,8 @@ class _Connection:
                 encode(answer[0], parts).send(self._socket)
             except OSError:
                 break
-        with contextlib.suppress(OSError):  # it is gone
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends the reader, where that does not know yet
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the reader
 
 
 class _ForkedLink(HostLink):

@@ -1,8 +1,8 @@
 """The stub's side of its events socket: what a model says to the host at any time, and what the host answers.
 
 For: everything of this package that reaches the host while the model runs. Does not know: what is said. Invariants:
-`post` keeps the order of one thread's messages; each question is answered once, or the process ends, because the host
-is gone; nothing that a model runs is ever called on the thread that reads, so that thread is never held up.
+`post` keeps the order of one thread's messages; each question is answered once, or the process ends because the host is
+gone; no model code runs on the reading thread, so that it is never held up.
 """
 
 from __future__ import annotations
@@ -17,12 +17,44 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from .cancellation import Cancellations
 from .errors import TritonModelException
 from .packets import Message, PacketReader, encode
 
 AnswerCallback = Callable[[Any, Sequence[Any], bool], None]
 """(value, parts, whether it is the last one). On the reading thread: it must only enqueue."""
+
+
+class Cancellations:
+    """Which requests are cancelled. Any thread may use it; `begin` comes from one, with growing numbers.
+
+    A cancellation that overtakes its request, which comes through another socket, is kept for it; one that comes after
+    the request's end is dropped, because numbers only grow. No locks: each step is one operation on a set, and
+    `request` looks again after it has added, so that an end in between leaves no entry.
+    """
+
+    def __init__(self) -> None:
+        self._live: set[int] = set()
+        self._requested: set[int] = set()
+        self._newest = -1
+
+    def begin(self, number: int) -> None:
+        self._live.add(number)
+        self._newest = number
+
+    def is_requested(self, number: int) -> bool:
+        return number in self._requested
+
+    def end(self, number: int) -> bool:
+        """Whether the request was cancelled."""
+        self._live.discard(number)
+        is_requested = number in self._requested
+        self._requested.discard(number)
+        return is_requested
+
+    def request(self, number: int) -> None:
+        self._requested.add(number)
+        if number <= self._newest and number not in self._live:
+            self._requested.discard(number)
 
 
 class ForkedProcessError(OSError):
@@ -35,11 +67,11 @@ class HostLink:
     def __init__(self, events: socket.socket) -> None:
         self.cancellations = Cancellations()
         self.phase = "load"
-        """Which call of the host is under way: load, auto_complete, initialize, execute (from then on), finalize."""
+        """The current call of the host: load, auto_complete, initialize, execute (from then on), finalize."""
         self.not_ready_reason: Callable[[], str] = str
-        """What the model says against being ready, "" = nothing; runs on a thread of its own."""
+        """Why the model is not ready, "" = it is; runs on a thread of its own."""
         self._socket = events
-        self._sending = threading.RLock()  # reentrant: a collected object may post in the middle of a post
+        self._sending = threading.RLock()  # reentrant: the garbage collector may run code that posts
         self._is_foreign = False
         self._posted = 0
         self._numbers = itertools.count()
@@ -52,8 +84,8 @@ class HostLink:
         return self._posted
 
     def post(self, message: tuple[Any, ...], parts: Sequence[Any] = ()) -> None:
-        """Blocks while the host has no room for more. Raises OSError when the host is gone, or the link is another
-        process's."""
+        """Blocks while the socket is full. Raises OSError when the host has ended, or when the link belongs to another
+        process."""
         if self._is_foreign:
             raise ForkedProcessError("a response is sent by the model instance's process, not by one that it forked")
         packet = encode(message, parts)
@@ -65,19 +97,19 @@ class HostLink:
             packet.close()
 
     def disown(self) -> None:
-        """In a forked process, whose parent has the link: its locks may be held, and are not touched here."""
+        """In a forked process, whose parent owns the link: its locks may be held and are not touched."""
         self._is_foreign = True
         self._socket.close()
 
     def start(self, message: tuple[Any, ...], parts: Sequence[Any], on_answer: AnswerCallback) -> int:
-        """Posts `message` with a new number behind its first item, under which answers will come."""
+        """Posts `message` with a new number behind its first item; answers carry that number."""
         number = next(self._numbers)
         self._waiting[number] = on_answer
         self.post((message[0], number, *message[1:]), parts)
         return number
 
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """The host's answer. Raises TritonModelException with its text when it refuses."""
+        """The host's answer. Raises TritonModelException with the host's text when it refuses."""
         future: Future[tuple[bool, Any]] = Future()
         self.start((verb, *arguments), (), lambda value, _parts, _last: future.set_result(value))
         is_granted, value = future.result()
@@ -87,7 +119,7 @@ class HostLink:
 
     def _tell_readiness(self) -> None:
         reason = self.not_ready_reason()
-        with contextlib.suppress(OSError):  # the host is gone
+        with contextlib.suppress(OSError):  # the host has ended
             self.post(("is_ready", reason))
 
     def _read(self) -> None:
@@ -95,13 +127,13 @@ class HostLink:
             self._handle_messages()
         except BaseException:
             traceback.print_exc()
-        os._exit(1)  # the host is gone, or not understood
+        os._exit(1)  # the host has ended, or sent a malformed message
 
     def _handle_messages(self) -> None:
         reader = PacketReader(self._socket, is_trusted=True)
         while (message := reader.receive()) is not None:
             self._handle(message)
-            del message  # what came must not live until the next message
+            del message  # frees its memory before the next one
 
     def _handle(self, message: Message) -> None:
         (verb, *arguments), parts = message
@@ -127,8 +159,8 @@ def set_link(link: HostLink) -> None:
 
 
 def replace_link(connect: Callable[[], HostLink]) -> None:
-    """In a forked process, before anything else runs there: the link is its parent's, and `connect` makes another one
-    when it is first needed."""
+    """In a forked process, before anything else runs there: drops the parent's link; `connect` makes a new one when it
+    is first needed."""
     global _link, _connect, _connecting
     if _link is not None:
         _link.disown()
@@ -136,7 +168,7 @@ def replace_link(connect: Callable[[], HostLink]) -> None:
 
 
 def host(asked_by: str) -> HostLink:
-    """This process's link. Raises RuntimeError outside of a stub process and what it forked."""
+    """This process's link. Raises RuntimeError outside of stub processes and those that they forked."""
     return _link or _connected(asked_by)
 
 

@@ -1,9 +1,8 @@
-"""The life of a stub process: takes the host's calls one after the other until it is told to finalize, or the host is
-gone.
+"""The life of a stub process: answers the host's calls one after the other, until finalize or the host's end.
 
-For: the template, which forks it. Does not know: models (the runner does). Invariant: a stub never outlives its host,
-however that ends: the kernel kills it with the template, and that with the host, and a thread ends it at the end of
-file of its socket.
+For: the fork server, which imports this module and forks stubs. Does not know: models (the runner does). Invariant: a
+stub never outlives its host: the kernel kills it with the server, and the server with the host; and a thread of it
+exits at the end of file of its socket.
 """
 
 from __future__ import annotations
@@ -11,11 +10,12 @@ from __future__ import annotations
 import faulthandler
 import os
 import socket
+import sys
+from collections.abc import Callable
 
-from .error_text import exception_text
+from .errors import exception_text
 from .forks import prepare_forks
 from .host_link import HostLink, set_link
-from .lifeline import end_with, ignore_signals
 from .packets import PacketReader, encode
 from .pb_utils import make_importable
 from .runner import Runner
@@ -23,9 +23,14 @@ from .runner import Runner
 _DONE, _RAISED = "done", "raised"
 
 
-def main(calls_fd: int, events_fd: int, parent_pid: int) -> None:
-    end_with(parent_pid)
-    ignore_signals()
+def prepare() -> Callable[[bytes, int, int], None]:
+    """In the fork server, where this module imports what all stubs need. Returns what a stub runs."""
+    return _run
+
+
+def _run(_order: bytes, calls_fd: int, events_fd: int) -> None:
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # each stub draws other numbers
     faulthandler.enable()
     calls, events = (_socket_of(fd) for fd in (calls_fd, events_fd))
     link = HostLink(events)
@@ -39,7 +44,7 @@ def main(calls_fd: int, events_fd: int, parent_pid: int) -> None:
 
 
 def _serve_call(runner: Runner, link: HostLink, reader: PacketReader, calls: socket.socket) -> bool:
-    """Answers one call; False after the last one. What it was given is let go of before the next one."""
+    """Answers one call; False after the last one. Frees what it was given before the next one."""
     received = reader.receive()
     if received is None:
         return False
@@ -49,7 +54,7 @@ def _serve_call(runner: Runner, link: HostLink, reader: PacketReader, calls: soc
         outcome, value = _DONE, runner.call(verb, argument, parts, answer_parts)
     except BaseException as error:  # also sys.exit() of a model
         outcome, value = _RAISED, exception_text(error)
-    # The host answers nobody before it has read what was posted until now.
+    # The host sends no response before it has read what was posted until now.
     encode((outcome, value, link.posted), answer_parts).send(calls)
     return bool(verb != "finalize")
 

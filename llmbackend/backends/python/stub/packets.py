@@ -1,10 +1,10 @@
 """Messages between the host and a stub process: one message is one packet of a SOCK_SEQPACKET socket.
 
 For: both ends. Does not know: what messages mean. A message is a pickled plain value and any number of parts (raw
-bytes, such as a tensor's). Invariants: a packet goes whole or not at all, from any thread, so that senders need no
+bytes, such as a tensor's). Invariants: a packet is sent whole or not at all, from any thread, so that senders need no
 lock of their own; what is larger than a packet travels in anonymous memory whose descriptor goes with the packet, and
-which is gone with that descriptor, whoever dies; reading a message makes plain values and never runs code, because a
-model's process must not be able to take the host with it (a stub, which is the host's own, trusts the host).
+which the kernel frees with the last descriptor; reading a message makes plain values and never runs code, because a
+model's process must not be able to harm the host (a stub trusts the host).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HEAD = struct.Struct("<B7xQ")
 """Kind, how many parts; then each part's size in bytes."""
 _SIZE = struct.Struct("<Q")
 _ALIGNMENT = 64
-_MOST_CHUNKS = 512  # of one writev
+_MAX_CHUNKS = 512  # the limit of writev
 _RIGHTS_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
@@ -64,7 +64,7 @@ class Packet:
 
 
 def encode(message: Any, parts: Sequence[Part] = ()) -> Packet:
-    """Raises OSError when there is no descriptor or memory left for a large one."""
+    """Raises OSError when a large message finds no descriptor or memory."""
     pickled = pickle.dumps(message, 5)
     if not parts and len(pickled) <= PACKET_BYTES:
         return Packet([pickled])
@@ -92,8 +92,8 @@ class PacketReader:
         self._view = memoryview(bytearray(PACKET_BYTES + _ALIGNMENT))
 
     def receive(self) -> Message | None:
-        """Blocks for the next message: its value and its parts, whose memory is the caller's to write. None when the
-        other end is gone. Raises TimeoutError where the socket has a timeout, ValueError for what is no message."""
+        """Blocks for the next message: its value and its parts, whose memory the caller may write to. None when
+        the other end has ended. Raises TimeoutError where the socket has a timeout, ValueError for a malformed one."""
         try:
             size, ancillary, _, _ = self._socket.recvmsg_into([self._view], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
         except ConnectionError:  # it died with a message unread
@@ -154,7 +154,7 @@ def _memory_of(chunks: list[Part]) -> int:
     try:
         waiting = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
         while waiting:
-            written = os.writev(fd, waiting[:_MOST_CHUNKS])
+            written = os.writev(fd, waiting[:_MAX_CHUNKS])
             done = 0
             while done < len(waiting) and written >= len(waiting[done]):
                 written -= len(waiting[done])

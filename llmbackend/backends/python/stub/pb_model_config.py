@@ -1,7 +1,7 @@
 """`pb_utils.ModelConfig`: what a model's `auto_complete_config` may add to its configuration, and the config helpers.
 
-For: model code. Does not know: the host, which gets the result. Invariant: what config.pbtxt says is never overwritten,
-only completed; a contradiction is a ValueError in Triton's words.
+For: model code. Does not know: the host, which gets the result. Invariant: what config.pbtxt sets is never overwritten,
+only completed; a contradiction is a ValueError with Triton's text.
 Source: triton_python_backend_utils.py of Triton's python backend.
 """
 
@@ -31,7 +31,7 @@ class ModelConfig:
         return self._model_config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Raises ValueError when config.pbtxt asks for more than the model can."""
+        """Raises ValueError when config.pbtxt has a larger one."""
         configured = self._model_config.get("max_batch_size", 0)
         if configured > max_batch_size:
             raise ValueError(

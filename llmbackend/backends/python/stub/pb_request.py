@@ -1,7 +1,8 @@
 """`pb_utils.InferenceRequest`: what a model sees of a request, and what it makes to call another model.
 
-For: model code. Does not know: where requests come from. Invariant: a request's tensors stay readable for as long as
-the model holds it, also after the host's request was released.
+For: model code. Does not know: where requests come from. Invariants: a request's tensors stay readable for as long as
+the model holds it, also after the host's request was released; a call of another model is made on behalf of the tenants
+of the execute call that it comes from.
 Source: Triton python_backend documentation; method names as listed in transcript 61.
 """
 
@@ -9,23 +10,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from . import arguments
+from .bls_call import BlsCall, ResponseIterator, only_response_of, responses_of
 from .errors import TritonModelException
 from .exchange import RELEASE_ALL, RELEASE_RESCHEDULE, Exchange, InferenceResponseSender
 from .host_link import host
-from .inner_call import InnerCall, ResponseIterator, only_response_of, responses_of
-from .parameters import checked_parameters
-from .pb_response import InferenceResponse
-from .pb_tensor import Tensor
-from .tensor_wire import PackedTensor
-from .working_for import WORKING_FOR, PackedTenant
+from .pb_response import InferenceResponse, checked_parameters
+from .pb_tensor import PackedTensor, Tensor
+
+PackedTenant = tuple[str, bool, str] | None
+"""None = the host itself."""
+
+EXECUTE_TENANTS: Final[ContextVar[frozenset[PackedTenant] | None]] = ContextVar("execute_tenants", default=None)
+"""The tenants of the requests of this execute call; None outside of one."""
 
 MEMORY_CPU, MEMORY_GPU = 0, 2
 _MEMORY_DEFAULT = -1
-_MOST_UINT32, _MOST_INT64, _MOST_UINT64 = (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1
+_MAX_UINT32, _MAX_INT64, _MAX_UINT64 = (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1
 PackedFields = tuple[str, int | str, int, int, dict[str, Any], Sequence[PackedTensor], str | None, PackedTenant]
 """Id, correlation id, flags, timeout in microseconds, parameters, inputs, the context of the trace, the tenant."""
 PackedRequest = tuple[int, Sequence[str], PackedFields]
@@ -35,7 +40,7 @@ _PHASES_WITHOUT_BLS = ("load", "auto_complete", "initialize", "finalize")
 
 @dataclass(frozen=True)
 class PreferredMemory:
-    """Where the outputs of another model should be. Outputs are in the CPU's memory here, whatever is preferred."""
+    """Where the outputs of another model should be. Outputs are in the CPU's memory here, always."""
 
     preferred_memory_type: int = _MEMORY_DEFAULT
     preferred_device_id: int = 0
@@ -44,7 +49,7 @@ class PreferredMemory:
 @dataclass(frozen=True)
 class InferenceTrace:
     """Hands the trace of one request to a request made for it: `InferenceRequest(..., trace=request.trace())`. That
-    also says on whose behalf it is made, which the host can not tell by itself in a batch of several clients."""
+    also names the tenant that it is made for, which the host cannot tell in a batch of several clients."""
 
     context: str | None = None
     request_number: int | None = None
@@ -80,7 +85,7 @@ class InferenceRequest:
         self._correlation_id = _correlation_id(correlation_id)
         self._model = (
             arguments.text(model_name, "model_name"),
-            arguments.integer(model_version, "model_version", -1, _MOST_INT64),
+            arguments.integer(model_version, "model_version", -1, _MAX_INT64),
         )
         owner = f"request with id '{self._request_id}' and model name '{self._model[0]}'"
         self._inputs = [_input(tensor, owner) for tensor in inputs]
@@ -88,8 +93,8 @@ class InferenceRequest:
         if "" in names:
             raise TritonModelException(f"Requested output name for {owner} should not be empty.")
         self._requested_outputs: Sequence[str] = list(names)
-        self._flags = arguments.integer(flags, "flags", 0, _MOST_UINT32)
-        self._timeout_us = arguments.integer(timeout, "timeout", 0, _MOST_UINT64)
+        self._flags = arguments.integer(flags, "flags", 0, _MAX_UINT32)
+        self._timeout_us = arguments.integer(timeout, "timeout", 0, _MAX_UINT64)
         self._trace: InferenceTrace | None = trace or InferenceTrace()
         self._trace_context: str | None = None
         self._tenant: PackedTenant = None
@@ -137,7 +142,7 @@ class InferenceRequest:
         return self._flags
 
     def set_flags(self, flags: int) -> None:
-        self._flags = arguments.integer(flags, "flags", 0, _MOST_UINT32)
+        self._flags = arguments.integer(flags, "flags", 0, _MAX_UINT32)
 
     def timeout(self) -> int:
         """Microseconds, 0 when the client set none."""
@@ -179,15 +184,15 @@ class InferenceRequest:
         return ResponseIterator(call) if decoupled else call.only_response()
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """As `exec`, to be awaited; the request is on its way when this returns. `decoupled`: gives the iterator once
-        the first response is there, so that a `for` over it does not hold up other coroutines for that one."""
+        """As `exec`, to be awaited; the request is sent when this returns. `decoupled`: gives the iterator once the
+        first response has come, so that a `for` over it does not block other coroutines for that one."""
         import asyncio  # a process that never awaits starts without it
 
         loop = asyncio.get_running_loop()
         call = self._start(decoupled)
         return responses_of(call, loop) if decoupled else only_response_of(call, loop)
 
-    def _start(self, is_stream: bool) -> InnerCall:
+    def _start(self, is_stream: bool) -> BlsCall:
         link = host("InferenceRequest.exec")
         if link.phase in _PHASES_WITHOUT_BLS:
             raise TritonModelException("BLS is only supported during the 'execute' function.")
@@ -203,9 +208,9 @@ class InferenceRequest:
             "timeout_us": self._timeout_us,
             "parameters": self._parameters,
             "parent": trace.request_number,
-            "tenants": WORKING_FOR.get() if trace.request_number is None else frozenset([trace._tenant]),
+            "tenants": EXECUTE_TENANTS.get() if trace.request_number is None else frozenset([trace._tenant]),
         }
-        return InnerCall(link, fields, parts, is_stream)
+        return BlsCall(link, fields, parts, is_stream)
 
     def _own_exchange(self, asked_for: str) -> Exchange:
         if self._exchange is None:
@@ -218,7 +223,7 @@ def _correlation_id(value: int | str) -> int | str:
         return str(value)
     if not hasattr(value, "__index__"):
         raise TritonModelException("Correlation ID must be integer or string")
-    return arguments.integer(value, "correlation_id", 0, _MOST_UINT64)
+    return arguments.integer(value, "correlation_id", 0, _MAX_UINT64)
 
 
 def _input(tensor: Tensor, owner: str) -> Tensor:

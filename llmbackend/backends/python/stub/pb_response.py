@@ -1,8 +1,10 @@
-"""`pb_utils.InferenceResponse`.
+"""`pb_utils.InferenceResponse`, and the check of the parameters that a model gives a request or a response.
 
 For: model code; what it sends, and what other models answer to it. Does not know: how a response reaches the host.
 Invariant: parameters hold plain str, bool, int and float values alone; a model sets no float, as in Triton, but may see
-one of another backend's. Source: Triton python_backend documentation, and its constructor.
+one of another backend's.
+Source: Triton python_backend documentation, PyParametersToJSON and their texts; the limit of 64 bits is checked here,
+where Triton fails later.
 """
 
 from __future__ import annotations
@@ -12,11 +14,38 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from .errors import PackedError, TritonError, TritonModelException
-from .parameters import ParameterValue, checked_parameters
-from .pb_tensor import Tensor
-from .tensor_wire import PackedTensor
+from .pb_tensor import PackedTensor, Tensor
+
+ParameterValue = str | int | bool | float
+_INT64_BITS = 63
 
 PackedResponse = tuple[list[PackedTensor], dict[str, ParameterValue], PackedError | None]
+
+
+def checked_parameters(given: dict[str, Any] | None) -> dict[str, ParameterValue]:
+    """Raises TritonModelException for another type than bool, int and str."""
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise TritonModelException(f"Expect dict, got {type(given)}")
+    plain: dict[str, ParameterValue] = {}
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(name)}")
+        plain[str(name)] = _checked_value(name, value)
+    return plain
+
+
+def _checked_value(name: str, value: Any) -> ParameterValue:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if not isinstance(value, int):
+        raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+    if not -(1 << _INT64_BITS) <= value < 1 << _INT64_BITS:
+        raise TritonModelException(f"Expect parameter '{name}' to fit into 64 bits, got {value}")
+    return int(value)
 
 
 class InferenceResponse:

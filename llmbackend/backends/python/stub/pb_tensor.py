@@ -1,25 +1,33 @@
-"""`pb_utils.Tensor` and the datatype helpers of Triton's python backend.
+"""`pb_utils.Tensor`, the datatype helpers of Triton's python backend, and how a tensor travels in a packet.
 
-For: model code, and whatever packs tensors. Does not know: requests and responses. Invariants: BYTES data is an object
-array of `bytes` whatever the model gave (str, numpy strings); BF16 data is ml_dtypes' bfloat16 where that package is
-there, else uint16 that only DLPack can name.
-Source: Triton python_backend documentation and transcript 61.
+For: model code, and both ends of the sockets. Does not know: requests and responses. Invariants: BYTES data is an
+object array of `bytes` whatever the model gave (str, numpy strings); BF16 data is ml_dtypes' bfloat16 where that
+package is installed, else uint16 that only DLPack can name, and travels as uint16; a small tensor is part of the
+pickled message, a large one is a part of its own that is copied once; both arrive writable. DLPack shares memory,
+except that of a device, which is copied to the CPU: a bfloat16 tensor passes through numpy as uint16, and its capsule
+is relabelled before numpy reads it, or after numpy made it.
+Source: Triton python_backend documentation and transcript 61; dlpack.h, where a capsule holds a DLManagedTensor, whose
+first member is the DLTensor.
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from . import arguments, dlpack
+from . import arguments
 from .errors import TritonModelException
-from .tensor_wire import PackedTensor, pack_tensor, unpack_data
+
+PackedTensor = tuple[str, str, tuple[int, ...], Any]
+"""Name, datatype, shape, and the data: a bytearray, the number of a part, or the elements of a BYTES tensor."""
+
+SMALL_BYTES = 4096
 
 Array = np.ndarray[Any, Any]
-
 _TYPES: dict[str, Any] = {
     "BOOL": np.bool_,
     "UINT8": np.uint8,
@@ -45,6 +53,30 @@ _NUMBER_OF_DATATYPE = {name: number for number, name in _DATATYPE_OF_NUMBER.item
 _DATATYPE_OF_DTYPE = {np.dtype(numpy_type): name for name, numpy_type in _TYPES.items()}
 _DTYPE_ON_WIRE = {**{name: np.dtype(numpy_type) for name, numpy_type in _TYPES.items()}, "BF16": np.dtype(np.uint16)}
 _BFLOAT16 = "bfloat16"
+
+
+def pack_tensor(name: str, datatype: str, data: np.ndarray[Any, Any], parts: list[Any]) -> PackedTensor:
+    """Appends the data to `parts` where it is large."""
+    shape = data.shape
+    if datatype == "BYTES":
+        return name, datatype, shape, data.ravel().tolist()
+    if data.nbytes <= SMALL_BYTES:
+        return name, datatype, shape, bytearray(data.tobytes())
+    parts.append(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+    return name, datatype, shape, len(parts) - 1
+
+
+def unpack_data(
+    packed: PackedTensor, parts: Sequence[Any], dtypes: Mapping[str, np.dtype[Any]]
+) -> np.ndarray[Any, Any]:
+    """Raises KeyError, TypeError, ValueError or IndexError for what is no tensor."""
+    _, datatype, shape, data = packed
+    if datatype == "BYTES":
+        elements = np.empty(len(data), dtype=np.object_)
+        elements[:] = data
+        return elements.reshape(shape)
+    buffer = parts[data] if isinstance(data, int) else data
+    return np.ndarray(shape, dtypes[datatype], buffer=buffer)
 
 
 class Tensor:
@@ -116,10 +148,10 @@ class Tensor:
         if not self._data.flags.writeable:
             self._data = self._data.copy()
         is_bfloat16 = self._datatype == "BF16"
-        return dlpack.to_capsule(self._data.view(np.uint16) if is_bfloat16 else self._data, is_bfloat16)
+        return _to_capsule(self._data.view(np.uint16) if is_bfloat16 else self._data, is_bfloat16)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (dlpack.CPU, 0)
+        return (_CPU, 0)
 
     @staticmethod
     def from_dlpack(name: str | bytes, source: Any) -> Tensor:
@@ -128,7 +160,7 @@ class Tensor:
         Raises TritonModelException for another type.
         """
         name = _name(name)
-        data, is_bfloat16 = dlpack.from_capsule(name, source)
+        data, is_bfloat16 = _from_capsule(name, source)
         return Tensor._of(name, "BF16", data) if is_bfloat16 else Tensor(name, data)
 
 
@@ -210,3 +242,78 @@ def _split(buffer: memoryview) -> Iterator[bytes]:
             raise ValueError(f"string of {length} bytes at byte {offset} reaches beyond the {len(buffer)} bytes given")
         yield bytes(buffer[offset : offset + length])
         offset += length
+
+
+# --- DLPack with numpy, which can neither name bfloat16 nor read a bare capsule ---------------------------------------
+
+_CPU, _CUDA_HOST = 1, 3
+_UINT, _BFLOAT = 1, 4
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Exporter:
+    """Lets numpy, which only takes exporters, read a capsule."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_options: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (_CPU, 0)
+
+
+def _to_capsule(data: Array, is_bfloat16: bool) -> Any:
+    """A capsule over `data`, which holds bfloat16 as uint16."""
+    capsule = data.__dlpack__()
+    if is_bfloat16:
+        _tensor_of(capsule).code = _BFLOAT
+    return capsule
+
+
+def _from_capsule(name: str, source: Any) -> tuple[Array, bool]:
+    """The data of a capsule or of an object with `__dlpack__`, and whether it is bfloat16 (then it is uint16 here).
+
+    Raises ValueError for memory that cannot be copied to the CPU, TritonModelException for another type.
+    """
+    if hasattr(source, "__dlpack__"):
+        if _is_device(source.__dlpack_device__()[0]) and hasattr(source, "cpu"):
+            source = source.cpu()
+        source = source.__dlpack__()
+    elif type(source).__name__ != "PyCapsule":
+        raise TritonModelException(
+            "Provided tensor is not supported. Tensor must be a DLPack capsule or have `__dlpack__` and "
+            f"`__dlpack_device__` attributes, got {type(source).__name__}"
+        )
+    tensor = _tensor_of(source)
+    if _is_device(tensor.device_type):
+        raise ValueError(f"tensor '{name}' is in the memory of a device: copy it to the CPU first")
+    is_bfloat16 = tensor.code == _BFLOAT and tensor.bits == 16
+    if is_bfloat16:
+        tensor.code = _UINT
+    return np.from_dlpack(_Exporter(source)), is_bfloat16
+
+
+def _is_device(device_type: int) -> bool:
+    return int(device_type) not in (_CPU, _CUDA_HOST)
+
+
+def _tensor_of(capsule: Any) -> _DLTensor:
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return _DLTensor.from_address(get_pointer(capsule, b"dltensor"))

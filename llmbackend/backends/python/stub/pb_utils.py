@@ -1,7 +1,7 @@
 """What a model gets from `import triton_python_backend_utils as pb_utils`.
 
-For: model code; the names are Triton's. Does not know: the host, beyond what its parts import. Invariant: a name that
-Triton's pb_utils has not fails by that name, never silently.
+For: model code; the names are Triton's. Does not know: the host, beyond what its parts import. Invariant: a name of
+Triton's pb_utils that is not supported raises AttributeError with its name.
 Source: the list of names in transcript 61 and the python_backend documentation.
 """
 
@@ -11,19 +11,16 @@ import sys
 from typing import NoReturn
 
 from .arguments import text
+from .bls_call import ResponseIterator
 from .errors import TritonError, TritonModelException
 from .exchange import FINAL, RELEASE_ALL, RELEASE_RESCHEDULE, InferenceResponseSender
-from .inner_call import ResponseIterator
-from .model_module import get_model_dir
-from .pb_logger import Logger
-from .pb_metrics import Metric, MetricFamily
+from .pb_host import Logger, Metric, MetricFamily, is_model_ready, load_model, unload_model
 from .pb_model_config import (
     ModelConfig,
     get_input_config_by_name,
     get_output_config_by_name,
     using_decoupled_model_transaction_policy,
 )
-from .pb_model_control import is_model_ready, load_model, unload_model
 from .pb_request import MEMORY_CPU, MEMORY_GPU, InferenceRequest, InferenceTrace, PreferredMemory
 from .pb_response import InferenceResponse
 from .pb_tensor import (
@@ -36,6 +33,7 @@ from .pb_tensor import (
     triton_string_to_numpy,
     triton_to_numpy_type,
 )
+from .runner import get_model_dir
 
 __all__ = [
     "TRITONSERVER_MEMORY_CPU",

@@ -1,30 +1,59 @@
-"""One TritonPythonModel object: loads it, completes its configuration, initializes, executes, finalizes.
+"""One TritonPythonModel object: imports model.py, completes its configuration, initializes, executes, finalizes.
 
-For: main.py, on the process's main thread. Does not know: sockets, schedulers. Invariants: every request of an execute
-call gets its end told exactly once, whatever the model returns or raises: in the answer to the call, or by its response
-sender; a request for which execute returns None is the sender's; what execute raises is logged, also where no client
-waits for it any more.
-Source: Triton's python backend; the texts of its checks.
+For: main.py, on the process's main thread. Does not know: sockets, schedulers. Invariants: each request of an execute
+call has its end reported exactly once, whatever the model returns or raises: in the answer to the call, or by its
+response sender (where execute returns None for it); what execute raises is logged even when no client waits any more.
+model.py is a module of the package named as its version, so that relative imports and pickled classes find it; modules
+beside it and one directory up are found after those of the environment; no bytecode is written beside a model.
+Source: Triton's python backend, the texts of its checks; sys.path in transcript 61.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
+import sys
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .error_text import exception_text, raised_at
-from .errors import TritonModelException, WrongReturnError
+from .errors import TritonModelException, WrongReturnError, exception_text, raised_at
 from .exchange import RELEASE_RESCHEDULE, Exchange
 from .host_link import HostLink
-from .model_module import load_class
 from .pb_model_config import ModelConfig
-from .pb_request import InferenceRequest, PackedRequest
+from .pb_request import EXECUTE_TENANTS, InferenceRequest, PackedRequest
 from .pb_response import InferenceResponse
-from .working_for import WORKING_FOR
+
+_version_directory = ""
+
+
+def load_class(path: str, version_directory: str) -> Any:
+    """The TritonPythonModel of model.py. Raises what running it raises."""
+    global _version_directory
+    _version_directory = version_directory
+    file = Path(path)
+    sys.dont_write_bytecode = True
+    sys.path += [str(file.parent), str(file.parent.parent)]
+    package = ModuleType(Path(version_directory).name)
+    package.__path__ = [str(file.parent)]
+    sys.modules[package.__name__] = package
+    module = importlib.import_module(f"{package.__name__}.{file.stem}")
+    found = getattr(module, "TritonPythonModel", None)
+    if found is None:
+        raise AttributeError(f"module '{file.name}' has no attribute 'TritonPythonModel'")
+    return found
+
+
+def get_model_dir() -> str:
+    """The directory that holds the running model's version: `<repository>/<model>/<version>`."""
+    if not _version_directory:
+        raise RuntimeError("pb_utils.get_model_dir works only in the process of a model instance")
+    return _version_directory
+
 
 if TYPE_CHECKING:
     from .coroutine_loop import CoroutineLoop
@@ -44,7 +73,7 @@ class Runner:
         self._states: frozenset[str] = frozenset()
 
     def call(self, verb: str, argument: Any, parts: Sequence[Any], answer_parts: list[Any]) -> Any:
-        """The answer to one call of the host. Raises whatever the model raises."""
+        """The answer to one call of the host. Raises what the model raises."""
         if verb == "execute":
             return self._execute(argument, parts, answer_parts)
         self._link.phase = verb
@@ -88,7 +117,7 @@ class Runner:
         return tells_readiness
 
     def _not_ready_reason(self) -> str:
-        """What the model's `is_ready` says against it. On a thread of its own, beside execute."""
+        """Why the model's `is_ready` denies it. On a thread of its own, beside execute."""
         try:
             answer = self._model.is_ready()
             if inspect.iscoroutine(answer):
@@ -109,15 +138,15 @@ class Runner:
                 self._loop.close()
 
     def _execute(self, given: list[PackedRequest], parts: Sequence[Any], answer_parts: list[Any]) -> Any:
-        """(the error's text, if execute raised; responses, None for a request whose end the host has heard or will
-        hear; which requests to reschedule; when the model began and ended, monotonic ns)."""
+        """(text of the error if execute raised; responses, None for a request whose end is reported elsewhere; numbers
+        of requests to reschedule; when the model began and ended, monotonic ns)."""
         requests, exchanges = [], []
         for number, wanted, fields in given:
             exchange = Exchange(self._link, number, wanted, self._states, self._decoupled)
             exchanges.append(exchange)
             requests.append(InferenceRequest._received(fields, wanted, parts, self._model_key, exchange))
         start_ns = time.monotonic_ns()
-        working_for = WORKING_FOR.set(frozenset(request._tenant for request in requests))
+        token = EXECUTE_TENANTS.set(frozenset(request._tenant for request in requests))
         try:
             returned = self._checked(self._run(requests), exchanges)
         except BaseException as error:
@@ -125,12 +154,12 @@ class Runner:
                 exchange.end_by_runner()
             return self._report(error), (), (), start_ns, time.monotonic_ns()
         finally:
-            WORKING_FOR.reset(working_for)
+            EXECUTE_TENANTS.reset(token)
         end_ns = time.monotonic_ns()
         rescheduled = [exchange.number for exchange in exchanges if exchange.release_flags == RELEASE_RESCHEDULE]
         responses = []
         for exchange, response in zip(exchanges, returned, strict=True):
-            responses.append(None if response is None else response._pack(exchange.taken, answer_parts))
+            responses.append(None if response is None else response._pack(exchange.output_names, answer_parts))
             if response is not None or exchange.number in rescheduled:
                 exchange.end_by_runner()
         return None, responses, rescheduled, start_ns, end_ns
@@ -157,7 +186,7 @@ class Runner:
         return None
 
     def _report(self, error: BaseException) -> str:
-        """Logs what execute raised, as Triton does; the text for the requests that wait for an answer."""
+        """Logs what execute raised, as Triton does; returns the text for the requests that wait for an answer."""
         text = exception_text(error)
         file, line = raised_at(error, self._file)
         told = f"Failed to process the request(s) for model '{self._name}', message: {text}"

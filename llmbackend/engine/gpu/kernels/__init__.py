@@ -1,1 +1,1 @@
-"""Kernels in Triton's language. Imported by the accelerator path alone: nothing that runs on a CPU may need triton."""
+"""Kernels in Triton's language. Only the accelerator path imports them: nothing that runs on a CPU may need triton."""

@@ -1,22 +1,8 @@
-"""Attention of a ragged batch to keys and values in blocks, in Triton's language.
+"""Launches the attention kernels: tile sizes, workspace, arguments.
 
-For: triton_ops.py and whoever attends on a device. Does not know: models, steps, graphs. The idea: the positions of a
-sequence are cut, once and for all, into splits of SPLIT keys. A split is computed tile by tile with an online softmax
-from nothing; the splits' results are merged in ascending order. Sequences with one query (decode) are computed one
-program per split, so that a single long sequence keeps the whole device busy; others (prefill) one program per tile of
-queries, which walks and merges the splits by itself. Both go through the same helpers (_attend_tile, _merge, _finish).
-
-Invariants. What a query gets depends on its own position, keys and values alone: not on the other sequences, nor on
-the bounds in the layout, the number of programs, the size of the workspace. Tiles that a query does not see leave its
-sums as they are, bit by bit: they add zeros and multiply by ones. Keys and values at or beyond a sequence's length are
-not read. Nothing is allocated by a call and nothing read back, so calls can be captured in a graph.
-
-Decode and prefill agree bit by bit as well, as far as the tensor cores do: operands and the order over keys and over
-the head are the same; elementwise steps are written with explicit fma and compiled without further fusion; every sum,
-that of the softmax's weights too, is a matrix product, whose order over the keys does not hang on how warps share out
-a tile. What no document promises is that wgmma (Hopper; tiles of 64 rows and more) rounds as mma.sync does (16 rows, as
-in decode). With exact_chunks prefill uses decode's own tile and instruction and the promise is whole, at a cost in
-prefill; before Hopper there is one instruction and no such doubt.
+For: triton_ops.py, and the benchmarks of attention. Does not know: models, steps, graphs. Invariant: nothing is
+allocated by a call and nothing read back, so that calls can be captured in a graph. The algorithm, and on what a result
+depends, is described in attention.py.
 """
 
 from __future__ import annotations
@@ -25,33 +11,36 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 
 from ..ops import AttendSpec, LayerCache, StepLayout
-from .dialect import dot_dtype, has_group_products
+from . import attention
+from .matmul import dot_dtype, has_group_products
 
 SPLIT = 256
-"""Keys of a split. Part of the result's rounding, hence no tunable: 256 keys of 128 dimensions are 128 KiB of memory
-traffic, enough to hide a program's start, and 32 programs for 8192 keys of one head."""
+"""Keys of a split. Not tunable, because results' rounding depends on it: 256 keys of 128 dimensions are 128 KiB of
+memory traffic, enough to hide a program's start, and 8192 keys of one head are 32 programs."""
 
 _MAX_PROGRAMS = 8192
-"""Of a decode launch. Beyond it programs take several splits each: a bound far above the lengths must cost little."""
-_ROWS_AT_ONCE = 256
-"""Sequences looked at together when one program counts what is before its own."""
+"""Of a decode launch. Beyond it programs compute several splits each, so that a max_seq_len far above the actual
+lengths costs little."""
+_SEQUENCES_AT_ONCE = 256
+"""Sequences read together when a program counts the splits before its own sequence's."""
 _UNROLL = 8
-"""Splits that combine_kernel loads before it needs the first."""
+"""Splits that combine_kernel loads at a time."""
 _LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Launch parameters for one head_dim and dtype. keys: of a tile, the same for decode and prefill. rows: (query,
-    head) pairs of a prefill tile. Then the warps and pipeline stages of each kernel."""
+    """Launch parameters for one head_dim and dtype."""
 
     keys: int
+    """Of a tile, the same for decode and prefill."""
     rows: int
+    """(query, head) pairs of a prefill tile."""
     warps: int
     stages: int
+    """Pipeline stages of prefill."""
     decode_warps: int
     decode_stages: int
 
@@ -74,441 +63,8 @@ def _padded(head_dim: int) -> int:
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
-# ---------------------------------------------------------------------------------------------- shared by both kernels
-
-
-@triton.jit
-def _tanh(x):
-    shrunk = tl.exp2(tl.abs(x) * -2.8853900817779268)  # exp(-2|x|): never overflows
-    size = (1.0 - shrunk) / (1.0 + shrunk)
-    return tl.where(x < 0, -size, size)
-
-
-@triton.jit
-def _shift_for(top):
-    """What to subtract before exp2: the largest score, or 0 where there is none yet."""
-    return tl.where(top == float("-inf"), 0.0, top)
-
-
-@triton.jit
-def _attend_tile(
-    q,
-    positions,
-    first_key,
-    end_key,
-    total,
-    top,
-    sums,
-    keys,
-    values,
-    table,
-    block_stride,
-    key_scale,
-    softcap,
-    window,
-    HEAD_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Adds keys first_key … first_key + TILE - 1, below end_key, to the sums of each query row.
-
-    total [rows, PADDED]: weighted values; top [rows]: the largest score, in bits (scores are exponents of two); sums
-    [rows, 16 or 32]: the sum of weights, in every column, since it is a product with ones (of 16 columns for tall
-    tiles; of 32 for 16 rows, so that every product is wider than high and the warps share its columns). key_scale turns
-    q·k into bits; with a soft cap it turns it into the argument of tanh, and softcap the tanh into bits.
-    """
-    at = first_key + tl.arange(0, TILE)
-    dims = tl.arange(0, PADDED)
-    held = at < end_key
-    block = tl.load(table + at // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
-    offsets = (block * block_stride + (at % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
-    inside = held[:, None] & (dims[None, :] < HEAD_DIM)
-    k = tl.load(keys + offsets, mask=inside, other=0.0).to(DOT)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if HAS_SOFTCAP:
-        scores = _tanh(scores * key_scale) * softcap
-        factor = 1.0
-    else:
-        factor = key_scale
-    seen = held[None, :] & (at[None, :] <= positions[:, None])
-    if HAS_WINDOW:
-        seen = seen & (at[None, :] > positions[:, None] - window)
-    scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    shift = _shift_for(new_top)
-    factors = tl.full(scores.shape, 1.0, tl.float32) * factor
-    weights = tl.exp2(tl.fma(scores, factors, tl.broadcast_to(-shift[:, None], scores.shape)))
-    kept = tl.exp2(top - shift)[:, None]
-    v = tl.load(values + offsets, mask=inside, other=0.0).to(DOT)
-    weights = weights.to(DOT)
-    total = tl.dot(weights, v, total * kept, input_precision=PRECISION)
-    sums = tl.dot(weights, tl.full([TILE, sums.shape[1]], 1.0, DOT), sums * kept, input_precision=PRECISION)
-    return total, new_top, sums
-
-
-@triton.jit
-def _merge(total, top, weight, split_total, split_top, split_weight):
-    """The sums of a longer stretch: what was merged so far, then one more split. Shapes as in _attend_tile, or of one
-    row: [PADDED] and scalars."""
-    new_top = tl.maximum(top, split_top)
-    shift = _shift_for(new_top)
-    kept, added = tl.exp2(top - shift), tl.exp2(split_top - shift)
-    weight = tl.fma(weight, kept, split_weight * added)
-    if len(total.shape) == 2:
-        kept, added = kept[:, None], added[:, None]
-    return tl.fma(total, tl.broadcast_to(kept, total.shape), split_total * added), new_top, weight
-
-
-@triton.jit
-def _finish(total, top, weight, sink, value_scale, HAS_SINKS: tl.constexpr):
-    """The output: weighted values over the sum of weights, the sink's among them; zeros where nothing was seen."""
-    if HAS_SINKS:
-        sink = sink * 1.4426950408889634
-        new_top = tl.maximum(top, sink)
-        kept, added = tl.exp2(top - new_top), tl.exp2(sink - new_top)
-        weight = tl.fma(weight, kept, added)
-        factor = kept * value_scale
-    else:
-        factor = tl.zeros_like(weight) + value_scale
-    divisor = tl.where(weight > 0, weight, 1.0)
-    if len(total.shape) == 2:
-        factor, divisor = factor[:, None], divisor[:, None]
-    return total * factor / divisor
-
-
-# -------------------------------------------------------------------------------------------------------------- decode
-
-
-@triton.jit
-def _first_split(length, window, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """The first split that the last query of a sequence of this length sees."""
-    if HAS_WINDOW:
-        return tl.maximum(length - window, 0) // SPLIT
-    return length * 0
-
-
-@triton.jit
-def _stored_before(
-    sequence, query_start, seq_lens, window, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    """How many places in the workspace the splits of the sequences before this one take."""
-    count = 0
-    for start in range(0, sequence, AT_ONCE):
-        other = start + tl.arange(0, AT_ONCE)
-        before = other < sequence
-        queries = tl.load(query_start + other + 1, mask=before, other=0) - tl.load(
-            query_start + other, mask=before, other=0
-        )
-        length = tl.load(seq_lens + other, mask=before, other=0)
-        splits = tl.cdiv(length, SPLIT) - _first_split(length, window, HAS_WINDOW, SPLIT)
-        count += tl.sum(tl.where((queries == 1) & (splits > 1), splits, 0))
-    return count
-
-
-_LAYOUT = ["rows", "query_start", "seq_lens", "table"]
-
-
-@triton.jit(
-    do_not_specialize=["capacity", "places", "window", "table_stride", "key_scale", "value_scale", "softcap"],
-    do_not_specialize_on_alignment=_LAYOUT,
-)
-def decode_kernel(
-    q,
-    keys,
-    values,
-    table,
-    rows,
-    query_start,
-    seq_lens,
-    sinks,
-    workspace,
-    out,
-    q_stride,
-    block_stride,
-    head_stride,
-    out_stride,
-    table_stride,
-    capacity,
-    places,
-    key_scale,
-    value_scale,
-    softcap,
-    window,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Program (sequence, up to 16 query heads of one group, share of the splits), for sequences with one query.
-
-    workspace: totals [places, HEADS, HEAD_DIM], then top and weight [places, HEADS, 2], float32. The first `capacity`
-    places take the sums of splits, for combine_kernel. A sequence with one split, or whose splits find no place, is
-    done by its first program alone, which keeps the merged sums in the sequence's own place after those (not in
-    registers: they are needed once a split).
-    """
-    sequence, tile_of_heads, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = tl.load(query_start + sequence)
-    length = tl.load(seq_lens + sequence)
-    if tl.load(query_start + sequence + 1) - token != 1:
-        return
-    first = _first_split(length, window, HAS_WINDOW, SPLIT)
-    end = tl.cdiv(length, SPLIT)
-    if (share > 0) & (first + share >= end):
-        return
-    stored = 0
-    if end - first > 1:
-        stored = _stored_before(sequence, query_start, seq_lens, window, HAS_WINDOW, SPLIT, AT_ONCE)
-    alone = (end - first <= 1) | (stored + end - first > capacity)
-    if alone & (share > 0):
-        return
-
-    HEAD_TILES: tl.constexpr = (GROUP + 15) // 16
-    kv_head = tile_of_heads // HEAD_TILES
-    in_group = (tile_of_heads % HEAD_TILES) * 16 + tl.arange(0, 16)
-    heads = kv_head * GROUP + in_group
-    dims = tl.arange(0, PADDED)
-    real = (in_group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    within = heads[:, None] * HEAD_DIM + dims[None, :]
-    query = tl.load(q + token.to(tl.int64) * q_stride + within, mask=real, other=0.0).to(DOT)
-    positions = tl.zeros([16], tl.int32) + (length - 1)
-    keys += kv_head.to(tl.int64) * head_stride
-    values += kv_head.to(tl.int64) * head_stride
-    table += tl.load(rows + sequence).to(tl.int64) * table_stride
-
-    in_place = heads[:, None] * HEAD_DIM + dims[None, :]
-    total = tl.zeros([16, PADDED], tl.float32)
-    top = tl.full([16], float("-inf"), tl.float32)
-    weight = tl.zeros([16], tl.float32)
-    for split in range(first + share, end, tl.where(alone, 1, tl.num_programs(2))):
-        total = tl.zeros([16, PADDED], tl.float32)
-        top = tl.full([16], float("-inf"), tl.float32)
-        weights = tl.zeros([16, 32], tl.float32)
-        start = split * SPLIT
-        if HAS_WINDOW:
-            start = tl.maximum(start, tl.maximum(length - window, 0) // TILE * TILE)
-        for first_key in range(start, tl.minimum(split * SPLIT + SPLIT, length), TILE):
-            total, top, weights = _attend_tile(
-                query, positions, first_key, length, total, top, weights, keys, values, table, block_stride, key_scale,
-                softcap, window, HEAD_DIM, PADDED, BLOCK_SIZE, TILE, HAS_WINDOW, HAS_SOFTCAP, DOT, PRECISION,
-            )  # fmt: skip
-        weight = tl.max(weights, 1)
-        place = tl.where(alone, capacity + sequence, stored + split - first).to(tl.int64) * HEADS
-        totals = workspace + place * HEAD_DIM + in_place
-        tops = workspace + places.to(tl.int64) * HEADS * HEAD_DIM + (place + heads) * 2
-        if alone & (split > first):
-            tl.debug_barrier()  # other threads of this program stored it
-            so_far = tl.load(totals, mask=real, other=0.0)
-            so_far_top = tl.load(tops, mask=in_group < GROUP, other=0.0)
-            so_far_weight = tl.load(tops + 1, mask=in_group < GROUP, other=0.0)
-            total, top, weight = _merge(so_far, so_far_top, so_far_weight, total, top, weight)
-        if (alone == 0) | (split + 1 < end):
-            tl.store(totals, total, mask=real)
-            tl.store(tops, top, mask=in_group < GROUP)
-            tl.store(tops + 1, weight, mask=in_group < GROUP)
-    if alone:
-        sink = weight
-        if HAS_SINKS:
-            sink = tl.load(sinks + heads, mask=in_group < GROUP, other=0.0)
-        result = _finish(total, top, weight, sink, value_scale, HAS_SINKS)
-        result = tl.where(length > 0, result, 0.0)
-        tl.store(out + token.to(tl.int64) * out_stride + within, result.to(out.dtype.element_ty), mask=real)
-
-
-@triton.jit(
-    do_not_specialize=["capacity", "places", "window", "value_scale"],
-    do_not_specialize_on_alignment=_LAYOUT,
-)
-def combine_kernel(
-    workspace,
-    query_start,
-    seq_lens,
-    sinks,
-    out,
-    out_stride,
-    capacity,
-    places,
-    value_scale,
-    window,
-    HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """Program (sequence, query head): merges the splits that decode_kernel stored, in ascending order."""
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    token = tl.load(query_start + sequence)
-    length = tl.load(seq_lens + sequence)
-    if tl.load(query_start + sequence + 1) - token != 1:
-        return
-    count = tl.cdiv(length, SPLIT) - _first_split(length, window, HAS_WINDOW, SPLIT)
-    if count <= 1:
-        return
-    stored = _stored_before(sequence, query_start, seq_lens, window, HAS_WINDOW, SPLIT, AT_ONCE)
-    if stored + count > capacity:
-        return
-
-    dims = tl.arange(0, PADDED)
-    pairs = workspace + places.to(tl.int64) * HEADS * HEAD_DIM
-    total = tl.zeros([PADDED], tl.float32)
-    top = tl.full([1], float("-inf"), tl.float32)
-    weight = tl.zeros([1], tl.float32)
-    one = tl.arange(0, 1)
-    for start in range(0, count, UNROLL):
-        for i in tl.static_range(UNROLL):
-            there = start + i < count
-            place = (stored + start + i).to(tl.int64) * HEADS + head
-            split_total = tl.load(workspace + place * HEAD_DIM + dims, mask=there & (dims < HEAD_DIM), other=0.0)
-            split_top = tl.load(pairs + place * 2 + one, mask=there & (one < 1), other=float("-inf"))
-            split_weight = tl.load(pairs + place * 2 + 1 + one, mask=there & (one < 1), other=0.0)
-            total, top, weight = _merge(total, top, weight, split_total, split_top, split_weight)
-    sink = weight
-    if HAS_SINKS:
-        sink = tl.load(sinks + head + one)
-    result = _finish(total, top, weight, sink, value_scale, HAS_SINKS)
-    target = out + token.to(tl.int64) * out_stride + head * HEAD_DIM + dims
-    tl.store(target, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
-
-
-# ------------------------------------------------------------------------------------------------------------- prefill
-
-
-@triton.jit
-def _sequence_of(tile, num_sequences, query_start, QUERIES: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The sequence a tile belongs to: sequence i starts at tile query_start[i] // QUERIES + i, which leaves it as many
-    as it needs."""
-    count = 0
-    for start in range(0, num_sequences, AT_ONCE):
-        other = start + tl.arange(0, AT_ONCE)
-        there = other < num_sequences
-        begins = tl.load(query_start + other, mask=there, other=0) // QUERIES + other
-        count += tl.sum((there & (begins <= tile)).to(tl.int32))
-    return count - 1
-
-
-@triton.jit(
-    do_not_specialize=["num_sequences", "window", "table_stride", "key_scale", "value_scale", "softcap"],
-    do_not_specialize_on_alignment=_LAYOUT,
-)
-def prefill_kernel(
-    q,
-    keys,
-    values,
-    table,
-    rows,
-    query_start,
-    seq_lens,
-    sinks,
-    out,
-    q_stride,
-    block_stride,
-    head_stride,
-    out_stride,
-    table_stride,
-    num_sequences,
-    key_scale,
-    value_scale,
-    softcap,
-    window,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Program (tile of queries, query heads of one group), for sequences with more than one query. A tile's row is a
-    query and a head: HEADS_HERE heads of each of QUERIES queries."""
-    HEADS_HERE: tl.constexpr = GROUP if GROUP < ROWS else ROWS
-    QUERIES: tl.constexpr = ROWS // HEADS_HERE
-    HEAD_TILES: tl.constexpr = (GROUP + HEADS_HERE - 1) // HEADS_HERE
-    SUMS: tl.constexpr = 32 if ROWS == 16 else 16
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a prompt see most keys: they start first
-    sequence = _sequence_of(tile, num_sequences, query_start, QUERIES, AT_ONCE)
-    begin = tl.load(query_start + sequence)
-    num_queries = tl.load(query_start + sequence + 1) - begin
-    first_query = (tile - begin // QUERIES - sequence) * QUERIES
-    if (num_queries <= 1) | (first_query >= num_queries):
-        return
-
-    kv_head = tl.program_id(1) // HEAD_TILES
-    row = tl.arange(0, ROWS)
-    in_group = (tl.program_id(1) % HEAD_TILES) * HEADS_HERE + row % HEADS_HERE
-    offset = first_query + row // HEADS_HERE
-    used = (row < QUERIES * HEADS_HERE) & (offset < num_queries) & (in_group < GROUP)
-    heads = kv_head * GROUP + in_group
-    dims = tl.arange(0, PADDED)
-    real = used[:, None] & (dims < HEAD_DIM)[None, :]
-    within = heads[:, None] * HEAD_DIM + dims[None, :]
-    tokens = (begin + offset).to(tl.int64)
-    query = tl.load(q + tokens[:, None] * q_stride + within, mask=real, other=0.0).to(DOT)
-    length = tl.load(seq_lens + sequence)
-    first_position = length - num_queries + first_query
-    positions = tl.minimum(length - num_queries + offset, length - 1)
-    end_key = tl.minimum(first_position + QUERIES, length)
-    keys += kv_head.to(tl.int64) * head_stride
-    values += kv_head.to(tl.int64) * head_stride
-    table += tl.load(rows + sequence).to(tl.int64) * table_stride
-
-    all_total = tl.zeros([ROWS, PADDED], tl.float32)
-    all_top = tl.full([ROWS], float("-inf"), tl.float32)
-    all_weight = tl.zeros([ROWS], tl.float32)
-    total, top, weights = all_total, all_top, tl.zeros([ROWS, SUMS], tl.float32)
-    start = 0
-    if HAS_WINDOW:
-        start = tl.maximum(first_position - window + 1, 0) // TILE * TILE
-    for first_key in range(start, end_key, TILE):
-        total, top, weights = _attend_tile(
-            query, positions, first_key, end_key, total, top, weights, keys, values, table, block_stride, key_scale,
-            softcap, window, HEAD_DIM, PADDED, BLOCK_SIZE, TILE, HAS_WINDOW, HAS_SOFTCAP, DOT, PRECISION,
-        )  # fmt: skip
-        if (first_key + TILE) % SPLIT == 0:
-            all_total, all_top, all_weight = _merge(all_total, all_top, all_weight, total, top, tl.max(weights, 1))
-            total = tl.zeros([ROWS, PADDED], tl.float32)
-            top = tl.full([ROWS], float("-inf"), tl.float32)
-            weights = tl.zeros([ROWS, SUMS], tl.float32)
-    all_total, all_top, all_weight = _merge(all_total, all_top, all_weight, total, top, tl.max(weights, 1))
-    sink = all_weight
-    if HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=used, other=0.0)
-    result = _finish(all_total, all_top, all_weight, sink, value_scale, HAS_SINKS)
-    tl.store(out + tokens[:, None] * out_stride + within, result.to(out.dtype.element_ty), mask=real)
-
-
-# ---------------------------------------------------------------------------------------------------------------- host
-
-
 class PagedAttention:
-    """Launches the kernels; owns the workspace of decode, which the layers and the graphs of one stream share.
-
-    num_heads, head_dim: the largest of any layer. max_num_seqs: sequences of a step, padding included. workspace_bytes:
-    for splits, at most; long sequences whose splits find no place in it are computed by fewer programs, with the same
-    result. exact_chunks: see the module. Raises ValueError for what the kernels do not do.
-    """
+    """Launches the kernels; owns the workspace of decode, which the layers and the graphs of one stream share."""
 
     def __init__(
         self,
@@ -521,6 +77,9 @@ class PagedAttention:
         workspace_bytes: int = 256 << 20,
         exact_chunks: bool = False,
     ) -> None:
+        """num_heads, head_dim: the largest of any layer. max_num_seqs: sequences of a step, padding included.
+        workspace_bytes: at most so much for splits; sequences whose splits do not fit are computed by fewer programs,
+        with the same result. exact_chunks: see attention.py."""
         place = num_heads * (head_dim + 2)
         splits = min(max_num_seqs * triton.cdiv(max_seq_len, SPLIT), workspace_bytes // (place * 4))
         self._workspace = torch.empty((splits + max_num_seqs) * place, dtype=torch.float32, device=device)
@@ -528,7 +87,7 @@ class PagedAttention:
         self._exact_chunks = exact_chunks
 
     def poison(self) -> None:
-        """Fills the workspace with NaN, so that a read of what was not written shows."""
+        """Fills the workspace with NaN, so that a test notices a read of what was not written."""
         self._workspace.fill_(float("nan"))
 
     def attend(
@@ -540,7 +99,7 @@ class PagedAttention:
         cache: LayerCache,
         out: torch.Tensor,
     ) -> None:
-        """As Ops.attend."""
+        """As Ops.attend. Raises ValueError for what the kernels do not support."""
         _check(qkv, spec, cache, out)
         num_sequences = layout.query_start.shape[0] - 1
         if num_sequences > self._max_num_seqs or self._places(spec) < self._max_num_seqs:
@@ -566,7 +125,7 @@ class PagedAttention:
         group = spec.num_heads // spec.num_kv_heads
         heads_here = min(group, tiles.rows)
         num_tiles = qkv.shape[0] // (tiles.rows // heads_here) + num_sequences
-        prefill_kernel[(num_tiles, spec.num_kv_heads * triton.cdiv(group, heads_here))](
+        attention.prefill_kernel[(num_tiles, spec.num_kv_heads * triton.cdiv(group, heads_here))](
             *self._tensors(qkv, layout, block_table, spec, cache),
             out,
             *_strides(qkv, cache, out, block_table),
@@ -595,7 +154,7 @@ class PagedAttention:
         head_tiles = spec.num_kv_heads * triton.cdiv(spec.num_heads // spec.num_kv_heads, 16)
         max_splits = _max_splits(layout.max_seq_len, spec.window)
         shares = min(max_splits, max(1, _MAX_PROGRAMS // (num_sequences * head_tiles)))
-        decode_kernel[(num_sequences, head_tiles, shares)](
+        attention.decode_kernel[(num_sequences, head_tiles, shares)](
             *self._tensors(qkv, layout, block_table, spec, cache),
             self._workspace,
             out,
@@ -621,7 +180,7 @@ class PagedAttention:
         capacity: int,
         places: int,
     ) -> None:
-        combine_kernel[(layout.query_start.shape[0] - 1, spec.num_heads)](
+        attention.combine_kernel[(layout.query_start.shape[0] - 1, spec.num_heads)](
             self._workspace,
             layout.query_start,
             layout.seq_lens,
@@ -636,7 +195,7 @@ class PagedAttention:
             HEAD_DIM=spec.head_dim,
             PADDED=_padded(spec.head_dim),
             SPLIT=SPLIT,
-            AT_ONCE=_ROWS_AT_ONCE,
+            AT_ONCE=_SEQUENCES_AT_ONCE,
             UNROLL=_UNROLL,
             HAS_WINDOW=spec.window > 0,
             HAS_SINKS=spec.sinks is not None,
@@ -664,7 +223,7 @@ class PagedAttention:
 
 
 def _check(qkv: torch.Tensor, spec: AttendSpec, cache: LayerCache, out: torch.Tensor) -> None:
-    """What a wrong value would turn into a read of foreign memory."""
+    """Raises ValueError for what the kernels do not support; some of it would make them read outside of tensors."""
     block_size, head_dim = cache.keys.shape[2:]
     if block_size < 16 or block_size & (block_size - 1):
         raise ValueError(f"block_size {block_size}: expected a power of two from 16")
@@ -690,7 +249,7 @@ def _strides(qkv: torch.Tensor, cache: LayerCache, out: torch.Tensor, block_tabl
 
 
 def _factors(spec: AttendSpec, cache: LayerCache) -> tuple[float, float, float, int]:
-    """key_scale, value_scale, softcap, window, as _attend_tile and _finish want them."""
+    """key_scale, value_scale, softcap, window, as _attend_tile and _finish take them."""
     scale = spec.scaling * cache.key_scale
     if spec.softcap:
         return scale / spec.softcap, cache.value_scale, spec.softcap * _LOG2E, spec.window
@@ -705,7 +264,7 @@ def _constants(spec: AttendSpec, cache: LayerCache, dtype: torch.dtype, tiles: T
         "BLOCK_SIZE": cache.keys.shape[2],
         "TILE": tiles.keys,
         "SPLIT": SPLIT,
-        "AT_ONCE": _ROWS_AT_ONCE,
+        "AT_ONCE": _SEQUENCES_AT_ONCE,
         "HAS_WINDOW": spec.window > 0,
         "HAS_SOFTCAP": spec.softcap > 0,
         "HAS_SINKS": spec.sinks is not None,

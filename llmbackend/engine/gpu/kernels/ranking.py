@@ -1,9 +1,9 @@
 """Places in the order of likelihood without a sort: equal logits by token id, the lower one first.
 
-For: limited_sampling.py and logprobs.py. Does not know: what is looked for. Invariants: `rank keys` are whole numbers
-that all differ and rise in that order; every search ends at a key that is there; sums have a fixed order.
+For: ranked_sampling.py. Does not know: what is searched for. Invariants: rank keys are integers that all differ and
+rise with likelihood; every search ends at an existing key; sums have a fixed order.
 
-A search narrows an interval of keys in which the wanted one lies, by looking at the whole row, until it holds no more
+A search narrows an interval of keys around the one it looks for by passes over the whole row, until it holds no more
 than CANDIDATES; those are collected, and the search ends among them. Only blocks that can hold such a key are read.
 """
 
@@ -12,11 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .logits import BLOCK, load_logits
+from .sampling import BLOCK, load_logits
 
 CANDIDATES = tl.constexpr(2048)
 GATHERED = tl.constexpr(16)
-"""Blocks looked at together."""
+"""Blocks read together."""
 
 LOWEST_KEY = tl.constexpr(-(2**63))
 
@@ -29,7 +29,7 @@ def rank_key(x, ids, vocab_size, SHIFT: tl.constexpr):
 
 @triton.jit
 def least_key(x, SHIFT: tl.constexpr):
-    """Not above any key of x, and above all of less."""
+    """The bound between the keys of x and those of smaller logits: not above the former, above the latter."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) << SHIFT
 
@@ -47,8 +47,8 @@ def id_of(key, vocab_size, SHIFT: tl.constexpr):
 
 @triton.jit
 def middle(low, high, SHIFT: tl.constexpr):
-    """A number above `low` and below `high`, which differ by more than one: half-way between their logits, if it can
-    be, for logits lie closer to each other in numbers than in bits."""
+    """A key above `low` and below `high`, which differ by more than one: half-way between their logits if possible,
+    since logits are more evenly spread as numbers than as bit patterns."""
     half = least_key(logit_of(low, SHIFT) * 0.5 + logit_of(high, SHIFT) * 0.5, SHIFT)
     border = (high >> SHIFT) << SHIFT
     between = (low >> 1) + (high >> 1) + (low & high & 1)
@@ -58,8 +58,8 @@ def middle(low, high, SHIFT: tl.constexpr):
 
 @triton.jit
 def search_tile(keys, sizes, target, before, low, high, SHIFT: tl.constexpr):
-    """The largest key from `low` on and below `high` at which `before` and the sizes of all keys from it on reach the
-    target; the least, if rounding says none does."""
+    """The largest key in [low, high) at which `before` plus the sizes of all keys from it on reaches the target; the
+    smallest key, if by rounding none does."""
     inside = tl.sum(((keys >= low) & (keys < high)).to(tl.int32), axis=0)
     while inside > 1:
         pivot = middle(low, high, SHIFT)
@@ -74,7 +74,7 @@ def search_tile(keys, sizes, target, before, low, high, SHIFT: tl.constexpr):
 
 @triton.jit
 def list_blocks(scaled_peaks, least, listed):
-    """Writes the numbers of blocks whose peaks reach `least`; how many there are."""
+    """Writes the numbers of the blocks whose peaks reach `least`. Returns how many there are."""
     blocks = tl.arange(0, scaled_peaks.shape[0])
     wanted = scaled_peaks >= least
     places = tl.cumsum(wanted.to(tl.int32), axis=0) - 1
@@ -108,7 +108,7 @@ def measure(
     logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, listed, num_listed, low,
     SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """How many keys there are from `low` on, and their mass."""
+    """How many keys are at or above `low`, and their mass."""
     size: tl.constexpr = GATHERED * BLOCK
     counts = tl.zeros((size,), tl.int32)
     masses = tl.zeros((size,), tl.float64)
@@ -129,7 +129,7 @@ def collect(
     logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, listed, num_listed, low, high,
     found, room, SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Writes the first `room` keys from `low` on and below `high`; how many there are."""
+    """Writes the first `room` keys in [low, high). Returns how many keys there are."""
     count = num_listed * 0
     begin = num_listed * 0
     tl.debug_barrier()
@@ -153,10 +153,10 @@ def search(
     target, by_count, low, num_low, high, found,
     SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Narrows until `found` holds all keys of an interval in which the largest key lies at which the count (or mass) of
-    all from it on reaches the target; num_low keys are there from `low` on, none from `high` on.
+    """Narrows the interval around the largest key at which the count (or mass) of the keys from it on reaches the
+    target, until `found` holds all keys of the interval. num_low: keys at or above `low`; none are at or above `high`.
 
-    Returns the interval, how many keys are in it, and the count and mass of those beyond it."""
+    Returns the interval, how many keys are in it, and the count and mass of those above it."""
     inside = num_low
     num_beyond = num_low * 0
     mass_beyond = target * 0.0
@@ -182,7 +182,8 @@ def search(
 
 @triton.jit
 def peak_of_rank(scaled_peaks, rank, least, SHIFT: tl.constexpr):
-    """The logit that `rank` block peaks reach: as many logits do, too. `least`, if fewer peaks than that reach it."""
+    """The logit that `rank` block peaks reach, so that at least as many logits do; `least`, if fewer peaks reach
+    that."""
     size: tl.constexpr = scaled_peaks.shape[0]
     keys = rank_key(scaled_peaks, tl.arange(0, size), size, SHIFT)
     there = scaled_peaks >= least

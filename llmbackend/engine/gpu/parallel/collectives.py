@@ -1,8 +1,8 @@
-"""What the ranks of one engine compute together: sums and rows of all.
+"""What the ranks of one engine compute together: sums over ranks, and all ranks' rows.
 
 For: sharded weights, which call it between two products of the program. Does not know: models, steps, processes.
 Invariants: every rank makes the same calls in the same order, with the same shapes; all get the same bits, so that they
-sample the same tokens without telling each other; nothing listens but on the loopback interface.
+sample the same tokens without exchanging them; sockets listen on the loopback interface only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
 _NETWORK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""How the ranks find each other; between the GPUs of a host, data go another way."""
+"""The interfaces by which ranks find each other; data between the GPUs of a host do not use them."""
 
 
 class Collectives(Protocol):
@@ -35,11 +35,11 @@ class Collectives(Protocol):
 
 
 class ProcessGroup:
-    """The ranks as a group of torch.distributed: NCCL between GPUs, gloo between CPUs."""
+    """The ranks as the process group that `join` made: NCCL between GPUs, gloo between CPUs."""
 
     def __init__(self, rank: int, size: int, in_order: bool = False) -> None:
-        """The group that `join` made. in_order: sums are those of rank 0, 1, 2, …; a library's own order may depend on
-        how many numbers there are to sum, with more than two ranks."""
+        """in_order: sums are computed in the order of ranks 0, 1, 2, …; with more than two ranks, a library's own order
+        may depend on how many numbers there are to sum."""
         self.rank = rank
         self.size = size
         self._in_order = in_order and size > 2
@@ -60,7 +60,7 @@ class ProcessGroup:
 
 
 def listen() -> tuple[socket.socket, int]:
-    """Where the ranks will meet, and its port."""
+    """The socket where the ranks will meet, and its port."""
     meeting = socket.create_server((LOOPBACK, 0))
     return meeting, int(meeting.getsockname()[1])
 
@@ -68,8 +68,8 @@ def listen() -> tuple[socket.socket, int]:
 def join(
     ranks: ProcessGroup, device: torch.device, port: int, timeout_s: float, meeting: socket.socket | None = None
 ) -> None:
-    """Meets the other ranks; `meeting` is rank 0's, which holds what they need to find each other. One group for a
-    process, which lives until `leave`. Raises RuntimeError when they do not come in time."""
+    """Meets the other ranks. meeting: rank 0's socket from `listen`. There is one group for a process, until `leave`.
+    Raises RuntimeError when the other ranks do not come within timeout_s."""
     for name in _NETWORK_INTERFACES:
         os.environ.setdefault(name, "lo")
     timeout = timedelta(seconds=timeout_s)

@@ -1,10 +1,10 @@
-"""The processes of ranks 1 and up, as rank 0 has them: forked, told the same as each other, and never left behind.
+"""The processes of ranks 1 and up, as rank 0 handles them: forked, told the same messages, ended with the engine.
 
 For: the engine's process, which is rank 0. Does not know: models, steps, torch.
-Invariants: they are forked before the engine's process starts a thread or touches a device, so that a fork costs
-milliseconds and shares what is imported; the kernel ends a follower when the engine's process ends, however it ends; a
-follower that ends while steps are computed ends the engine's process, since the others wait for it in vain: whoever
-supervises that process starts a new one.
+Invariants: they are forked before the engine's process starts a thread or uses a device, so that a fork costs
+milliseconds and shares what is imported; the kernel ends a follower when the engine's process ends for any reason; a
+follower that ends while steps are computed ends the engine's process, because the other ranks would wait for it
+forever, and the supervisor of that process starts a new one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .messages import Message, Stop
 logger = logging.getLogger(__name__)
 
 LOST_EXIT_CODE = 70
-"""Of an engine's process whose ranks cannot go on together."""
+"""Exit code of an engine's process that lost a rank."""
 CLOSE_TIMEOUT_S = 3.0
 GRACE_S = 2.0
 _PR_SET_PDEATHSIG = 1
@@ -59,7 +59,7 @@ class Followers:
             follower.link.send_bytes(data)
 
     def expect_loaded(self) -> None:
-        """Waits until each has its part of the model. Raises ValueError with the reason of one that cannot."""
+        """Waits until each has loaded its part of the model. Raises ValueError with the reason of one that cannot."""
         for follower in self._followers:
             try:
                 error = follower.link.recv_bytes().decode()
@@ -69,12 +69,12 @@ class Followers:
                 raise ValueError(error)
 
     def watch(self) -> None:
-        """From now on the end of a follower is the end of this process."""
+        """From now on this process ends when a follower ends."""
         self._watcher = threading.Thread(target=self._await_end, name="llm-followers", daemon=True)
         self._watcher.start()
 
     def abandon(self, reason: str) -> NoReturn:
-        """Ends this process, and with it the followers, at once: their devices may wait for each other for ever."""
+        """Ends this process, and with it the followers, at once: their devices may be waiting for each other."""
         logger.error("%s: this engine ends", reason)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -82,13 +82,14 @@ class Followers:
         os._exit(LOST_EXIT_CODE)
 
     def stop(self) -> None:
-        """Has them end; returns at once."""
+        """Tells the followers to end, and returns at once."""
         self._closing.set()
         with contextlib.suppress(OSError):
             self.tell(Stop())
 
     def reap(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Waits for their end, and forces it after a while. They were told to stop, or are of no more use."""
+        """Waits for the end of followers that were told to stop or are not needed any more; kills them after
+        timeout_s."""
         self._closing.set()
         deadline_s = time.monotonic() + timeout_s
         for follower in self._followers:
@@ -105,7 +106,8 @@ class Followers:
             follower.link.close()
 
     def _await_end(self) -> None:
-        """A follower that says why it cannot start leaves rank 0 a while to say the same."""
+        """Ends this process when a follower ends. One that reports why it cannot start leaves rank 0 GRACE_S seconds to
+        fail with the same reason."""
         ready = wait([follower.link for follower in self._followers])
         if self._closing.is_set():
             return
@@ -119,7 +121,8 @@ class Followers:
 
 
 def fork_followers(size: int, run: Callable[[int, Connection], None], not_theirs: Sequence[int]) -> Followers:
-    """Ranks 1 .. size - 1, each of which does `run(rank, link)` and ends. not_theirs: descriptors to close there."""
+    """Forks ranks 1 .. size - 1, each of which calls `run(rank, link)` and ends. not_theirs: descriptors that they
+    close."""
     parent, followers = os.getpid(), list[Follower]()
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
@@ -136,7 +139,7 @@ def fork_followers(size: int, run: Callable[[int, Connection], None], not_theirs
 
 
 def _run(rank: int, link: Connection, run: Callable[[int, Connection], None]) -> NoReturn:
-    """Nothing of the parent's stack is unwound here, and nothing of its is flushed or closed."""
+    """Exits without unwinding the parent's stack, flushing its buffers or closing its files."""
     try:
         run(rank, link)
     except BaseException:

@@ -1,34 +1,38 @@
-"""A rank's part of a decoder: whole heads and columns of what splits, all of what does not.
+"""A rank's part of a model, read from the model's files: whole heads and columns of what splits, all of what does not.
 
 For: a rank, between loading a model and building its program. Does not know: processes, steps, how a product is
-computed. Invariants: the parts of all ranks together are the model; a rank's program computes the same hidden states as
-every other's, since after the two products of a layer whose inputs are split the ranks' results are summed; what cannot
-be split evenly is refused by name.
+computed. Invariants: the parts of all ranks together are the model; every rank's program computes the same hidden
+states, since after the two products of a layer whose inputs are split the ranks' results are summed; what cannot be
+split evenly is refused by name; the whole model is in host memory only, and freed before the program is built.
 Source: Megatron-LM's split of attention and MLP (arXiv 1909.08053, §3).
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
-from ...attention.kv_cache import LayerShape
-from ...decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection
-from ..dense_weights import DenseWeight, DeviceWeight, Matmul, SplittableWeight
-from .collectives import Collectives
-
-
-class UnshardableError(ValueError):
-    """Why a model cannot be split among that many ranks; a text for the user."""
+from ... import lean_imports
+from ...attention.interface import LayerShape
+from ...config import EngineConfig
+from ...errors import UnshardableError
+from ...model.decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection
+from ...model.loader import LoadedModel, load_model
+from ..weights import DenseWeight, DeviceWeight, Matmul, QuantizedLinear, SplittableWeight, check_device
+from .collectives import Collectives, ProcessGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SummedWeight:
-    """Some input columns of a matrix: its product is the sum of all ranks' products."""
+    """This rank's input columns of a matrix: the product is the sum of all ranks' products."""
 
     local: DeviceWeight
     ranks: Collectives
@@ -39,7 +43,7 @@ class SummedWeight:
 
     @property
     def k(self) -> int:
-        """This rank's columns."""
+        """The number of this rank's columns."""
         return self.local.k
 
     def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -51,7 +55,8 @@ class SummedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatheredWeight:
-    """Some output rows of a matrix, the last rank's filled up with zeros: its product is all ranks' side by side."""
+    """This rank's output rows of a matrix, the last rank's padded with zeros: the product is all ranks' products side
+    by side."""
 
     local: DeviceWeight
     ranks: Collectives
@@ -71,7 +76,7 @@ class GatheredWeight:
 
 
 class Sharding:
-    """The part of rank `ranks.rank`, on `device`. Weights are copied there, so that the whole model may go."""
+    """The part of rank `ranks.rank`. Weights are copied to `device`, so that the whole model can be freed."""
 
     def __init__(self, ranks: Collectives, device: torch.device) -> None:
         self._ranks = ranks
@@ -135,7 +140,7 @@ class Sharding:
         )
 
     def _mlp(self, mlp: Mlp) -> Mlp:
-        """gate and up side by side, as programs want them."""
+        """gate and up side by side, as programs need them."""
         part = self._part(mlp.gate.weight.n, "columns of its MLP")
         rows = torch.arange(part.start, part.stop)
         both = _splittable(mlp.gate).rows(rows).above(_splittable(mlp.up).rows(rows)).to(self._device)
@@ -147,7 +152,7 @@ class Sharding:
         )
 
     def _head(self, decoder: Decoder, embedding: torch.Tensor) -> Projection:
-        """Tied to the embedding, it is a part of that on the device, too."""
+        """A head that is tied to the embedding is a part of the embedding on the device, too."""
         vocab_size, weight = decoder.head.weight.n, _dense(decoder.head)
         width = -(-vocab_size // self._ranks.size)
         part = range(self._ranks.rank * width, (self._ranks.rank + 1) * width)
@@ -183,7 +188,7 @@ class Sharding:
         return range(self._ranks.rank * width, (self._ranks.rank + 1) * width)
 
     def _kv_heads(self, count: int) -> range:
-        """Where there are fewer heads than ranks, neighbours hold the same one."""
+        """Where there are fewer KV heads than ranks, neighbouring ranks hold the same one."""
         if count >= self._ranks.size or self._ranks.size % count:
             return self._part(count, "KV heads")
         head = self._ranks.rank * count // self._ranks.size
@@ -198,7 +203,7 @@ def _heads(heads: range, head_dim: int) -> torch.Tensor:
 
 
 def _splittable(projection: Projection) -> Any:
-    """A SplittableWeight: gate and up are of one kind, which their type does not say."""
+    """A SplittableWeight; Any, because gate and up are of the same kind, which their types do not say."""
     assert isinstance(projection.weight, SplittableWeight), "a model that was loaded for programs has such weights"
     return projection.weight
 
@@ -206,3 +211,61 @@ def _splittable(projection: Projection) -> Any:
 def _dense(projection: Projection) -> torch.Tensor:
     assert isinstance(projection.weight, DenseWeight), "a head is never quantised"
     return projection.weight.tensor
+
+
+def _device_of(config: EngineConfig, rank: int) -> torch.device:
+    first = torch.device(config.device)
+    return torch.device("cuda", (first.index or 0) + rank) if first.type == "cuda" else first
+
+
+def refusal(config: EngineConfig, why: str) -> ValueError:
+    size = config.tensor_parallel_size
+    return ValueError(f"engine argument 'tensor_parallel_size' is {size}, which the model does not allow: {why}")
+
+
+def load_part(config: EngineConfig, ranks: ProcessGroup) -> LoadedModel:
+    """Raises ValueError or OSError with a text for the user, and torch.OutOfMemoryError."""
+    device = _device_of(config, ranks.rank)
+    loaded = _load(config, device)
+    if loaded.decoder is None:
+        raise refusal(config, loaded.why_modules)
+    sharding, checked = Sharding(ranks, device), loaded.checked
+    part = dataclasses.replace(
+        loaded,
+        decoder=sharding.decoder(loaded.decoder, loaded.layer_shapes),
+        layer_shapes=sharding.layer_shapes(loaded.layer_shapes),
+        device=device,
+        checked=dataclasses.replace(
+            checked,
+            sequences=tuple(sequence.to(device) for sequence in checked.sequences),
+            logits=checked.logits.to(device),
+        ),
+    )
+    _drop_weights(loaded.model)
+    return part
+
+
+def _load(config: EngineConfig, device: torch.device) -> LoadedModel:
+    """The whole model, in host memory."""
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"engine argument 'tensor_parallel_size' is {config.tensor_parallel_size}, from device '{config.device}' "
+            f"on, but this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
+        )
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.num_threads or max(cores // config.tensor_parallel_size, 1))
+    lean = lean_imports.without_compiler() if device.type == "cpu" else contextlib.nullcontext()
+    with lean:
+        loaded = load_model(msgspec.structs.replace(config, device="cpu"), dense=True)
+    if config.quantization is not None:
+        check_device(config.quantization, device, loaded.dtype)
+    return loaded
+
+
+def _drop_weights(model: nn.Module) -> None:
+    """Frees the weights of the whole model. From now on its modules are only the keys of the layers' KV memory."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            del module.quantized
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)

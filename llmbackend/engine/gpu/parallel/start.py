@@ -1,7 +1,10 @@
-"""From a model's files to a runner over several devices: every rank loads, takes its part, meets the others, is proved.
+"""From a model's files to one runner over several devices: every rank loads its part, meets the others, verifies it.
 
-For: make_runner on rank 0, and the followers' processes. Does not know: requests, schedules. Invariants: no rank meets
-the others before all have their parts, so that what cannot be loaded is said, and nobody waits in vain.
+For: make_runner on rank 0, and the followers' processes. Does not know: requests, schedules, which part a rank
+computes.
+Invariants: no rank meets the others before all have loaded their parts, so that a failed load is reported and not
+waited for; all ranks' runners get the same calls in the same order and sample the same tokens; a step that fails on one
+rank ends the engine, because the others have done half of it or wait for the rest.
 """
 
 from __future__ import annotations
@@ -10,25 +13,24 @@ import contextlib
 import logging
 import time
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import msgspec
 import torch
 
 from ...config import EngineConfig
-from ...decoder_description import UnrecognisedError
-from ...loader import LoadedModel
-from ...step import OverlappingRunner, RowTable
-from ..choice import choose
+from ...errors import ProgramUnsupportedError
+from ...infer_request import InferRequest, ModelInfo
+from ...model.loader import LoadedModel
+from ...step import OverlappingRunner, RowTable, SampledTokens, StepPlan
 from ..device import CudaDevice, Memory
 from ..fake_device import FakeDevice
-from ..start import start
+from ..start import choose, start
 from . import collectives
 from .collectives import ProcessGroup
 from .followers import Followers
-from .messages import Collect, Join, Message, RowAdded, RowRemoved, Step, Stop
-from .parallel_runner import ParallelRunner
-from .part import load_part, refusal
-from .table_mirror import apply
+from .messages import Collect, Join, Message, RowAdded, RowRemoved, Step, Stop, TableSender, apply
+from .sharding import load_part, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ def start_rank_0(config: EngineConfig, followers: Followers) -> ParallelRunner:
 
 
 def follow(config: EngineConfig, rank: int, link: Connection) -> None:
-    """A follower's life."""
+    """What a follower's process does: loads its part, joins, and repeats rank 0's calls until the end."""
     start_s, ranks = time.monotonic(), _ranks(config, rank)
     try:
         part = load_part(config, ranks)
@@ -68,7 +70,7 @@ def follow(config: EngineConfig, rank: int, link: Connection) -> None:
     try:
         runner = _start(config, part, ranks, start_s)
     except Exception as error:
-        # Rank 0 most likely fails with the same: it is to say so, and ends this process then.
+        # Rank 0 most likely fails with the same error: it reports it and ends this process.
         link.send_bytes(f"rank {rank}: {error}".encode())
         link.recv_bytes()
         return
@@ -78,7 +80,7 @@ def follow(config: EngineConfig, rank: int, link: Connection) -> None:
 
 
 def _serve(runner: OverlappingRunner, config: EngineConfig, link: Connection) -> None:
-    """Until rank 0 says stop, or is gone."""
+    """Repeats rank 0's calls until it says stop, or has ended."""
     table = RowTable(config.max_num_seqs, runner.info.max_model_len, runner.info.block_size)
     while True:
         try:
@@ -106,12 +108,12 @@ def _start(config: EngineConfig, part: LoadedModel, ranks: ProcessGroup, start_s
     device = _AgreedDevice(part.device, ranks) if part.device.type == "cuda" else FakeDevice()
     try:
         return start(config, part, device, *choose(config, part), start_s)
-    except UnrecognisedError as reason:
+    except ProgramUnsupportedError as reason:
         raise refusal(config, str(reason)) from reason
 
 
 class _AgreedDevice(CudaDevice):
-    """One that says of its memory what the fullest rank says, so that all make the same number of KV blocks."""
+    """Reports the memory of the fullest rank, so that all ranks make the same number of KV blocks."""
 
     def __init__(self, device: torch.device, ranks: ProcessGroup) -> None:
         super().__init__(device)
@@ -120,3 +122,63 @@ class _AgreedDevice(CudaDevice):
     def memory(self) -> Memory:
         memory = torch.tensor(super().memory(), dtype=torch.int64, device=self.torch_device)
         return Memory(*self._ranks.all_gather(memory).amin(0).tolist())
+
+
+_EXECUTED = -1
+"""The id of a step that is launched and collected at once."""
+
+
+class ParallelRunner:
+    """Rank 0's OverlappingRunner: passes every call on to the followers, then makes it on this rank's own runner."""
+
+    def __init__(self, runner: OverlappingRunner, followers: Followers, max_num_seqs: int) -> None:
+        """runner: this rank's part."""
+        self._runner = runner
+        self._followers = followers
+        self._sender = TableSender(max_num_seqs)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._runner.info
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        return self._runner.max_steps_in_flight
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        """A request that is refused here is not sent to the others, which would refuse it too."""
+        self._runner.add_row(row, request)
+        self._sender.forget(row)
+        self._followers.tell(RowAdded(row, request))
+
+    def remove_row(self, row: int) -> None:
+        self._runner.remove_row(row)
+        self._followers.tell(RowRemoved(row))
+
+    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        self.launch(_EXECUTED, plan, table)
+        return self.collect()[1]
+
+    def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
+        step = self._sender.step(step_id, plan, table)
+        try:
+            self._followers.tell(step)
+            self._runner.launch(step_id, plan, table)
+        except Exception as error:
+            self._abandon(error)
+
+    def collect(self) -> tuple[int, SampledTokens]:
+        try:
+            self._followers.tell(Collect())
+            return self._runner.collect()
+        except Exception as error:
+            self._abandon(error)
+
+    def close(self) -> None:
+        self._followers.stop()
+        self._runner.close()
+        collectives.leave()
+        self._followers.reap()
+
+    def _abandon(self, error: Exception) -> NoReturn:
+        self._followers.abandon(f"rank 0 failed in a step of all ranks ({type(error).__name__}: {error})")

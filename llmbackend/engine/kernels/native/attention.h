@@ -1,7 +1,7 @@
 // Causal attention over paged keys and values for a ragged batch: the step's tiles, shared by the team.
 //
 // For: the step's program. Does not know: how a step is cut into tiles (attention_plan.h), or the arithmetic of a tile
-// (attention_tile.h). Invariant: who computes a tile has no influence on any result.
+// (attention_tile.h). Invariant: which worker computes a tile does not change any result.
 #pragma once
 
 #include <algorithm>
@@ -213,7 +213,7 @@ class TileRunner {
         }
     }
 
-    // Plus zero: no result is a negative zero, which sums of nothing but zeros could leave or not.
+    // Plus zero turns -0 into 0: a sum of zeros alone may be either.
     template <class Out>
     void write_row(Out* out, const float* weighted, float factor) const {
         int d = 0;
@@ -244,7 +244,7 @@ inline void attend(Worker& worker, const AttentionOp& op, const Step& step, char
     const int grain = plan.num_tiles >= 32 * worker.size ? 4 : 1;
     worker.share(plan.num_tiles, grain, [&](int begin, int end) {
         for (int i = begin; i < end; i++) {
-            // After a piece, most likely the others have taken one each.
+            // When this piece is done, the other workers will probably have taken one each.
             const int next = i + 1 < end ? i + 1 : end + grain * (worker.size - 1);
             runner.run(memory.tiles[i], next < plan.num_tiles ? memory.tiles + next : nullptr);
         }

@@ -95,7 +95,7 @@ inline int count_partitions(const Tile& tile) {
     return (tile.key_end - 1) / kPartition - tile.key_begin / kPartition + 1;
 }
 
-// How many tiles there are, and which of them are too long for one worker of a team that should end together.
+// How many tiles there are, and which of them are so long that one worker would finish after the others.
 struct TilePlan {
     int num_tiles = 0;
     int num_parts = 0;
@@ -132,7 +132,7 @@ inline Tile* cut_tile(const Tile& tile, int first_part, Tile* end) {
     return end;
 }
 
-// Fills in the plan; tiles that take long come first, so that the team ends together.
+// Fills in the plan; long tiles come first, so that all workers finish at about the same time.
 inline void list_tiles(const Places& places, const TilePlan& plan, Tile* tiles, CutTile* cut) {
     Tile* end = tiles;
     int part = 0;
@@ -165,7 +165,7 @@ class LookAhead {
         for (int i = std::max(1, kDistanceBytes / slab_bytes); i > 0; i--) next();
     }
 
-    // Where kSubBlock positions' worth of memory begins that will be wanted soon; any address when there is none.
+    // The start of the next kSubBlock positions of memory that will be read; any address when there is none.
     const char* next() {
         if (tile_ == nullptr) return nullptr;
         const int position = start_ + sub_ * kSubBlock;

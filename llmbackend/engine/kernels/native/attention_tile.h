@@ -1,6 +1,6 @@
 // A tile of queries against the paged keys and values of one KV head: scores, online softmax, weighted values.
 //
-// For: attention.h, which cuts a step into tiles. Does not know: threads, who shares the work. Invariant, the law of
+// For: attention.h, which cuts a step into tiles. Does not know: threads, how work is shared. Invariant, the order of
 // attention: keys are visited in chunks of 128 absolute positions, which form partitions of 1024. Per query, a score is
 // one chain of fma's over the head's dimensions, a chunk's weights are relative to the maximum so far, a value is one
 // chain of fma's over positions, and partitions are merged in order. What a query does not see adds exact zeros or is
@@ -92,7 +92,7 @@ struct RowBlock {
 };
 
 // Where the positions of one chunk lie, and which sub-blocks' worth of memory to fetch beside the scores and beside the
-// values of each sub-block. Only sub-blocks that somebody in the tile sees are filled in.
+// values of each sub-block. Only sub-blocks that some row of the tile sees are filled in.
 template <class T>
 struct Chunk {
     int start;  // absolute position
@@ -221,7 +221,7 @@ inline void weigh_columns(const TileShape& shape, const Chunk<T>& chunk, const R
 template <class T, int R>
 void visit_chunk(const TileShape& shape, const Chunk<T>& chunk, const RowBlock& rows, bool fetch_ahead) {
     alignas(64) float scores[R * kChunk];
-    // Rows are in the order of their positions: nobody sees less far back than the first, or further than the last.
+    // Rows are in the order of their positions: none sees further back than the first, or further ahead than the last.
     const int from = rows.first[0] > chunk.start ? (rows.first[0] - chunk.start) / kSubBlock : 0;
     const int seen = rows.last[R - 1] + 1 - chunk.start;
     const int end = seen < kChunk ? seen : kChunk, to = (end + kSubBlock - 1) / kSubBlock;

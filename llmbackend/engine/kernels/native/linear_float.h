@@ -1,7 +1,7 @@
 // y = x·Wᵀ for float32 and bfloat16 weights, with float32 fused multiply-adds.
 //
 // For: linear.h. Does not know: int8, tiles. Invariant: an output element is one chain of fma over k ascending from zero,
-// whatever the number of rows, threads, chunks or blocks: partial sums are stored and resumed as float32, which is exact.
+// for any number of rows, threads, chunks or blocks: partial sums are stored and resumed as float32, which is exact.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +45,7 @@ inline Floats load_second(const float* w, int v) { return load(w + kPanel + v * 
 inline Floats load_first(const bf16* w, int v) { return even(load_pairs(w + 2 * v * kLanes)); }
 inline Floats load_second(const bf16* w, int v) { return odd(load_pairs(w + 2 * v * kLanes)); }
 
-// f(0) ... f(N - 1), written out before anything is optimised: only then does an array that f indexes become registers.
+// Calls f(0) ... f(N - 1), unrolled before optimisation: only then does an array that f indexes become registers.
 #define LLMB_INLINE __attribute__((always_inline))
 template <int N, class F>
 LLMB_INLINE inline void repeat(F f) {
@@ -54,8 +54,8 @@ LLMB_INLINE inline void repeat(F f) {
     }(std::make_integer_sequence<int, N>{});
 }
 
-// The rows of a block as the compiler shall address them: three rows share a pointer, which it cannot see through.
-// Otherwise it keeps a pointer for each row and runs out of registers.
+// How the compiler addresses the rows of a block: three rows share a pointer that is opaque to it. Otherwise it would
+// keep a pointer for each row and run out of registers.
 template <int R>
 struct RowPointers {
     static constexpr int kPointers = (R + 2) / 3;
@@ -109,7 +109,7 @@ struct BlockSums {
 // sums[r][column] (+)= over k of x[r][k] * w[k][column], for R rows and kBlockColumns columns.
 template <class W, int R>
 void multiply_block(RowsOfX x, const W* w, int k, float* sums, bool resume, Ahead ahead) {
-    // CPUs fetch the other line of a pair unasked; asking for each pays only where nothing else is to be done.
+    // CPUs prefetch the other line of a pair by themselves; prefetching each pays only where nothing else is to be done.
     constexpr int kFetchEvery = R > 4 ? 128 : 64;
     BlockSums<R, kBlockVectors> block;
     block.begin(sums, resume);

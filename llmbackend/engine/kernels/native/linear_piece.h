@@ -1,4 +1,4 @@
-// How the work of a linear layer is cut: over threads by panels of weights, then by k, so that what is used again is near.
+// How the work of a linear layer is cut: over threads by panels of weights, then by k, so that reused data stay in cache.
 //
 // For: the float32 and the tile kernels. Does not know: how a panel is multiplied. Invariant: sums are cut by the shape of
 // the weights alone and resumed exactly where they were left.
@@ -19,7 +19,7 @@ constexpr int kOuterK = 1024;      // of x at a time, for as many panels as a pi
 constexpr int kPiecePanels = 16;   // at most in one piece of work
 constexpr int kPieceBytes = 512 << 10;  // about this much of the weights, unless that leaves too few pieces
 
-// Weights that will be needed next, fetched into the L2 cache bit by bit while others are multiplied.
+// Weights that will be needed next, fetched into the L2 cache in small steps while others are multiplied.
 struct Ahead {
     const char* at;
     int step_bytes;
@@ -69,7 +69,7 @@ void linear_piece(const LinearOp& op, const X& x, int first_row, int begin, int 
 // Bytes of a thread's sums for chunks of this many rows.
 inline size_t sums_bytes(int sum_rows) { return sizeof(float) * kPiecePanels * 2 * sum_rows * kPanel; }
 
-// Calls f(begin, end) for ranges of panels until all are done by somebody. Pieces are long, because memory streams best
+// Calls f(begin, end) for ranges of panels until all are shared out. Pieces are long, because memory streams best
 // in one direction, but there are some for each thread, so that all end at about the same time.
 template <class F>
 void share_panels(Worker& worker, const LinearOp& op, size_t panel_bytes, F&& f) {

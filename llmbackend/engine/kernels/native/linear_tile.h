@@ -1,7 +1,7 @@
 // y = x·Wᵀ for bfloat16 x and weights on the CPU's tile unit.
 //
 // For: linear.h. Does not know: other types. Invariant: every row goes through the same tile instructions with the same
-// cuts of k, all of 32, whatever the number of rows: rows are padded to tiles with zeros, and a row of a product of tiles
+// cuts of k, all of 32, for any number of rows: rows are padded to tiles with zeros, and a row of a product of tiles
 // depends on that row alone.
 #pragma once
 

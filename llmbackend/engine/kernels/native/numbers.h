@@ -1,4 +1,4 @@
-// Vectors of float32 and the storage types around them, for whatever instruction set this file is compiled for.
+// Vectors of float32 and the storage types around them, for the instruction set that this file is compiled for.
 //
 // For: all kernels. Does not know: tensors. Invariant: an operation rounds the same way in every function that uses it:
 // the library is compiled with -ffp-contract=off, and fma() is a fused operation exactly where the CPU has one.

@@ -1,6 +1,6 @@
 // Symmetric int8: a row of numbers, of weights or of activations, becomes integers in -127..127 and one scale.
 //
-// For: packing weights here, activations in linear_int8.h. Does not know: who multiplies them. Invariants: q = round(x *
+// For: packing weights here, activations in linear_int8.h. Does not know: products. Invariants: q = round(x *
 // 127 / max|x|), ties to even, the same on every instruction set; a row with a NaN or an infinity gets the scale NaN.
 #pragma once
 

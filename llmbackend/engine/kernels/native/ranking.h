@@ -1,11 +1,11 @@
-// Candidates for a draw in the order (logit descending, id ascending), sorted only where somebody looks.
+// Candidates for a draw in the order (logit descending, id ascending), sorted only where a query needs it.
 //
 // For: sampling. Does not know: where the candidates come from, what limits mean. Invariant: answers are those of a full
 // sort followed by running float64 sums; only the grouping of the sums depends on how the order was found, and that is a
 // function of the candidates alone.
 //
-// The candidates lie in segments, each segment's above all of the next. A question about a place in the order splits the
-// segment that holds it around a pivot, again and again, until a segment is small enough to be sorted.
+// The candidates lie in segments, each segment's above all of the next. A query for a place in the order splits the
+// segment that holds it around a pivot until that segment is small enough to be sorted.
 #pragma once
 
 #include <algorithm>

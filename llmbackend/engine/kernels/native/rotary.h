@@ -1,8 +1,8 @@
 // Head norms, rotary embedding and the write of keys and values to their slots: one pass over a token.
 //
 // For: the step's program, between the QKV product and attention. Does not know: rows, block tables, scores. Invariants:
-// a token's result depends on that token alone; what is written to KV memory is finite, so that a broken request's
-// leftovers in a reused block can do no harm (zero weight times NaN is NaN).
+// a token's result depends on that token alone; what is written to KV memory is finite, because a leftover NaN in a
+// reused block would spoil another request's output (zero weight times NaN is NaN).
 #pragma once
 
 #include <cfloat>
@@ -73,22 +73,11 @@ inline void rotate_halves(float* x, const float* cos, const float* sin, int half
     }
 }
 
-// Pairs (2i, 2i + 1).
-inline void rotate_neighbours(float* x, const float* cos, const float* sin, int half) {
-    for (int i = 0; i < half; i++) {
-        const float a = x[2 * i], b = x[2 * i + 1];
-        x[2 * i] = a * cos[i] - b * sin[i];
-        x[2 * i + 1] = b * cos[i] + a * sin[i];
-    }
-}
-
 // `cos`: the token's row of cos_sin.
 inline void rotate_heads(const RotaryOp& op, float* x, int first, int last, const float* cos) {
     const int half = op.rotary_dim / 2;
     for (int head = first; head < last; head++) {
-        float* x_head = x + head * op.head_dim;
-        if (op.interleaved) rotate_neighbours(x_head, cos, cos + half, half);
-        else rotate_halves(x_head, cos, cos + half, half);
+        rotate_halves(x + head * op.head_dim, cos, cos + half, half);
     }
 }
 

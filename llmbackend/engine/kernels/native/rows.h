@@ -43,20 +43,17 @@ inline float row_sum(const float* x, int width, Square&& term) {
     return sum(total) + rest;
 }
 
-// out[i] (+)= (x[i] - mean) * factor * weight[i] + bias[i]
+// out[i] (+)= x[i] * factor * weight[i]
 template <class Out>
-inline void scale_row(const NormOp& op, const float* x, float mean, float factor, Out* out) {
-    const auto scaled = [&](Floats v, Floats weight, Floats bias) {
-        return (v - splat(mean)) * splat(factor) * weight + bias;
-    };
+inline void scale_row(const NormOp& op, const float* x, float factor, Out* out) {
     int i = 0;
     for (; i + kLanes <= op.width; i += kLanes) {
-        Floats v = scaled(load(x + i), load(op.weight + i), op.bias ? load(op.bias + i) : Floats{});
+        Floats v = load(x + i) * splat(factor) * load(op.weight + i);
         if (op.accumulate) v += load(out + i);
         store(out + i, v);
     }
     for (; i < op.width; i++) {
-        float v = (x[i] - mean) * factor * op.weight[i] + (op.bias ? op.bias[i] : 0.0f);
+        float v = x[i] * factor * op.weight[i];
         if (op.accumulate) v += to_float(out[i]);
         if constexpr (std::is_same_v<Out, bf16>)
             out[i] = to_bf16(v);
@@ -66,14 +63,12 @@ inline void scale_row(const NormOp& op, const float* x, float mean, float factor
 }
 
 inline void norm_row(const NormOp& op, const float* x, int64_t out_row) {
-    const auto add = [](Floats v, Floats total) { return total + v; };
-    const float mean = op.subtract_mean ? row_sum(x, op.width, add) / static_cast<float>(op.width) : 0.0f;
-    const auto square = [&](Floats v, Floats total) { return fma(v - splat(mean), v - splat(mean), total); };
+    const auto square = [](Floats v, Floats total) { return fma(v, v, total); };
     const float factor = 1.0f / std::sqrt(row_sum(x, op.width, square) / static_cast<float>(op.width) + op.eps);
     if (op.out_type == Type::kBfloat16)
-        scale_row(op, x, mean, factor, static_cast<bf16*>(op.out) + out_row * op.out_stride);
+        scale_row(op, x, factor, static_cast<bf16*>(op.out) + out_row * op.out_stride);
     else
-        scale_row(op, x, mean, factor, static_cast<float*>(op.out) + out_row * op.out_stride);
+        scale_row(op, x, factor, static_cast<float*>(op.out) + out_row * op.out_stride);
 }
 
 inline void norm(Worker& worker, const NormOp& op, const Step& step) {

@@ -1,11 +1,11 @@
 // From logits to tokens and logprobs, without a sort over the vocabulary.
 //
-// For: the sampler (../../sampler.py), whose definitions these are: see drawing.py and logit_edits.py in ../../sampling.
+// For: the sampler; the definitions are those of sampler.py and drawing.py in ../../sampling.
 // Does not know: stop rules, text. Invariant: a sample is computed by one worker, from its logits, its row's parameters
-// and the row's tokens before its position alone; what others ask for does not change it.
+// and the row's tokens before its position alone; other rows' parameters do not change it.
 //
-// A row costs one pass over its logits (summary.h). Limits look again only at blocks whose largest logit says that they
-// can matter; of those, only logits above a bound become candidates (ranking.h).
+// A row costs one pass over its logits (summary.h). Limits read again only blocks whose largest logit is above a bound;
+// of those, only logits above the bound become candidates (ranking.h).
 #pragma once
 
 #include <algorithm>
@@ -98,7 +98,7 @@ struct Workspace {
     static size_t room(int count) { return (static_cast<size_t>(count) + 1023) / 1024 * 1024 + 64; }
 };
 
-// A number in [0, 1): the twin of random_numbers.uniform.
+// A number in [0, 1): as uniform in ../../sampling/rows.py.
 inline uint64_t splitmix64(uint64_t x) {
     x += 0x9E3779B97F4A7C15u;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -405,7 +405,7 @@ class Sample {
         return space_.summary.has_nan ? -1 : choice(space_.edited);
     }
 
-    // A peak beyond all numbers, by an edit or a division, leaves no choice.
+    // A peak that an edit or the division made infinite is chosen without a draw.
     template <class U>
     int choice(const U* x) {
         const bool draws = temperature_ > 0 && std::abs(space_.summary.peak / temperature_) < kInfinity;

@@ -1,8 +1,8 @@
 // What Python hands over: one step's ragged batch, and the flat program of operations that computes it.
 //
-// For: the boundary; abi.py mirrors every structure here field by field (sizes are compared when the library is
-// loaded). Does not know: how operations are computed. Invariant: the library owns no memory that outlives a call, except
-// its team's threads and scratch; all pointers belong to Python and stay valid while a program may run.
+// For: Python and the kernels; abi.py mirrors every structure here field by field (sizes are compared when the library
+// is loaded). Does not know: how operations are computed. Invariant: the library owns no memory that outlives a call,
+// except its team's threads and scratch; all pointers belong to Python and stay valid while a program may run.
 #pragma once
 
 #include <cstdint>
@@ -52,16 +52,13 @@ struct NormOp {
     Rows rows;
     const float* x;       // [tokens, x_stride]
     const float* weight;  // [width]
-    const float* bias;    // [width] or null
     void* out;            // [rows, out_stride]
     int32_t x_stride;
     int32_t out_stride;
     int32_t width;
     Type out_type;
     float eps;
-    int32_t subtract_mean;  // 1: layer norm
     int32_t accumulate;
-    int32_t padding;
 };
 
 enum class Epilogue : int32_t {
@@ -120,11 +117,9 @@ struct RotaryOp {
     int32_t num_kv_heads;
     int32_t head_dim;
     int32_t rotary_dim;     // the first rotary_dim of each head are rotated
-    int32_t interleaved;    // 1: pairs are neighbours (2i, 2i+1) and not halves (i, i + rotary_dim/2)
     int32_t block_size;
     int32_t norm_whole;     // 1: q_norm and k_norm cover all heads of a token together
     float eps;
-    int32_t padding;
 };
 
 // Causal attention of each row's queries to that row's keys, all KV written before.

@@ -1,7 +1,7 @@
 // One row of logits in one pass: the largest logit and, where wanted, the softmax mass of each block of tokens.
 //
 // For: sampling. Does not know: limits, requests. Invariant: a block's figures depend on the block's logits alone, and
-// blocks are combined in their order, so a row's figures are the same whoever computes them.
+// blocks are combined in their order, so a row's figures are the same whichever worker computes them.
 #pragma once
 
 #include <algorithm>

@@ -1,8 +1,8 @@
 // A small team of threads that runs one function together, with barriers inside it.
 //
 // For: a whole engine step as one parallel region. Does not know: what is computed. Invariants: a team's threads exist
-// as long as it does; who waits spins for some tens of microseconds and then sleeps, so a team never burns a core that
-// another process could use; how work is shared never changes what is computed, only who computes it.
+// as long as it does; a waiting thread spins for some tens of microseconds and then sleeps, so that it does not keep a
+// core from other processes; how work is shared changes which thread computes a result, and never the result.
 #pragma once
 
 #include <algorithm>
@@ -24,11 +24,11 @@ inline void pause_briefly() {
 #endif
 }
 
-// Returns when `word` no longer holds `old`. Spins first; then offers the core to whoever wants it, again and again: a
-// thread that sleeps takes longer to wake, in a virtual machine above all, than most operations take; then sleeps.
+// Returns when `word` no longer holds `old`. Spins first; then yields the core repeatedly, because waking a sleeping
+// thread takes longer than most operations, above all in a virtual machine; then sleeps.
 inline void wait_while(const std::atomic<uint32_t>& word, uint32_t old) {
     constexpr int kSpins = 400;    // tens of microseconds
-    constexpr int kYields = 2000;  // about a millisecond when nobody else wants the core
+    constexpr int kYields = 2000;  // about a millisecond on an otherwise idle core
     for (int i = 0; i < kSpins + kYields; i++) {
         if (word.load(std::memory_order_acquire) != old) return;
         if (i < kSpins)
@@ -50,8 +50,8 @@ struct Worker {
     void barrier();
 
     // Calls f(begin, end) for pieces of at most `grain` items, smaller ones towards the end, until all of 0..n-1 are
-    // done by somebody. At most one share between two barriers; the results of others may be read after the next
-    // barrier only.
+    // taken. At most one call of share between two barriers; results of other workers may be read only after the next
+    // barrier.
     template <class F>
     void share(int n, int grain, F&& f);
 };
@@ -132,7 +132,7 @@ template <class F>
 void Worker::share(int n, int grain, F&& f) {
     int begin = team.next_.load(std::memory_order_relaxed);
     while (begin < n) {
-        const int fair = (n - begin) / (2 * size);  // leaves enough that all end at about the same time
+        const int fair = (n - begin) / (2 * size);  // leaves enough for all to finish at about the same time
         const int end = std::min(begin + std::clamp(fair, 1, grain), n);
         if (!team.next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
         f(begin, end);

@@ -1,0 +1,91 @@
+"""Sends the responses of one Triton request, which all of its tasks share.
+
+For: InferTask; a request with a batch of prompts has one task for each. Does not know: tokens, tensors' names, queues.
+Invariant: exactly one FINAL, with the end of the last task; then statistics, release and closing the factory, in this
+order, once. A task that fails sends its error and does not affect the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from llmbackend.core.backend_api import ModelInstance, Request, ResponseFlag, Tensor, TritonError
+
+from .schemas.schema import TaskTimes
+
+
+class ResponseSender:
+    """`_lock`: the tasks of a batch may be on several engines, whose loops send at the same time."""
+
+    def __init__(
+        self,
+        request: Request,
+        instance: ModelInstance,
+        exec_start_ns: int,
+        client_error: Callable[[TritonError], TritonError],
+        num_tasks: int = 1,
+    ) -> None:
+        """client_error: gives an error the text that the client expects."""
+        self.client_id = request.id
+        self.tenant = request.tenant
+        self.timeout_us = request.timeout_us
+        self._request = request
+        self._instance = instance
+        self._factory = request.response_factory()
+        self._client_error = client_error
+        self._num_tasks = num_tasks
+        self._num_live = num_tasks
+        self._has_failed = False
+        self._response_start_ns = exec_start_ns
+        self._lock = threading.Lock()
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        """Registers what a cancel of the request calls; only before the task is queued."""
+        self._request.on_cancel(callback)
+
+    def send(self, tensors: Sequence[Tensor], times: TaskTimes, *, is_last: bool) -> None:
+        """Sends one response. is_last: the last one of its task."""
+        with self._lock:
+            flags = self._next_flags(ends_task=is_last)
+            output_start_ns = time.monotonic_ns()
+            response = self._factory.new_response()
+            for tensor in tensors:
+                response.add_output(tensor)
+            response.send(flags)
+            self._report(output_start_ns, None)
+            self._release_after(flags, times)
+
+    def fail(self, error: TritonError, times: TaskTimes) -> None:
+        """Ends a task with an error in place of its last response."""
+        with self._lock:
+            self._has_failed = True
+            error = self._client_error(error)
+            flags = self._next_flags(ends_task=True)
+            self._factory.new_response().send(flags, error)
+            self._report(time.monotonic_ns(), error)
+            self._release_after(flags, times)
+
+    def _next_flags(self, *, ends_task: bool) -> ResponseFlag:
+        """The flags of the next response: FINAL when it ends the last live task."""
+        self._num_live -= ends_task
+        return ResponseFlag.NONE if self._num_live else ResponseFlag.FINAL
+
+    def _report(self, output_start_ns: int, error: TritonError | None) -> None:
+        start_ns, self._response_start_ns = self._response_start_ns, time.monotonic_ns()
+        self._instance.report_response_statistics(
+            self._factory, start_ns, output_start_ns, self._response_start_ns, error
+        )
+
+    def _release_after(self, flags: ResponseFlag, times: TaskTimes) -> None:
+        """After the final response: reports statistics, releases the request and closes the factory."""
+        if not flags & ResponseFlag.FINAL:
+            return
+        end_ns = time.monotonic_ns()
+        phase_times = (times.exec_start_ns, times.compute_start_ns, times.last_token_ns or end_ns, end_ns)
+        self._instance.report_statistics(self._request, not self._has_failed, *phase_times)
+        if not self._has_failed:
+            self._instance.report_batch_statistics(self._num_tasks, *phase_times)
+        self._request.release()
+        self._factory.close()

@@ -1,0 +1,380 @@
+"""Sampling parameters: what clients send and what generation_config.json says, checked, as the engine's message.
+
+For: request conversion; the one place with each parameter's name, type and range. Does not know: tensors, engines.
+Invariants: the result is complete and self-contained (a seed is always drawn); every refusal names parameter, value and
+range.
+Sources: vLLM's SamplingParams and ModelConfig.get_diff_sampling_param. Values may be strings, as in vllm_backend.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmbackend.core.backend_api import TritonError, invalid_argument, shown, unsupported
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.infer_request import SamplingParams
+
+from ..generation_bounds import (
+    MAX_LOGIT_BIAS,
+    MAX_PARAMETERS,
+    MAX_SAMPLING_JSON_BYTES,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    check_at_most,
+    check_stops,
+    shown_keys,
+)
+from ..text.tokenizer_files import GENERATION_CONFIG_FILE
+from ..text.tokenizer_loading import local_directory, read_json
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGPROBS = 20
+DEFAULT_MAX_TOKENS = 16
+NO_DEFAULTS: Mapping[str, Any] = {}
+SEED_MASK = (1 << 63) - 1
+
+NOT_SUPPORTED = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "detokenize",
+        "early_stopping",
+        "extra_args",
+        "flat_logprobs",
+        "guided_choice",
+        "guided_decoding",
+        "guided_decoding_backend",
+        "guided_grammar",
+        "guided_json",
+        "guided_regex",
+        "length_penalty",
+        "logits_processors",
+        "output_kind",
+        "prompt_logprobs",
+        "response_format",
+        "spaces_between_special_tokens",
+        "structured_outputs",
+        "truncate_prompt_tokens",
+        "use_beam_search",
+    }
+)
+"""Parameters that vLLM has and this backend does not; they are refused by name."""
+
+IGNORED_REQUEST_PARAMETERS = frozenset({"id"})
+"""Request parameters that are no sampling parameters: `generate` passes the request's id as a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationParams:
+    """One request's checked sampling parameters."""
+
+    sampling: SamplingParams
+    """The engine's part."""
+    stop: tuple[str, ...] = ()
+    """Stop strings, which the adapter searches for."""
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    cache_salt: str = ""
+    """Only requests with the same salt share cached prefixes."""
+    lora_name: str = ""
+    """The LoRA adapter; "" = none."""
+
+
+Parser = Callable[[str, Any], Any]
+
+
+def _refuse(name: str, value: Any, expected: str) -> Exception:
+    return invalid_argument(f"{_named(name)} is {shown(value)}, expected {expected}", param=name)
+
+
+def _range_text(minimum: float | None, maximum: float | None) -> str:
+    if minimum is not None and maximum is not None:
+        return f" from {minimum} to {maximum}"
+    return "" if minimum is None else f" of at least {minimum}"
+
+
+def _integer(minimum: int | None = None, maximum: int | None = None) -> Parser:
+    expected = f"an integer{_range_text(minimum, maximum)}"
+
+    def parse(name: str, value: Any) -> int:
+        number: int
+        try:
+            if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+                raise ValueError
+            number = int(value)
+        except (ValueError, TypeError, OverflowError):
+            raise _refuse(name, value, expected) from None
+        if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
+            raise _refuse(name, value, expected)
+        return number
+
+    return parse
+
+
+def _number(minimum: float, maximum: float | None = None, *, open_minimum: bool = False) -> Parser:
+    expected = f"a number{_range_text(minimum, maximum)}" if not open_minimum else f"a number above {minimum}"
+    if open_minimum and maximum is not None:
+        expected += f" and at most {maximum}"
+
+    def parse(name: str, value: Any) -> float:
+        try:
+            if isinstance(value, bool):
+                raise ValueError
+            number = float(value)
+        except (ValueError, TypeError, OverflowError):
+            raise _refuse(name, value, expected) from None
+        too_small = number <= minimum if open_minimum else number < minimum
+        if not math.isfinite(number) or too_small or (maximum is not None and number > maximum):
+            raise _refuse(name, value, expected)
+        return number
+
+    return parse
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "1": True, "false": False, "0": False}
+    parsed = words.get(str(value).strip().lower()) if isinstance(value, str | int) else None
+    if parsed is None:
+        raise _refuse(name, value, "true or false")
+    return parsed
+
+
+def _named(name: str) -> str:
+    return f"sampling parameter '{name}'"
+
+
+def _from_json_text(name: str, value: Any) -> Any:
+    """Request parameters can only be scalars, so lists and objects arrive in them as JSON text."""
+    if isinstance(value, str):
+        check_at_most(_named(name), len(value), MAX_SAMPLING_JSON_BYTES, "characters of JSON")
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, list):
+        check_at_most(_named(name), len(strings), MAX_STOPS, "strings")
+    if not isinstance(strings, list) or not all(isinstance(item, str) and item for item in strings):
+        raise _refuse(name, value, "a non-empty string or a list of them")
+    check_stops(_named(name), strings, "strings", "characters")
+    return tuple(dict.fromkeys(strings))
+
+
+def _text(name: str, value: Any) -> str:
+    try:
+        if isinstance(value, str) and value.encode():  # JSON strings may hold half of a surrogate pair
+            return value
+    except UnicodeEncodeError:
+        pass
+    raise _refuse(name, value, "a non-empty string")
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    items = _from_json_text(name, value)
+    if not isinstance(items, list):
+        raise _refuse(name, value, "a list of token ids")
+    check_at_most(_named(name), len(items), MAX_STOP_TOKEN_IDS, "token ids")
+    parse = _integer(0)
+    return tuple(dict.fromkeys(parse(name, item) for item in items))
+
+
+def _logit_bias(name: str, value: Any) -> dict[Any, float]:
+    """Keys that are no numbers are kept: `_check_vocabulary` names all wrong keys in one error."""
+    items = _from_json_text(name, value)
+    if not isinstance(items, dict):
+        raise _refuse(name, value, "an object of token id to bias")
+    check_at_most(_named(name), len(items), MAX_LOGIT_BIAS, "token ids")
+    parse_bias = _number(-100.0, 100.0)
+    return {_token_id(key): parse_bias(f"{name}[{str(key)[:24]}]", bias) for key, bias in items.items()}
+
+
+def _token_id(key: Any) -> Any:
+    """The number in a key of a JSON object, which is a string."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+
+
+_PARSERS: dict[str, Parser] = {
+    "max_tokens": _integer(1),
+    "min_tokens": _integer(0),
+    "temperature": _number(0.0),
+    "top_k": _integer(-1),
+    "top_p": _number(0.0, 1.0, open_minimum=True),
+    "min_p": _number(0.0, 1.0),
+    "repetition_penalty": _number(0.0, open_minimum=True),
+    "presence_penalty": _number(-2.0, 2.0),
+    "frequency_penalty": _number(-2.0, 2.0),
+    "logit_bias": _logit_bias,
+    "seed": _integer(-(1 << 63), (1 << 63) - 1),
+    "stop": _stop,
+    "stop_token_ids": _token_ids,
+    "ignore_eos": _boolean,
+    "logprobs": _integer(0, MAX_LOGPROBS),
+    "include_stop_str_in_output": _boolean,
+    "skip_special_tokens": _boolean,
+    "cache_salt": _text,
+    "lora_name": _text,
+    "n": _integer(1, 1),
+    "best_of": _integer(1, 1),
+}
+ACCEPTED = tuple(sorted(_PARSERS))
+_OUTSIDE_SAMPLING = ("stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name")
+"""Parameters that the engine's SamplingParams do not have."""
+
+
+def parse_sampling_parameter(name: str, value: Any) -> Any:
+    """The value of one parameter; None for null. Raises TritonError as `parse_sampling_parameters` does."""
+    if name in NOT_SUPPORTED:
+        raise unsupported(f"sampling parameter '{name}' is not supported by this backend")
+    parser = _PARSERS.get(name)
+    if parser is None:
+        raise invalid_argument(f"unknown sampling parameter {shown(name)}, expected one of: {', '.join(ACCEPTED)}")
+    try:
+        return None if value is None else parser(name, value)
+    except TritonError as error:
+        error.param = name
+        raise
+
+
+def parse_sampling_parameters(
+    values: Mapping[str, Any],
+    *,
+    room_tokens: int,
+    vocab_size: int,
+    logprobs_needed: bool = False,
+    defaults: Mapping[str, Any] = NO_DEFAULTS,
+) -> GenerationParams:
+    """Checks `values` and builds the parameters of one request.
+
+    room_tokens: how many tokens fit after the prompt; max_tokens is cut to it
+    vocab_size: bounds token ids
+    logprobs_needed: an output needs the sampled token's logprob, with or without `logprobs`
+    defaults: the model's own, for parameters that are missing or null
+
+    Without a default, a max_tokens of null is all the room. Without a seed, or with vLLM's -1, one is drawn.
+
+    Raises TritonError INVALID_ARG for a bad value or an unknown name, UNSUPPORTED for one of NOT_SUPPORTED.
+    """
+    check_at_most("the request", len(values), MAX_PARAMETERS, "sampling parameters")
+    fields = {
+        name: parse_sampling_parameter(name, value)
+        for name, value in values.items()
+        if name not in IGNORED_REQUEST_PARAMETERS
+    }
+    max_tokens = _max_tokens(fields, defaults, room_tokens)
+    chosen = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
+    chosen.pop("max_tokens", None)
+    _check_min_tokens(chosen, values, max_tokens, room_tokens)
+    _check_vocabulary(chosen, vocab_size)
+    seed = chosen.pop("seed", -1)
+    logprobs = chosen.pop("logprobs", 0 if logprobs_needed else None)
+    top_k = chosen.pop("top_k", 0)
+    others = {name: chosen.pop(name) for name in _OUTSIDE_SAMPLING if name in chosen}
+    for name in ("n", "best_of"):
+        chosen.pop(name, None)
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        seed=random.getrandbits(63) if seed == -1 else seed & SEED_MASK,
+        logprobs=logprobs,
+        top_k=min(max(top_k, 0), vocab_size),  # a larger one is off, and may not fit the engine's integers
+        **chosen,
+    )
+    return GenerationParams(sampling=sampling, **others)
+
+
+def _max_tokens(fields: dict[str, Any], defaults: Mapping[str, Any], room_tokens: int) -> int:
+    """Takes max_tokens out of `fields`."""
+    max_tokens: int | None = fields.pop("max_tokens", defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
+    if max_tokens is None:
+        max_tokens = defaults.get("max_tokens", room_tokens)
+    return min(max_tokens, room_tokens)
+
+
+def _check_min_tokens(chosen: dict[str, Any], values: Mapping[str, Any], max_tokens: int, room_tokens: int) -> None:
+    minimum = chosen.get("min_tokens", 0)
+    if minimum <= max_tokens:
+        return
+    if max_tokens < room_tokens:
+        raise _refuse("min_tokens", values["min_tokens"], f"at most max_tokens ({max_tokens})")
+    raise _refuse("min_tokens", values["min_tokens"], f"at most the {room_tokens} tokens that fit after the prompt")
+
+
+def _check_vocabulary(chosen: dict[str, Any], vocab_size: int) -> None:
+    for name in ("stop_token_ids", "logit_bias"):
+        wrong = [key for key in chosen.get(name, ()) if not (isinstance(key, int) and 0 <= key < vocab_size)]
+        if wrong:
+            raise invalid_argument(
+                f"{_named(name)} names {shown_keys(wrong)}, expected token ids from 0 to {vocab_size - 1}",
+                param=name,
+            )
+
+
+AUTO, VLLM_DEFAULTS = "auto", "vllm"
+"""Values of the engine argument `generation_config` besides a folder: the checkpoint's file, or none."""
+_PARAMETER_OF = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
+"""Field of generation_config.json → sampling parameter. Other fields (do_sample, beams) are not read, as in vLLM."""
+
+
+def read_sampling_defaults(config: EngineConfig) -> dict[str, Any]:
+    """A model's own defaults by sampling parameter, from generation_config.json and override_generation_config.
+
+    A bad value in the checkpoint's file is left out with a warning. Raises TritonError INVALID_ARG naming the engine
+    argument for a bad value of the operator. End-of-sequence tokens are read by the engine.
+    """
+    defaults: dict[str, Any] = {}
+    for field, value in _file_of(config).items():
+        try:
+            defaults |= _default(field, value)
+        except TritonError as error:
+            logger.warning("%s of '%s': '%s' is not used: %s", GENERATION_CONFIG_FILE, config.model, field, error)
+    for field, value in (config.override_generation_config or {}).items():
+        what = f"engine argument 'override_generation_config': '{field}'"
+        if field not in _PARAMETER_OF:
+            raise invalid_argument(f"{what} is not supported, expected one of: {', '.join(_PARAMETER_OF)}")
+        try:
+            defaults |= _default(field, value)
+        except TritonError as error:
+            raise invalid_argument(f"{what} is {shown(value)}: {error}") from None
+    if defaults:
+        logger.info("'%s': where a request does not say, sampling parameters are %s", config.model, defaults)
+    return defaults
+
+
+def _default(field: str, value: Any) -> dict[str, Any]:
+    name = _PARAMETER_OF.get(field)
+    return {} if name is None or value is None else {name: parse_sampling_parameter(name, value)}
+
+
+def _file_of(config: EngineConfig) -> Mapping[str, Any]:
+    source = config.generation_config
+    if source == VLLM_DEFAULTS or (source == AUTO and config.model == "mock"):
+        return {}
+    try:
+        if source == AUTO:
+            return read_json(local_directory(config.model, config.engine_python) / GENERATION_CONFIG_FILE)
+        path = Path(source) / GENERATION_CONFIG_FILE
+        if not path.is_file():
+            raise ValueError(f"expected '{AUTO}', '{VLLM_DEFAULTS}' or a folder with a {GENERATION_CONFIG_FILE}")
+        return read_json(path)
+    except (ValueError, OSError) as error:
+        raise invalid_argument(f"engine argument 'generation_config' is '{source}': {error}") from error

@@ -1,0 +1,237 @@
+"""What a schema is: the translation between a model's Triton tensors and generations, and what all schemas share.
+
+For: the schemas of vLLM and TensorRT-LLM, and code that uses one without knowing which. Does not know: any tensor's
+name. Invariant: what a schema reads from a request is complete; nothing later looks at its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy.typing as npt
+from tritonclient.grpc import model_config_pb2
+
+from llmbackend.core.backend_api import ErrorCode, ModelConfig, Request, Tensor, TritonError, invalid_argument
+
+from ..text.output_assembler import Chunk, OutputAssembler
+from ..text.token_bias import NO_BIAS, TokenBias
+from ..text.tokenizer import ModelTokenizer
+
+
+@dataclass(slots=True)
+class TaskTimes:
+    """When each phase of a generation began or ended: time.monotonic_ns(); 0 = not yet."""
+
+    exec_start_ns: int
+    """Execute was called with its request."""
+    compute_start_ns: int = 0
+    """Its request was converted."""
+    taken_ns: int = 0
+    """An engine took it for the first time."""
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """Which outputs a generation has, and how they are sent."""
+
+    stream: bool
+    prepend_prompt: bool
+    outputs: frozenset[str]
+    """Names of the outputs that the request's flags enable and its client requested."""
+    logprobs: bool = False
+    """Whether an output needs the logprob of the sampled token."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlmInputs:
+    """What one generation was asked for. Exactly one of text_input, messages and input_ids is set."""
+
+    options: OutputOptions
+    sampling: Mapping[str, Any]
+    """Sampling parameters by name, not checked yet."""
+    text_input: str | None = None
+    messages: bytes | None = None
+    """JSON."""
+    input_ids: npt.NDArray[Any] | None = None
+    """Token ids: integers, one dimension."""
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids, each of which ends the generation."""
+    max_tokens_must_fit: bool = False
+    """Whether a max_tokens beyond the context is refused; otherwise it is cut."""
+    bias: TokenBias = NO_BIAS
+    """Added to logits, on top of `sampling`."""
+    batch_index: int = 0
+    """Of the prompt in its request."""
+    sequence_index: int = 0
+    """Of the generation among those of its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A generation's prompt."""
+
+    text: str
+    """"" where the prompt was given as token ids and is not part of the output."""
+    token_ids: tuple[int, ...]
+
+
+class Generation(Protocol):
+    """What a reply can tell about its generation besides the tokens."""
+
+    times: TaskTimes
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
+    @property
+    def num_output_tokens(self) -> int: ...
+    @property
+    def num_kv_blocks(self) -> int:
+        """KV blocks that its tokens so far fill."""
+
+    @property
+    def num_reused_kv_blocks(self) -> int:
+        """KV blocks of its prompt that were found in the prefix cache."""
+
+    @property
+    def makes_drafts(self) -> bool:
+        """Whether its engine speculates; drafts are not counted per request."""
+
+    @property
+    def assembler(self) -> OutputAssembler: ...
+
+
+class Reply(Protocol):
+    """Makes the outputs of one generation, response by response."""
+
+    def is_due(self, generation: Generation) -> bool:
+        """Whether a stream has something to send now."""
+
+    def tensors(self, chunk: Chunk, generation: Generation) -> list[Tensor]:
+        """The outputs of one response."""
+
+
+class Schema(Protocol):
+    """The tensors of one model. Read-only: any thread uses it."""
+
+    needs_tokenizer: bool
+    """False: prompts and outputs are token ids, and the model needs no tokenizer."""
+    has_vllm_defaults: bool
+    """Whether vLLM's rules say what a request leaves out; then the model's generation_config.json counts."""
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        """A copy of `config` with what it does not declare. Raises TritonError INVALID_ARG for a declared tensor that
+        does not fit."""
+
+    def read(self, request: Request) -> Sequence[LlmInputs]:
+        """A request's generations, at least one. Raises TritonError INVALID_ARG naming the tensor, or UNSUPPORTED for
+        one that this backend does not serve."""
+
+    def is_stop(self, request: Request) -> bool:
+        """Whether the request only asks to end other requests with its id."""
+
+    def reply(self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer) -> Reply: ...
+
+    def client_error(self, error: TritonError) -> TritonError:
+        """`error` with the text that clients of this schema expect."""
+
+
+class LoraError(TritonError):
+    """A request names an adapter that the model does not serve."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ErrorCode.INVALID_ARG)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A tensor as a configuration declares it, without the batch dimension."""
+
+    data_type: str
+    """"" = any datatype, and any dims."""
+    dims: tuple[int, ...] = (1,)
+    usual: str = "TYPE_FP16"
+    """The datatype of a tensor that may have any, in a configuration that does not declare it."""
+
+    def __str__(self) -> str:
+        return f"{self.data_type}{list(self.dims)}"
+
+
+def complete_config(
+    config: ModelConfig, inputs: Mapping[str, TensorType], outputs: Mapping[str, TensorType]
+) -> ModelConfig:
+    """A copy of `config` with the tensors that it does not declare, inputs as optional ones, and with decoupled
+    responses unless it says otherwise.
+
+    Raises TritonError INVALID_ARG for a declared tensor that is not in the table, or has another type or shape.
+    """
+    completed = model_config_pb2.ModelConfig()
+    completed.CopyFrom(config)
+    _complete_tensors("input", completed.input, inputs)
+    _complete_tensors("output", completed.output, outputs)
+    if not completed.HasField("model_transaction_policy"):
+        completed.model_transaction_policy.decoupled = True
+    return completed
+
+
+def _complete_tensors(kind: str, declared: Any, table: Mapping[str, TensorType]) -> None:
+    for tensor in declared:
+        _check_declared(kind, tensor, table)
+    names = {tensor.name for tensor in declared}
+    for name, wanted in table.items():
+        if name not in names:
+            data_type = model_config_pb2.DataType.Value(wanted.data_type or wanted.usual)
+            tensor = declared.add(name=name, data_type=data_type, dims=wanted.dims)
+            if kind == "input":
+                tensor.optional = True
+
+
+def _check_declared(kind: str, tensor: Any, table: Mapping[str, TensorType]) -> None:
+    expected = table.get(tensor.name)
+    if expected is None:
+        raise invalid_argument(f"{kind} '{tensor.name}' is not one of the llm backend's: {', '.join(table)}")
+    found = TensorType(model_config_pb2.DataType.Name(tensor.data_type), tuple(tensor.dims))
+    if expected.data_type and found != expected:
+        raise invalid_argument(f"{kind} '{tensor.name}' is {found}, expected {expected}")
+
+
+def text_of(tensor: Tensor) -> str:
+    """The string of a tensor with one element."""
+    return decoded(tensor.name, single(tensor))
+
+
+def decoded(name: str, value: Any) -> str:
+    """One element of a BYTES tensor as text. Raises TritonError INVALID_ARG naming the input."""
+    try:
+        return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError as error:
+        raise invalid_argument(f"input '{name}' is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def single(tensor: Tensor) -> Any:
+    """The element of a tensor with one. Raises TritonError INVALID_ARG."""
+    if tensor.data.size != 1:
+        raise invalid_argument(f"input '{tensor.name}' has {tensor.data.size} elements, expected 1")
+    return tensor.data.ravel()[0]
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """The size of its elements; of BYTES, without the overhead of Python objects."""
+    if tensor.datatype != "BYTES":
+        return tensor.data.nbytes
+    return sum(map(len, tensor.data.ravel().tolist()))
+
+
+def wanted_outputs(enabled: Iterable[str], request: Request) -> frozenset[str]:
+    """The names in `enabled` that the client requested."""
+    return frozenset(enabled).intersection(request.requested_outputs)
+
+
+def parameter(config: ModelConfig, name: str) -> str:
+    """A parameter of config.pbtxt; "" when there is none. (Indexing the protobuf map would add it.)"""
+    return config.parameters[name].string_value if name in config.parameters else ""

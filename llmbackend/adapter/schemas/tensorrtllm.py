@@ -1,0 +1,368 @@
+"""TensorRT-LLM's tensors: how requests are read and answered, in the form of its users and in that of its core model.
+
+For: models of the schemas "tensorrtllm" and "tensorrtllm_core". Does not know: tokenizers, engines. Invariant:
+TensorRT-LLM's rules and defaults apply, not vLLM's.
+Source: triton_backend, utils.cc, model_instance_state.cc and the defaults of the sampling layers of TensorRT-LLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llmbackend.core.backend_api import ModelConfig, Request, Tensor, TritonError, invalid_argument, unsupported
+
+from ..generation_bounds import MAX_LOGIT_BIAS, MAX_STOPS, MAX_STOPS_TOTAL_LENGTH, check_at_most, check_stops
+from ..text.output_assembler import Chunk
+from ..text.token_bias import TokenBias
+from ..text.tokenizer import ModelTokenizer
+from .sampling import SEED_MASK
+from .schema import (
+    Generation,
+    LlmInputs,
+    OutputOptions,
+    Prompt,
+    Reply,
+    TensorType,
+    complete_config,
+    decoded,
+    parameter,
+    wanted_outputs,
+)
+from .tensorrtllm_tensors import CORE_INPUTS, CORE_OUTPUTS, PERF_OUTPUTS, REFUSED_INPUTS, USER_INPUTS, USER_OUTPUTS
+
+MAX_SEQUENCES = 64
+"""Largest num_return_sequences; each sequence is a generation of its own."""
+_FLOAT_FIELDS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_ENABLED_BY = {
+    "return_log_probs": ("cum_log_probs", "output_log_probs"),
+    "return_num_input_tokens": ("num_input_tokens",),
+    "return_num_output_tokens": ("num_output_tokens",),
+    "return_perf_metrics": PERF_OUTPUTS,
+}
+
+
+class TensorRtLlmSchema:
+    """The schemas of TensorRT-LLM's models.
+
+    "tensorrtllm": text in, text out, as its `ensemble` and `tensorrt_llm_bls` models. "tensorrtllm_core": token ids in
+    and out, as its `tensorrt_llm` model between `preprocessing` and `postprocessing`. Without top_k and top_p a
+    generation is greedy; the seed is 0; in the core form only `end_id` ends a generation; the token that ended it is no
+    output; a batch of N prompts gives N generations with responses of their own.
+    """
+
+    has_vllm_defaults = False
+
+    def __init__(self, config: ModelConfig, *, is_core: bool) -> None:
+        """is_core: token ids in and out; otherwise text."""
+        self.needs_tokenizer = not is_core
+        self._is_core = is_core
+        self._inputs: Mapping[str, TensorType] = CORE_INPUTS if is_core else USER_INPUTS
+        self._outputs: Mapping[str, TensorType] = CORE_OUTPUTS if is_core else USER_OUTPUTS
+        self._decoupled = config.model_transaction_policy.decoupled
+        self._batches = config.max_batch_size > 0
+        self._excludes_input = parameter(config, "exclude_input_in_output").lower() in ("true", "1")
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        return complete_config(config, self._inputs, self._outputs)
+
+    def client_error(self, error: TritonError) -> TritonError:
+        return error
+
+    def is_stop(self, request: Request) -> bool:
+        tensor = request.inputs.get("stop")
+        return tensor is not None and bool(np.any(tensor.data))
+
+    def read(self, request: Request) -> Sequence[LlmInputs]:
+        rows = Rows(request, self._batches, "input_ids" if self._is_core else "text_input")
+        if rows.count > 1 and not self._decoupled:
+            raise unsupported(
+                f"a batch of {rows.count} gives {rows.count} responses, but this model is configured with "
+                "decoupled: false"
+            )
+        return [inputs for index in range(rows.count) for inputs in self._read_row(rows.row(index), request)]
+
+    def reply(self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer) -> Reply:
+        return TensorRtLlmReply(inputs, prompt, is_core=self._is_core, leading=(1,) if self._batches else ())
+
+    def _read_row(self, row: Row, request: Request) -> list[LlmInputs]:
+        row.refuse_unsupported()
+        sampling = self._sampling(row)
+        count = _return_sequences(row)
+        bias = self._bias(row)
+        return [
+            LlmInputs(
+                options=self._options(row, request, count),
+                sampling={**sampling, "seed": (sampling["seed"] + index) & SEED_MASK},
+                text_input=None if self._is_core else _prompt_text(row),
+                input_ids=_prompt_ids(row) if self._is_core else None,
+                stop_sequences=_word_list(row, "stop_words_list") if self._is_core else (),
+                bias=bias,
+                batch_index=row.index,
+                sequence_index=index,
+            )
+            for index in range(count)
+        ]
+
+    def _options(self, row: Row, request: Request, num_sequences: int) -> OutputOptions:
+        stream = row.flag("streaming" if self._is_core else "stream")
+        if stream and not self._decoupled:
+            raise unsupported("Streaming is only supported in decoupled mode.")
+        excludes = row.flag("exclude_input_in_output", self._excludes_input)
+        enabled = {"output_ids", "sequence_length", "text_output"}
+        enabled.update(name for flag, names in _ENABLED_BY.items() if row.flag(flag) for name in names)
+        if row.batch_size > 1:
+            enabled.add("batch_index")
+        if num_sequences > 1:
+            enabled.add("sequence_index")
+        return OutputOptions(
+            stream,
+            prepend_prompt=not excludes and not stream,
+            outputs=wanted_outputs(enabled, request),
+            logprobs=row.flag("return_log_probs"),
+        )
+
+    def _sampling(self, row: Row) -> dict[str, Any]:
+        """Sampling parameters under the names of sampling.py."""
+        values: dict[str, Any] = {name: row.number(name) for name in _FLOAT_FIELDS if name in row}
+        values |= self._token_choice(row)
+        values["max_tokens"] = row.number("request_output_len" if self._is_core else "max_tokens", required=True)
+        values["min_tokens"] = row.number("min_tokens", row.number("min_length", 0))
+        values["seed"] = int(row.number("seed", row.number("random_seed", 0)))
+        end_id = row.number("end_id")
+        if end_id is not None or self._is_core:
+            values["ignore_eos"] = True
+            values["stop_token_ids"] = [int(end_id)] if end_id is not None and end_id >= 0 else []
+        if not self._is_core:
+            values["stop"] = row.texts("stop_words") or None
+            values["include_stop_str_in_output"] = True
+        return values
+
+    def _bias(self, row: Row) -> TokenBias:
+        if self._is_core:
+            return TokenBias(by_id=row.bias("embedding_bias"), bad_ids=_word_list(row, "bad_words_list"))
+        return TokenBias(by_word=_weighted_words(row), bad_words=row.texts("bad_words"))
+
+    def _token_choice(self, row: Row) -> dict[str, Any]:
+        prefix = "runtime_" if self._is_core else ""
+        top_k = int(row.number(f"{prefix}top_k", 0))
+        top_p = float(row.number(f"{prefix}top_p", 0.0))
+        if top_k <= 0 and top_p <= 0.0:
+            return {"temperature": 0.0}
+        return {"top_k": max(top_k, 0), "top_p": top_p if top_p > 0.0 else 1.0}
+
+
+class Rows:
+    """The inputs of a request, prompt by prompt."""
+
+    def __init__(self, request: Request, batches: bool, prompt: str) -> None:
+        self._inputs = request.inputs
+        self._batches = batches
+        if prompt not in request.inputs:
+            raise invalid_argument(f"A value is required for {prompt}")
+        self.count = request.inputs[prompt].shape[0] if batches else 1
+
+    def row(self, index: int) -> Row:
+        return Row({name: self._of(tensor, index) for name, tensor in self._inputs.items()}, index, self.count)
+
+    def _of(self, tensor: Tensor, index: int) -> npt.NDArray[Any]:
+        if not self._batches:
+            return tensor.data
+        if tensor.data.shape[0] != self.count:
+            raise invalid_argument(
+                f"Expected batch size doesn't match batch size for tensor {tensor.name}. "
+                f"Expected {self.count} got {tensor.data.shape[0]}"
+            )
+        row: npt.NDArray[Any] = np.asarray(tensor.data[index])
+        return row
+
+
+class Row:
+    """The inputs of one prompt, without the batch dimension; a scalar may still have a dimension of 1."""
+
+    def __init__(self, values: Mapping[str, npt.NDArray[Any]], index: int, batch_size: int) -> None:
+        self._values = values
+        self.index = index
+        self.batch_size = batch_size
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def array(self, name: str) -> npt.NDArray[Any] | None:
+        return self._values.get(name)
+
+    def number(self, name: str, default: Any = None, *, required: bool = False) -> Any:
+        values = self._values.get(name)
+        if values is None:
+            if required:
+                raise invalid_argument(f"A value is required for {name}")
+            return default
+        if values.size != 1:
+            raise invalid_argument(f"Expected a scalar tensor for tensor {name}")
+        return values.item()
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        return bool(self.number(name, default))
+
+    def texts(self, name: str) -> list[str]:
+        """The non-empty strings of an input."""
+        values = self._values.get(name, np.empty(0))
+        check_at_most(f"input '{name}'", values.size, MAX_STOPS, "elements")
+        return [decoded(name, value) for value in values.ravel().tolist() if value]
+
+    def bias(self, name: str) -> dict[int, float]:
+        """Non-zero biases by token id."""
+        values = self._values.get(name)
+        if values is None or not np.any(values):
+            return {}
+        check_at_most(f"input '{name}'", int(np.count_nonzero(values)), MAX_LOGIT_BIAS, "biases that are not 0")
+        flat = values.ravel()
+        return {int(token_id): float(flat[token_id]) for token_id in np.flatnonzero(flat)}
+
+    def refuse_unsupported(self) -> None:
+        for name, values in self._values.items():
+            if name in REFUSED_INPUTS and _asks_for_something(name, values):
+                raise unsupported(f"input '{name}' is not supported by this backend")
+        if self.number("beam_width", 1) > 1:
+            raise unsupported(f"'beam_width' is {self.number('beam_width')}, only 1 is supported by this backend")
+
+
+def _asks_for_something(name: str, values: npt.NDArray[Any]) -> bool:
+    if name == "decoder_input_ids":  # preprocessing sends one padding token to every model
+        return values.size > 1
+    if values.dtype == np.object_:
+        return any(values.ravel().tolist())
+    return bool(np.any(values))
+
+
+def _return_sequences(row: Row) -> int:
+    count = int(row.number("num_return_sequences", 1))
+    if not 1 <= count <= MAX_SEQUENCES:
+        raise invalid_argument(f"'num_return_sequences' is {count}, expected 1 to {MAX_SEQUENCES}")
+    return count
+
+
+def _prompt_text(row: Row) -> str:
+    return decoded("text_input", row.number("text_input"))
+
+
+def _prompt_ids(row: Row) -> npt.NDArray[Any]:
+    """`input_ids` up to `input_lengths`; the rest is padding."""
+    values = row.array("input_ids")
+    assert values is not None
+    length = int(row.number("input_lengths", values.size))
+    if not 0 <= length <= values.size:
+        raise invalid_argument(f"'input_lengths' is {length}, but 'input_ids' holds {values.size} token ids")
+    return values.ravel()[:length]
+
+
+def _word_list(row: Row, name: str) -> tuple[tuple[int, ...], ...]:
+    values = row.array(name)
+    return () if values is None else _words(name, values)
+
+
+def _weighted_words(row: Row) -> list[tuple[str, float]]:
+    names = ("embedding_bias_words", "embedding_bias_weights")
+    words, weights = (row.array(name) for name in names)
+    if words is None or weights is None:
+        return []
+    if words.size != weights.size:
+        raise invalid_argument(
+            f"'{names[0]}' has {words.size} elements and '{names[1]}' {weights.size}, expected the same number"
+        )
+    check_at_most(f"input '{names[0]}'", words.size, MAX_STOPS, "elements")
+    pairs = zip(words.ravel().tolist(), weights.ravel().tolist(), strict=True)
+    return [(decoded(names[0], word), weight) for word, weight in pairs if word]
+
+
+def _words(name: str, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
+    """Words as token ids, from two rows: the ids of all words, and the end of each word in them; both padded."""
+    if values.ndim != 2 or values.shape[0] != 2:
+        raise invalid_argument(f"Invalid format for word list: '{name}' has shape {list(values.shape)}, expected [2,n]")
+    check_at_most(f"input '{name}'", values.shape[1], MAX_STOPS_TOTAL_LENGTH, "columns")
+    ids, ends = values.tolist()
+    words: list[tuple[int, ...]] = []
+    start = 0
+    for end in ends:
+        if end == -1:
+            break
+        if not start < end <= len(ids):
+            if end == 0 and not words:  # an empty list, padded with zeros
+                break
+            raise invalid_argument(f"Invalid format for word list: '{name}' has offset {end} after {start}")
+        words.append(tuple(ids[start:end]))
+        start = end
+    check_stops(f"input '{name}'", words, "words", "tokens")
+    return tuple(words)
+
+
+class TensorRtLlmReply:
+    """TensorRT-LLM's outputs of one generation.
+
+    A beam dimension of 1 stands before the tokens. Without streaming, the prompt stands before the output unless it is
+    excluded; in a stream it never does.
+    Source: fillTritonResponse in TensorRT-LLM's model_instance_state.cc; its postprocessing for text.
+    """
+
+    def __init__(self, inputs: LlmInputs, prompt: Prompt, *, is_core: bool, leading: tuple[int, ...]) -> None:
+        """leading: the batch dimension of all outputs except text."""
+        self._inputs = inputs
+        self._outputs = inputs.options.outputs
+        self._prompt = prompt if inputs.options.prepend_prompt else Prompt("", ())
+        self._is_core = is_core
+        self._leading = leading
+        self._log_prob_sum = 0.0
+
+    def is_due(self, generation: Generation) -> bool:
+        return self._is_core or generation.assembler.has_text
+
+    def tensors(self, chunk: Chunk, generation: Generation) -> list[Tensor]:
+        num_tokens = len(chunk.token_ids) - chunk.ends_with_stop_token
+        prompt, self._prompt = self._prompt, Prompt("", ())
+        ids = [*prompt.token_ids, *chunk.token_ids[:num_tokens]]
+        values: dict[str, tuple[Any, type[np.generic]]] = {
+            "output_ids": ([ids], np.int32),
+            "sequence_length": ([len(ids)], np.int32),
+            "batch_index": ([self._inputs.batch_index], np.int32),
+            "sequence_index": ([self._inputs.sequence_index], np.int32),
+            "num_input_tokens": ([generation.num_prompt_tokens], np.int32),
+            "num_output_tokens": ([num_tokens], np.int32),
+        }
+        if self._inputs.options.logprobs:
+            log_probs = [entry.logprob for entry in chunk.logprobs[:num_tokens]]
+            self._log_prob_sum += sum(log_probs)
+            values["output_log_probs"] = ([log_probs], np.float32)
+            values["cum_log_probs"] = ([self._log_prob_sum], np.float32)
+        if not self._outputs.isdisjoint(PERF_OUTPUTS):
+            values |= _performance(generation)
+        tensors = [self._tensor(name, *values[name]) for name in values if name in self._outputs]
+        if "text_output" in self._outputs:
+            tensors.append(Tensor.text("text_output", prompt.text + "".join(chunk.text)))
+        return tensors
+
+    def _tensor(self, name: str, value: Any, kind: type[np.generic]) -> Tensor:
+        array = np.array(value, kind)
+        return Tensor.of(name, array.reshape((*self._leading, *array.shape)))
+
+
+def _performance(generation: Generation) -> dict[str, tuple[Any, type[np.generic]]]:
+    """The numbers of `return_perf_metrics` so far. Blocks are counted from tokens, so recomputation after a preemption
+    does not show."""
+    times = generation.times
+    blocks, reused = generation.num_kv_blocks, generation.num_reused_kv_blocks
+    values: dict[str, tuple[Any, type[np.generic]]] = {
+        "kv_cache_alloc_new_blocks": ([blocks - reused], np.int32),
+        "kv_cache_reused_blocks": ([reused], np.int32),
+        "kv_cache_alloc_total_blocks": ([blocks], np.int32),
+        "arrival_time_ns": ([times.exec_start_ns], np.int64),
+        "first_scheduled_time_ns": ([times.taken_ns], np.int64),
+        "first_token_time_ns": ([times.first_token_ns], np.int64),
+        "last_token_time_ns": ([times.last_token_ns], np.int64),
+    }
+    if not generation.makes_drafts:
+        values["acceptance_rate"] = ([0.0], np.float32)
+        values["total_accepted_draft_tokens"] = values["total_draft_tokens"] = ([0], np.int32)
+    return values

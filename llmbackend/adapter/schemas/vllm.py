@@ -1,0 +1,270 @@
+"""vllm_backend's tensors: what a client may send and ask for, and how requests are read and answered.
+
+For: models of the schema "vllm", the default. Does not know: tokenizers, engines. Invariant: names, datatypes, shapes
+and rules are those of vllm_backend, so that its clients work unchanged; additions of this backend are marked.
+Source: vllm_backend's src/model.py and src/utils/request.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from llmbackend.core.backend_api import (
+    ErrorCode,
+    JsonTensor,
+    ModelConfig,
+    Request,
+    Tensor,
+    TritonError,
+    invalid_argument,
+    shown,
+    unsupported,
+)
+from llmbackend.engine.infer_request import TokenLogprobs
+
+from ..generation_bounds import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_at_most
+from ..text.output_assembler import Chunk
+from ..text.tokenizer import ModelTokenizer
+from .schema import (
+    Generation,
+    LlmInputs,
+    LoraError,
+    OutputOptions,
+    Prompt,
+    Reply,
+    TensorType,
+    complete_config,
+    num_bytes,
+    single,
+    text_of,
+    wanted_outputs,
+)
+
+logger = logging.getLogger(__name__)
+_encode_json = msgspec.json.encode
+
+_TEXT, _FLAG, _COUNT = TensorType("TYPE_STRING"), TensorType("TYPE_BOOL"), TensorType("TYPE_UINT32")
+INPUTS: dict[str, TensorType] = {
+    "text_input": _TEXT,
+    "image": TensorType("TYPE_STRING", (-1,)),
+    "stream": _FLAG,
+    "sampling_parameters": _TEXT,
+    "exclude_input_in_output": _FLAG,
+    "return_finish_reason": _FLAG,
+    "return_cumulative_logprob": _FLAG,
+    "return_logprobs": _FLAG,
+    "return_num_input_tokens": _FLAG,
+    "return_num_output_tokens": _FLAG,
+    "embedding_request": _TEXT,
+    # Additions of this backend: a conversation for the chat template, token ids instead of text, the generated token
+    # ids, and how many tokens of the prompt the prefix cache had.
+    "messages": _TEXT,
+    "input_ids": TensorType("TYPE_INT32", (-1,)),
+    "return_output_ids": _FLAG,
+    "return_num_cached_tokens": _FLAG,
+}
+OUTPUTS: dict[str, TensorType] = {
+    "text_output": TensorType("TYPE_STRING", (-1,)),
+    "finish_reason": TensorType("TYPE_STRING", (-1,)),
+    "cumulative_logprob": TensorType("TYPE_FP32", (-1,)),
+    "logprobs": TensorType("TYPE_STRING", (-1,)),
+    "num_input_tokens": _COUNT,
+    "num_output_tokens": TensorType("TYPE_UINT32", (-1,)),
+    "output_ids": TensorType("TYPE_INT32", (-1,)),
+    "num_cached_tokens": _COUNT,
+}
+MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
+"""A request parameter that only the OpenAI frontend can set: vLLM's OpenAI server refuses what vllm_backend cuts."""
+_SCANNED_BYTES, _SCANNED_KEYS = 4 << 20, 1024
+"""A longer JSON text is not searched for its largest parameter."""
+VLLM_BACKEND = "vllm"
+PROMPT_INPUTS = ("text_input", "messages", "input_ids")
+NOT_SUPPORTED_INPUTS = ("image", "embedding_request")
+
+
+class VllmSchema:
+    """The schema of vllm_backend."""
+
+    needs_tokenizer = True
+    has_vllm_defaults = True
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._decoupled = config.model_transaction_policy.decoupled
+        self._is_vllm_backend = config.backend == VLLM_BACKEND
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        """A copy of `config` with the tensors above, all inputs optional, max_batch_size 0 and, unless the model says
+        otherwise, decoupled responses."""
+        completed = complete_config(config, INPUTS, OUTPUTS)
+        for tensor in completed.input:
+            tensor.optional = True
+        if completed.max_batch_size:
+            logger.warning(
+                "model '%s': max_batch_size is set to 0, requests are batched inside the engine", config.name
+            )
+            completed.max_batch_size = 0
+        return completed
+
+    def client_error(self, error: TritonError) -> TritonError:
+        """vllm_backend puts this prefix before every error but cancels and unknown adapters."""
+        if not self._is_vllm_backend or isinstance(error, LoraError) or error.code is ErrorCode.CANCELLED:
+            return error
+        return TritonError(f"Error generating stream: {error.message}", error.code, error.param)
+
+    def is_stop(self, request: Request) -> bool:
+        return False
+
+    def read(self, request: Request) -> Sequence[LlmInputs]:
+        tensors = request.inputs
+        for name in NOT_SUPPORTED_INPUTS:
+            if name in tensors and tensors[name].data.size:
+                raise unsupported(f"input '{name}' is not supported by this backend")
+        given = [name for name in PROMPT_INPUTS if name in tensors]
+        if len(given) != 1:
+            raise invalid_argument(
+                f"exactly one of the inputs {', '.join(PROMPT_INPUTS)} must be given, got {', '.join(given) or 'none'}"
+            )
+        source = given[0]
+        inputs = LlmInputs(
+            options=self._read_options(request, source),
+            sampling=_read_sampling(request),
+            text_input=text_of(tensors[source]) if source == "text_input" else None,
+            messages=single(tensors[source]) if source == "messages" else None,
+            input_ids=tensors[source].data.ravel() if source == "input_ids" else None,
+            max_tokens_must_fit=MAX_TOKENS_MUST_FIT in request.parameters,
+        )
+        return (inputs,)
+
+    def reply(self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer) -> Reply:
+        return VllmReply(
+            inputs.options,
+            prompt_text=prompt.text if inputs.options.prepend_prompt else "",
+            wants_logprobs=inputs.sampling.get("logprobs") is not None,
+            token_text=tokenizer.token_text,
+        )
+
+    def _read_options(self, request: Request, source: str) -> OutputOptions:
+        stream = _flag(request, "stream")
+        if stream and not self._decoupled:
+            raise unsupported("'stream' is true, but this model is configured with decoupled: false")
+        if "exclude_input_in_output" in request.inputs:
+            prepend = not _flag(request, "exclude_input_in_output")
+        else:
+            prepend = source == "text_input" and not stream
+        if prepend and stream:
+            raise invalid_argument("When streaming, `exclude_input_in_output` = False is not allowed.")
+        enabled = {name for name in OUTPUTS if name == "text_output" or _flag(request, f"return_{name}")}
+        outputs = wanted_outputs(enabled, request)
+        return OutputOptions(stream, prepend, outputs, logprobs="cumulative_logprob" in outputs)
+
+
+def _read_sampling(request: Request) -> Mapping[str, Any]:
+    tensor = request.inputs.get("sampling_parameters")
+    if tensor is None:
+        check_at_most("the request", len(request.parameters), MAX_PARAMETERS, "parameters")
+        return {name: value for name, value in request.parameters.items() if not name.startswith("triton_")}
+    if (size := num_bytes(tensor)) > MAX_SAMPLING_JSON_BYTES:
+        raise _too_long(single(tensor), size)
+    values = tensor.value if isinstance(tensor, JsonTensor) else _parsed(text_of(tensor))
+    if not isinstance(values, dict):
+        raise invalid_argument(f"input 'sampling_parameters' is {shown(values)}, expected a JSON object")
+    return values
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise invalid_argument(f"input 'sampling_parameters' is not JSON: {error}") from None
+
+
+def _too_long(text: bytes, size: int) -> TritonError:
+    """An error that names the largest parameter, unless finding it would take long."""
+    limit = f"{MAX_SAMPLING_JSON_BYTES} for all sampling parameters together"
+    if size <= _SCANNED_BYTES and text.count(b":") <= _SCANNED_KEYS:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+            values = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+            name, value = max(values.items(), key=lambda item: len(memoryview(item[1])), default=("", msgspec.Raw(b"")))
+            size_of_one = len(memoryview(value))
+            message = f"sampling parameter {shown(name)} has {size_of_one} bytes of JSON, expected at most {limit}"
+            return invalid_argument(message, param=name)
+    return invalid_argument(f"input 'sampling_parameters' has {size} bytes, expected at most {limit}")
+
+
+def _flag(request: Request, name: str) -> bool:
+    tensor = request.inputs.get(name)
+    return False if tensor is None else bool(single(tensor))
+
+
+class VllmReply:
+    """vllm_backend's outputs of one generation.
+
+    In a stream every output has only what is new, except cumulative_logprob, which is the sum so far, and the counts of
+    the prompt, which are in every response.
+    Source: create_response in vllm_backend's src/utils/request.py.
+    """
+
+    def __init__(
+        self, options: OutputOptions, *, prompt_text: str, wants_logprobs: bool, token_text: Callable[[int], str]
+    ) -> None:
+        """prompt_text: prepended to the first text
+        wants_logprobs: whether the request has a `logprobs` parameter
+        token_text: the text of one token, for logprobs
+        """
+        self._outputs = options.outputs
+        self._prompt_text = prompt_text
+        self._wants_logprobs = wants_logprobs
+        self._token_text = token_text
+
+    def is_due(self, generation: Generation) -> bool:
+        """A chunk whose text is held back is not sent yet, so that text and tokens of a response belong together."""
+        return generation.assembler.has_text or "text_output" not in self._outputs
+
+    def tensors(self, chunk: Chunk, generation: Generation) -> list[Tensor]:
+        tensors: list[Tensor] = []
+        if "text_output" in self._outputs:
+            prompt, self._prompt_text = self._prompt_text, ""
+            tensors.append(Tensor.text("text_output", prompt + "".join(chunk.text)))
+        if len(self._outputs) > len(tensors):
+            tensors.extend(self._additional(chunk, generation))
+        return tensors
+
+    def _additional(self, chunk: Chunk, generation: Generation) -> list[Tensor]:
+        wanted = self._outputs
+        tensors: list[Tensor] = []
+        if "finish_reason" in wanted:
+            tensors.append(Tensor.text("finish_reason", str(chunk.finish_reason)))
+        if "cumulative_logprob" in wanted:
+            so_far = np.array([generation.assembler.cumulative_logprob], np.float32)
+            tensors.append(Tensor.of("cumulative_logprob", so_far))
+        if "logprobs" in wanted:
+            tensors.append(Tensor.text("logprobs", self._logprobs_json(chunk) if self._wants_logprobs else b"null"))
+        if "num_input_tokens" in wanted:
+            tensors.append(Tensor.of("num_input_tokens", np.array([generation.num_prompt_tokens], np.uint32)))
+        if "num_output_tokens" in wanted:
+            tensors.append(Tensor.of("num_output_tokens", np.array([len(chunk.token_ids)], np.uint32)))
+        if "num_cached_tokens" in wanted:
+            tensors.append(Tensor.of("num_cached_tokens", np.array([generation.num_cached_tokens], np.uint32)))
+        if "output_ids" in wanted:
+            tensors.append(Tensor.of("output_ids", np.array(chunk.token_ids, np.int32)))
+        return tensors
+
+    def _logprobs_json(self, chunk: Chunk) -> bytes:
+        return _encode_json([self._position(entry) for entry in chunk.logprobs])
+
+    def _position(self, entry: TokenLogprobs) -> dict[str, dict[str, object]]:
+        """The sampled token first, then the most likely ones."""
+        position = {str(entry.token_id): self._logprob(entry.token_id, entry.logprob, entry.rank)}
+        for index, (token_id, logprob) in enumerate(entry.top):
+            position.setdefault(str(token_id), self._logprob(token_id, logprob, index + 1))
+        return position
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> dict[str, object]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": self._token_text(token_id)}

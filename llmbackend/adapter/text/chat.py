@@ -1,0 +1,284 @@
+"""The input `messages`: a conversation as JSON, checked for size, and rendered by the model's chat template.
+
+For: request conversion (`read_chat`) and tokenizers (`ChatTemplate`). Does not know: tokens, tensors. Invariants:
+rendering cannot leave its sandbox; every failure is an INVALID_ARG of the request with the template's text.
+Source: transformers' documented chat-template interface.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from llmbackend.core.backend_api import invalid_argument, shown, unsupported
+from llmbackend.core.json_text import count_outside_strings
+
+from ..generation_bounds import check_at_most
+
+MAX_MESSAGES_BYTES = 4 << 20
+MAX_VALUES = 1 << 16
+"""JSON values in the text; parsing so many takes 10 to 30 ms, during which the parser holds the GIL."""
+MAX_TEMPLATE_KWARGS_BYTES = 64 << 10
+MAX_TEMPLATE_KWARGS_DEPTH = 32
+
+_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "documents",
+)
+_INPUT = "input 'messages'"
+_JSON_NAMES: dict[type, str] = {list: "list", dict: "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBounds:
+    """What a conversation must fit into."""
+
+    context_tokens: int
+    """Also the largest number of messages and of content parts."""
+    max_chars: int
+    """Of all texts together."""
+    max_bytes: int = MAX_MESSAGES_BYTES
+    """Of the JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    messages: Sequence[Message]
+    tools: list[Any] | None
+    options: dict[str, Any]
+    """Further variables of the template."""
+
+
+def read_chat(text: bytes, bounds: ChatBounds) -> ChatRequest:
+    """Parses and checks the input. Raises TritonError INVALID_ARG naming what is wrong, or too large and by how
+    much.
+
+    The result may be too long for the context, but not by orders of magnitude: every message is at least a token, and
+    no token has more characters than the longest of the vocabulary.
+    """
+    chat = _parsed(text, bounds)
+    for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
+        if not isinstance(chat.get(name), kind | None):
+            raise invalid_argument(f"'{name}' of {_INPUT} must be a JSON {_JSON_NAMES[kind]}, got {shown(chat[name])}")
+    kwargs = chat.get("chat_template_kwargs") or {}
+    _check_kwargs(kwargs)
+    _check_messages(chat["messages"], bounds)
+    for name in ("tools", "documents"):
+        if chat.get(name):
+            check_at_most(
+                f"'{name}' of {_INPUT}",
+                len(json.dumps(chat[name], ensure_ascii=False)),
+                bounds.max_chars,
+                "characters of JSON",
+            )
+    options = kwargs | {name: chat[name] for name in ("add_generation_prompt", "documents") if name in chat}
+    return ChatRequest(chat["messages"], chat.get("tools"), options)
+
+
+def _parsed(text: bytes, bounds: ChatBounds) -> dict[str, Any]:
+    """The object with `messages` and other fields; the input may also be just the list of messages."""
+    check_at_most(_INPUT, len(text), bounds.max_bytes, "bytes")
+    if text.count(b"{") + text.count(b"[") + text.count(b",") > MAX_VALUES:
+        check_at_most(_INPUT, count_outside_strings(text, b"{[,"), MAX_VALUES, "JSON values")
+    try:
+        value: Any = json.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise invalid_argument(f"{_INPUT} is not UTF-8: {error.reason} at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid_argument(f"{_INPUT} is not JSON: {error}") from None
+    chat = value if isinstance(value, dict) else {"messages": value}
+    if not isinstance(chat.get("messages"), list) or not chat["messages"]:
+        got = shown(chat.get("messages"))
+        raise invalid_argument(f"{_INPUT} must be a non-empty JSON list of chat messages, got {got}")
+    unknown = sorted(chat.keys() - set(_FIELDS))
+    if unknown:
+        raise invalid_argument(f"{_INPUT} has unknown fields {shown(unknown)}, expected {', '.join(_FIELDS)}")
+    if chat.get("continue_final_message"):
+        raise unsupported(f"'continue_final_message' of {_INPUT} is not supported")
+    return chat
+
+
+def _check_messages(messages: list[Any], bounds: ChatBounds) -> None:
+    context = f": the model's context is {bounds.context_tokens} tokens"
+    if len(messages) > bounds.context_tokens:
+        raise invalid_argument(
+            f"{_INPUT} has {len(messages)} messages, expected at most {bounds.context_tokens}{context}"
+        )
+    num_parts = num_chars = 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else [content]
+        num_parts += len(parts)
+        texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+        num_chars += sum(len(text) for text in texts if isinstance(text, str))
+    if num_parts > bounds.context_tokens:
+        raise invalid_argument(
+            f"{_INPUT} has {num_parts} content parts, expected at most {bounds.context_tokens}{context}"
+        )
+    if num_chars > bounds.max_chars:
+        raise invalid_argument(
+            f"the prompt has {num_chars} characters and more, expected at most {bounds.max_chars}{context}"
+        )
+
+
+def _check_kwargs(kwargs: dict[str, Any]) -> None:
+    what = f"'chat_template_kwargs' of {_INPUT}"
+    check_at_most(what, len(json.dumps(kwargs)), MAX_TEMPLATE_KWARGS_BYTES, "bytes of JSON")
+    level: list[Any] = [kwargs]
+    for _ in range(MAX_TEMPLATE_KWARGS_DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, dict) else value)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise invalid_argument(f"{what} is nested deeper than {MAX_TEMPLATE_KWARGS_DEPTH} levels")
+
+
+Message = dict[str, Any]
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here it renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it as a plain set
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled template. Thread safe: rendering keeps no state.
+
+    As transformers: sandboxed jinja2 with trimmed blocks, loop controls, `tojson` without HTML escaping,
+    `raise_exception`, `strftime_now`, and the special tokens as variables.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """special_tokens: `bos_token` …, variables of the template. Raises ValueError when it does not compile."""
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template does not compile: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text. options: further template variables (`enable_thinking`, `documents` …);
+        `add_generation_prompt` is true by default.
+
+        Raises TritonError INVALID_ARG with the template's error.
+        """
+        variables: dict[str, Any] = {**self._special_tokens, "add_generation_prompt": True, "tools": tools or None}
+        variables |= options or {}
+        try:
+            return self._template.render(messages=normalise_messages(messages), **variables)
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
+            raise invalid_argument(f"the model's chat template refuses 'messages': {error}") from error
+
+
+def normalise_messages(messages: Sequence[Message]) -> list[Message]:
+    """Copies with text as one string and tool-call arguments as objects, as templates expect them.
+
+    OpenAI's clients send text as a list of parts, null for no text, and arguments as JSON text.
+
+    Raises TritonError INVALID_ARG for a malformed message, UNSUPPORTED for a part that is not text.
+    """
+    return [_normalise(index, message) for index, message in enumerate(messages)]
+
+
+def _normalise(index: int, message: Message) -> Message:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise invalid_argument(f"'messages[{index}]' must be an object with a string 'role', got {shown(message)}")
+    result = dict(message)
+    result["content"] = _content_text(index, message.get("content"))
+    if message.get("tool_calls"):
+        result["tool_calls"] = [_normalise_call(index, call) for call in message["tool_calls"]]
+    return result
+
+
+def _content_text(index: int, content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid_argument(f"'messages[{index}].content' must be a string or a list of parts, got {shown(content)}")
+    return "\n".join(_part_text(index, part) for part in content)
+
+
+def _part_text(index: int, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise unsupported(f"'messages[{index}].content' has a part of type {shown(kind)}; only 'text' is supported")
+    if not isinstance(part.get("text"), str):
+        raise invalid_argument(f"'messages[{index}].content' has a text part without 'text': {shown(part)}")
+    return str(part["text"])
+
+
+def _normalise_call(index: int, call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid_argument(
+            f"'messages[{index}].tool_calls' must hold objects with a 'function' that has a 'name', got {shown(call)}"
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            raise invalid_argument(
+                f"'messages[{index}].tool_calls' has 'arguments' that are not JSON: {shown(arguments)}"
+            ) from None
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment

@@ -1,0 +1,116 @@
+"""Engine outputs → what a client sees: text, token ids, logprobs and finish reason, all cut at the same place.
+
+For: one request's outputs, stream or not. Does not know: Triton, other requests. Invariant: text, ids and logprobs of
+all chunks put together are the same however the engine's steps were cut and however often chunks were taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llmbackend.engine.infer_request import FinishReason, StepOutput, TokenLogprobs
+
+from .stop_strings import StopSequences, StopStrings
+from .tokenizer import Detokenizer
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The output since the last chunk was taken."""
+
+    text: list[str] = field(default_factory=list)
+    """Pieces, to be joined."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per token, or none."""
+    finish_reason: FinishReason | None = None
+    """Set in the last chunk only."""
+    ends_with_stop_token: bool = False
+    """Whether the last token is the end-of-sequence or stop token that ended the generation."""
+
+
+class OutputAssembler:
+    """Owner: its InferTask; only the loop thread of the request's LlmManager calls it.
+
+    Where a stop string ends a request, the text is cut, and the tokens up to the one that completed it are kept (as in
+    vLLM). A stop sequence of token ids cuts nothing. An end-of-sequence or stop token is kept as a token, and adds text
+    only with include_stop_str_in_output.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop: Sequence[str] = (),
+        stop_sequences: Sequence[tuple[int, ...]] = (),
+        *,
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """stop: strings that end the generation
+        stop_sequences: sequences of token ids that end it
+        include_stop_str_in_output: whether the text keeps the stop string or token that ended it
+        min_tokens: stop strings do not count in the text of so many tokens
+        """
+        self._detokenizer = detokenizer
+        self._stop = StopStrings(stop, include_stop_str_in_output)
+        self._sequences = StopSequences(stop_sequences)
+        self._min_tokens = min_tokens if stop else 0
+        self._show_stop_token = include_stop_str_in_output
+        self._chunk = Chunk()
+        self.num_tokens = 0
+        self.cumulative_logprob = 0.0
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def has_text(self) -> bool:
+        """Whether the current chunk has text to show."""
+        return bool(self._chunk.text)
+
+    def push(self, output: StepOutput) -> tuple[int, ...]:
+        """Adds one step's output; returns the tokens that belong to the request.
+
+        Sets `finish_reason`, to "stop" also when a stop string or sequence ended the request before the engine did.
+        """
+        ids = output.token_ids
+        for index, token_id in enumerate(ids):
+            is_stop_token = output.stop_token_id is not None and index == len(ids) - 1
+            if not is_stop_token or self._show_stop_token:
+                self._show(self._detokenizer.push(token_id), self.num_tokens + index + 1)
+            if self._stop.matched is not None or self._sequences.push(token_id):
+                self._flush(self.num_tokens + index + 1)
+                return self._keep(output, ids[: index + 1], "stop")
+        if output.finish_reason is not None:
+            self._flush(self.num_tokens + len(ids))
+        reason: FinishReason | None = "stop" if self._stop.matched is not None else output.finish_reason
+        self._chunk.ends_with_stop_token = reason is not None and output.stop_token_id is not None
+        return self._keep(output, ids, reason)
+
+    def take(self) -> Chunk:
+        """The current chunk; a new one begins."""
+        chunk, self._chunk = self._chunk, Chunk()
+        return chunk
+
+    def _show(self, text: str, num_tokens: int) -> None:
+        if text:
+            self._append(self._stop.push(text) if num_tokens > self._min_tokens else text)
+
+    def _flush(self, num_tokens: int) -> None:
+        """Shows the text that was held back when the generation ends, unless a stop string has cut it off."""
+        if self._stop.matched is None:
+            self._show(self._detokenizer.flush(), num_tokens)
+            self._append(self._stop.flush())
+
+    def _append(self, text: str) -> None:
+        if text:
+            self._chunk.text.append(text)
+
+    def _keep(self, output: StepOutput, ids: tuple[int, ...], reason: FinishReason | None) -> tuple[int, ...]:
+        self._chunk.token_ids.extend(ids)
+        if output.logprobs:
+            logprobs = output.logprobs[: len(ids)]
+            self._chunk.logprobs.extend(logprobs)
+            self.cumulative_logprob += sum(entry.logprob for entry in logprobs)
+        self.num_tokens += len(ids)
+        self.finish_reason = self._chunk.finish_reason = reason
+        return ids

@@ -1,0 +1,278 @@
+"""A model's tokenizer: text to tokens, tokens to text, one by one or whole, and conversations to prompts.
+
+For: the adapter; the engine sees tokens only. Does not know: requests, stop strings, files (tokenizer_loading.py).
+Invariants: a tokenizer is read-only once made, so that any thread may use it; the pieces of a detokenizer never end
+inside a character, and together they are the decoded text, streamed or not.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer, decoders
+
+from llmbackend.core.backend_api import invalid_argument
+
+from .chat import ChatTemplate, Message
+
+REPLACEMENT = "\ufffd"
+MAX_UTF8_BYTES = 4
+CONTEXT_TOKENS = 6
+"""How many tokens of the prompt's end WindowDetokenizer decodes with the output."""
+_CACHED_TOKEN_TEXTS = 1 << 16
+_SHORT_CHARS = 4096
+"""Texts up to this length are tokenised on the calling thread. Longer ones go to the library's own threads, which
+release the GIL, but on which a short text would wait for long ones."""
+
+
+class TooManyTokensError(Exception):
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
+def _check_length(num_tokens: int, below: int | None) -> None:
+    if below is not None and num_tokens >= below:
+        raise TooManyTokensError(num_tokens)
+
+
+class ModelTokenizer(Protocol):
+    """What the adapter needs to know about a model's text."""
+
+    max_token_chars: int
+    """No token stands for more characters; so a text's length says at once that it has too many tokens."""
+
+    def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
+        """The token ids of a text. Raises TooManyTokensError when they are not fewer than `below`."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The whole text, without special tokens."""
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None, options: Mapping[str, Any]) -> str:
+        """The prompt text of a conversation; encode it without special tokens. Raises TritonError INVALID_ARG."""
+
+    def token_text(self, token_id: int) -> str:
+        """One token on its own, for lists of logprobs; U+FFFD where it is part of a character."""
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer: ...
+
+
+class ByteTokenizer:
+    """The mock model's: ids 0 to 255 are bytes, 256 to 258 special tokens, all others have no text."""
+
+    BOS, EOS, PAD = 256, 257, 258
+    max_token_chars = 1
+    _TEMPLATE = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    _NAMES = {BOS: b"<bos>", EOS: b"<eos>", PAD: b"<pad>"}  # noqa: RUF012  read-only
+
+    def __init__(self, chat_template: str = "") -> None:
+        self._template = ChatTemplate(chat_template or self._TEMPLATE, {})
+
+    def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
+        """One id per byte; there is no special token to add."""
+        data = text.encode()
+        _check_length(len(data), below)
+        return list(data)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return b"".join(self._bytes(token_id) for token_id in token_ids).decode("utf-8", "replace")
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None, options: Mapping[str, Any]) -> str:
+        return self._template.render(messages, tools=tools, options=options)
+
+    def token_text(self, token_id: int) -> str:
+        return self._with_special(token_id).decode("utf-8", "replace")
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        return ByteDetokenizer(self._bytes if skip_special_tokens else self._with_special)
+
+    @staticmethod
+    def _bytes(token_id: int) -> bytes:
+        return bytes((token_id,)) if token_id < 256 else b""
+
+    def _with_special(self, token_id: int) -> bytes:
+        return self._NAMES.get(token_id) or self._bytes(token_id)
+
+
+class NoTokenizer:
+    """For models whose clients send and get only token ids."""
+
+    max_token_chars = 1
+
+    def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
+        raise invalid_argument("this model takes token ids, and has no tokenizer")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None, options: Mapping[str, Any]) -> str:
+        raise invalid_argument("this model takes token ids, and has no chat template")
+
+    def token_text(self, token_id: int) -> str:
+        return ""
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        return NullDetokenizer()
+
+
+class HuggingFaceTokenizer:
+    """A checkpoint's, run by the library `tokenizers`."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None, directory: Path | None = None
+    ) -> None:
+        """directory: the checkpoint's; None for a tokenizer that was made in memory."""
+        self.directory = directory
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
+        self._template = chat_template
+        added = tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._bytes = functools.lru_cache(maxsize=_CACHED_TOKEN_TEXTS)(self._token_bytes)
+        self.token_text = functools.lru_cache(maxsize=_CACHED_TOKEN_TEXTS)(self._decode_one)
+
+    def with_tokenizer(self, tokenizer_json: str) -> HuggingFaceTokenizer:
+        """The same with another tokenizer, given as the text of a tokenizer.json."""
+        return HuggingFaceTokenizer(Tokenizer.from_str(tokenizer_json), self._template, self.directory)
+
+    def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
+        if len(text) <= _SHORT_CHARS:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        _check_length(len(encoding), below)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def render_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None, options: Mapping[str, Any]) -> str:
+        if self._template is None:
+            raise invalid_argument("'messages' was given, but this model has no chat template; use 'text_input'")
+        return self._template.render(messages, tools=tools, options=options)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        skip = self._special_ids if skip_special_tokens else frozenset()
+        if self._byte_level:
+            token_bytes = self._bytes
+            return ByteDetokenizer(lambda token_id: b"" if token_id in skip else token_bytes(token_id))
+        return WindowDetokenizer(self._decode_all, prompt_token_ids[-CONTEXT_TOKENS:], skip)
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _decode_one(self, token_id: int) -> str:
+        return self._decode_all([token_id])
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a byte-level token. A token with a character outside the alphabet (an added one) is its own
+        text."""
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        alphabet = byte_of_character()
+        try:
+            return bytes(alphabet[character] for character in token)
+        except KeyError:
+            return token.encode()
+
+
+@functools.cache
+def byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet of byte-level BPE: printable bytes are themselves, the others are code points from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+class Detokenizer(Protocol):
+    """Tokens to text, one token at a time, at a cost that does not grow with the sequence. Of one generation."""
+
+    def push(self, token_id: int) -> str:
+        """The text that is complete with this token, possibly ""."""
+
+    def flush(self) -> str:
+        """The rest at the end of the sequence; an unfinished character becomes U+FFFD."""
+
+
+class NullDetokenizer:
+    """For generations whose text is not read."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class ByteDetokenizer:
+    """For vocabularies whose tokens are byte strings (byte-level BPE, bytes); exact for every sequence, including
+    invalid UTF-8."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For every other decoder (byte fallback, WordPiece …), where a token's text depends on its neighbours.
+
+    It decodes a window: some tokens already shown, and the tokens not shown yet, whose text is the difference. The
+    window begins with the end of the prompt, so that a space before the first word is kept. Tokens in `skip` add no
+    text.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = (), skip: frozenset[int] = frozenset()
+    ) -> None:
+        self._decode = decode
+        self._skip = skip
+        self._window = [token_id for token_id in context if token_id not in skip]
+        self._context_text = decode(self._window) if self._window else ""
+        if self._context_text.endswith(REPLACEMENT):
+            self._window, self._context_text = [], ""
+        self._context_length = len(self._window)
+        self._incomplete = 0
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._skip:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text.endswith(REPLACEMENT):
+            # The start of a character, or invalid bytes; with the fourth byte that is decided.
+            self._incomplete += 1
+            if self._incomplete < MAX_UTF8_BYTES:
+                return ""
+        return self._show(text)
+
+    def flush(self) -> str:
+        if len(self._window) == self._context_length:
+            return ""
+        return self._show(self._decode(self._window))
+
+    def _show(self, text: str) -> str:
+        new = text[len(self._context_text) :]
+        self._incomplete = 0
+        if new:
+            self._window = self._window[self._context_length :]
+            self._context_length = len(self._window)
+            self._context_text = self._decode(self._window)
+        return new

@@ -1,0 +1,236 @@
+"""What backends that compute on arrays share: entry points, `parameters`, and one Execute call from tensors to tensors.
+
+For: the pytorch and onnxruntime backends, and any other such backend. Does not know: any framework; it hands over numpy
+arrays and takes numpy arrays back. Invariants: the requests of a call are computed together, joined along their first
+dimension when the model batches; when that fails, each is computed alone, so that an error meets its own request and no
+other; every request ends with exactly one FINAL and is released once.
+Source: Triton's framework backends (BackendInputCollector, BackendOutputResponder); its model configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tritonclient.grpc.model_config_pb2 import DataType
+
+from llmbackend.core.backend_api import (
+    DATATYPE_OF_CONFIG_TYPE,
+    NUMPY_DTYPE,
+    Backend,
+    Model,
+    ModelConfig,
+    ModelInstance,
+    Request,
+    ResponseFlag,
+    Tensor,
+    TritonError,
+    check_api_version,
+    internal,
+    invalid_argument,
+)
+
+from .ragged import RaggedBatch
+
+_log = logging.getLogger(__name__)
+Readers = Mapping[str, Callable[[str], Any]]
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+
+# --- entry points, which backends export beside their own -------------------------------------------------------------
+
+
+def TRITONBACKEND_Initialize(backend: Backend) -> None:
+    check_api_version(backend)
+
+
+def TRITONBACKEND_ModelFinalize(model: Model) -> None:
+    model.state = None
+
+
+def TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequence[Request]) -> None:
+    instance.state.execute(requests)
+
+
+def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:
+    instance.state = None
+
+
+# --- the `parameters` of a model configuration ------------------------------------------------------------------------
+
+
+def boolean(text: str) -> bool:
+    values = {"true": True, "1": True, "false": False, "0": False}
+    if text.lower() not in values:
+        raise ValueError("expected true or false")
+    return values[text.lower()]
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError("expected a number of at least 1")
+    return number
+
+
+def read_parameters(config: ModelConfig, readers: Readers) -> dict[str, Any]:
+    """The values of the parameters that are set, by key; a key without a reader is logged and ignored, as in Triton.
+
+    Raises TritonError INVALID_ARG.
+    """
+    found = {}
+    for key, value in config.parameters.items():
+        if key in readers:
+            found[key] = _read(config.name, key, value.string_value, readers[key])
+        else:
+            _log.warning("model '%s': parameter '%s' has no effect in this server", config.name, key)
+    return found
+
+
+def _read(model: str, key: str, text: str, reader: Callable[[str], Any]) -> Any:
+    try:
+        return reader(text)
+    except ValueError as error:
+        refusal: TritonError = invalid_argument(f"model '{model}': parameter '{key}' is '{text}': {error}")
+        raise refusal from None
+
+
+# --- the tensors of a model: configured, controls and states of sequences ---------------------------------------------
+
+
+def sequence_inputs(config: ModelConfig) -> list[str]:
+    """Names of inputs that the host adds to every request."""
+    batching = config.sequence_batching
+    return [*(control.name for control in batching.control_input), *(state.input_name for state in batching.state)]
+
+
+def state_types(config: ModelConfig) -> dict[str, int]:
+    """By output name, the data type of each state."""
+    return {state.output_name: state.data_type for state in config.sequence_batching.state}
+
+
+def output_names(config: ModelConfig) -> list[str]:
+    """The outputs that the program must have: those configured, then the states that are not among them."""
+    outputs = [output.name for output in config.output]
+    return [*outputs, *(name for name in state_types(config) if name not in outputs)]
+
+
+# --- an instance ------------------------------------------------------------------------------------------------------
+
+
+class ArrayInstance(ABC):
+    """An instance's state. Execute comes from the instance's own thread, one call at a time."""
+
+    def __init__(self, instance: ModelInstance) -> None:
+        self._instance = instance
+        config = instance.model.config
+        self._batches = config.max_batch_size > 0
+        self._states = state_types(config)
+        types = {**self._states, **{output.name: output.data_type for output in config.output}}
+        self._outputs = {name: _dtype(data_type) for name, data_type in types.items()}
+        self._ragged = RaggedBatch(config)
+
+    @abstractmethod
+    def compute(self, inputs: Arrays) -> Mapping[str, Array]:
+        """The model's outputs by name. Raises what the framework raises."""
+
+    def execute(self, requests: Sequence[Request]) -> None:
+        """Takes the requests over: each is answered and released on return."""
+        exec_start_ns = time.monotonic_ns()
+        together = [list(requests)] if self._batches else [[request] for request in requests]
+        for group in together:
+            self._execute_together(group, exec_start_ns)
+
+    def _execute_together(self, requests: Sequence[Request], exec_start_ns: int) -> None:
+        try:
+            inputs = self.set_input_tensors(requests)
+            compute_start_ns = time.monotonic_ns()
+            outputs = self.compute(inputs)
+            compute_end_ns = time.monotonic_ns()
+            answers = self.read_output_tensors(outputs, requests)
+            self.update_states(outputs, requests)
+        except Exception as error:
+            if len(requests) == 1:
+                self._fail(requests[0], error)
+                return
+            for request in requests:
+                self._execute_together([request], exec_start_ns)
+            return
+        times_ns = (exec_start_ns, compute_start_ns, compute_end_ns, time.monotonic_ns())
+        self._instance.report_batch_statistics(sum(map(self._num_rows, requests)), *times_ns)
+        for request, tensors in zip(requests, answers, strict=True):
+            self._instance.report_statistics(request, True, *times_ns)
+            self._respond(request, tensors)
+
+    def set_input_tensors(self, requests: Sequence[Request]) -> Arrays:
+        """The inputs of all requests by name, their rows one below the other; ragged ones in one dimension."""
+        ragged = self._ragged.inputs(requests)
+        names = [name for name in requests[0].inputs if name not in ragged]
+        if len(requests) == 1:
+            return {**ragged, **{name: requests[0].inputs[name].data for name in names}}
+        return {**ragged, **{name: np.concatenate([each.inputs[name].data for each in requests]) for name in names}}
+
+    def read_output_tensors(self, outputs: Mapping[str, Array], requests: Sequence[Request]) -> list[list[Tensor]]:
+        """Each request's part of the outputs that it wants. Raises TritonError INTERNAL for an output that is not as
+        the configuration says."""
+        wanted = {name for request in requests for name in request.requested_outputs}
+        parts = {name: self._parts(name, outputs, requests) for name in wanted}
+        return [
+            [Tensor.of(name, parts[name][index]) for name in request.requested_outputs]
+            for index, request in enumerate(requests)
+        ]
+
+    def update_states(self, outputs: Mapping[str, Array], requests: Sequence[Request]) -> None:
+        """Gives the host the new states of each sequence."""
+        for name in self._states:
+            for request, part in zip(requests, self._parts(name, outputs, requests), strict=True):
+                request.new_state(Tensor.of(name, part)).update()
+
+    def _parts(self, name: str, outputs: Mapping[str, Array], requests: Sequence[Request]) -> list[Array]:
+        """One output, request by request."""
+        counts = [self._num_rows(request) for request in requests]
+        is_ragged = name in self._ragged.outputs
+        self._check_output(name, outputs, None if is_ragged or not self._batches else sum(counts))
+        if is_ragged:
+            return self._ragged.split(name, outputs[name], requests)
+        return np.split(outputs[name], np.cumsum(counts)[:-1]) if self._batches else [outputs[name]]
+
+    def _check_output(self, name: str, outputs: Mapping[str, Array], num_rows: int | None) -> None:
+        model = self._instance.model.name
+        if name not in outputs:
+            raise internal(f"model '{model}' did not give its output '{name}'")
+        array = outputs[name]
+        if array.dtype != self._outputs[name]:
+            raise internal(
+                f"model '{model}' gave output '{name}' as {array.dtype}, its configuration says {self._outputs[name]}"
+            )
+        if num_rows is not None and (array.ndim == 0 or len(array) != num_rows):
+            raise internal(f"model '{model}' gave output '{name}' in shape {array.shape}, expected {num_rows} rows")
+
+    def _num_rows(self, request: Request) -> int:
+        """The batch dimension of the request; 1 for a model that does not batch."""
+        first = next(iter(request.inputs.values()), None)
+        return first.shape[0] if self._batches and first is not None else 1
+
+    def _respond(self, request: Request, tensors: Sequence[Tensor]) -> None:
+        response = request.new_response()
+        for tensor in tensors:
+            response.add_output(tensor)
+        response.send(ResponseFlag.FINAL)
+        request.release()
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        if not isinstance(error, TritonError):
+            error = internal(f"model '{self._instance.model.name}' failed: {type(error).__name__}: {error}")
+        self._instance.report_statistics(request, False, 0, 0, 0, 0)
+        request.new_response().send(ResponseFlag.FINAL, error)
+        request.release()
+
+
+def _dtype(data_type: int) -> np.dtype[Any]:
+    return NUMPY_DTYPE[DATATYPE_OF_CONFIG_TYPE[DataType.Name(data_type)]]

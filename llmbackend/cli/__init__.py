@@ -1,0 +1,1 @@
+"""The llmbackend command: its subcommands and flags, one module for each feature."""

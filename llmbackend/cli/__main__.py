@@ -1,0 +1,6 @@
+"""`python -m llmbackend.cli`: the `llmbackend` command without its installed script."""
+
+from .main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""The engine's arguments as flags of `llmbackend serve`, for the one model of `--model`.
+
+For: the command line. Does not know: any argument's meaning: names, types and defaults are those of the table that a
+model.json is read with (adapter.engine_args). Invariants: every argument of the table is a flag, by vLLM's name with
+dashes; a flag that was not given is not passed on; errors name flags.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
+
+import msgspec
+import typer
+
+from llmbackend.adapter.engine_args import (
+    LORA_MODULES,
+    OWN_PARAMETERS,
+    check_checkpoint,
+    read_given_arguments,
+    read_own_parameters,
+)
+from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE
+from llmbackend.core.errors import TritonError
+from llmbackend.engine.config import EngineConfig
+
+from ..server.settings import SingleModel
+from ..server.start_failure import advice, as_flags, flag_of
+
+_MODEL: Final = "--model: weights and text"
+_MEMORY: Final = "--model: memory and batches"
+_COMPUTE: Final = "--model: device and computation"
+_LORA: Final = "--model: LoRA adapters"
+_PROCESS: Final = "--model: the engine's process"
+_QUEUE: Final = "--model: bounds on requests"
+_OTHER: Final = "--model: further engine arguments"
+_INERT: Final = "--model: arguments of vLLM without effect here"
+
+_HELP: Final[Mapping[str, tuple[str, str]]] = {
+    "tokenizer": (_MODEL, "Directory or hub id of the tokenizer; default: that of the model."),
+    "chat_template": (_MODEL, "File of a chat template (Jinja), or the template itself; default: the model's."),
+    "generation_config": (_MODEL, "Sampling defaults: auto = the model's, vllm = none, or a folder with the file."),
+    "override_generation_config": (_MODEL, "Sampling defaults, as JSON."),
+    "trust_remote_code": (_MODEL, "Run code that the checkpoint brings along."),
+    "dtype": (_MODEL, "Data type of weights and activations."),
+    "quantization": (_MODEL, "Weights in 8 bits, made while loading."),
+    "load_format": (_MODEL, "safetensors, or dummy for random weights."),
+    "max_model_len": (_MODEL, "Context limit in tokens (32k, 32K); default: the model's."),
+    "seed": (_MODEL, "Seed of random weights."),
+    "max_num_seqs": (_MEMORY, "Requests in one step."),
+    "max_num_batched_tokens": (_MEMORY, "Token budget of a step."),
+    "step_target_ms": (_MEMORY, "How long a step with prompts beside running requests may take; 0 = no limit."),
+    "long_prefill_token_threshold": (_MEMORY, "Longer prompts leave half of a step to shorter ones."),
+    "kv_cache_memory_bytes": (_MEMORY, "Memory for keys and values (4G); default on CPU: 1 GiB."),
+    "kv_cache_dtype": (_MEMORY, "Keys and values in 8 bits, on a GPU."),
+    "gpu_memory_utilization": (_MEMORY, "Share of a GPU's memory to use."),
+    "num_kv_blocks": (_MEMORY, "Blocks of keys and values, instead of their memory."),
+    "block_size": (_MEMORY, "Tokens in a block of keys and values."),
+    "enable_prefix_caching": (_MEMORY, "Keep the keys and values of prompts for others that begin alike."),
+    "kv_offloading_size": (_MEMORY, "GiB of host memory for blocks that a GPU has no room for."),
+    "num_host_kv_blocks": (_MEMORY, "The same as a number of blocks."),
+    "device": (_COMPUTE, "cpu, cuda, cuda:N, or auto: a GPU where there is one."),
+    "tensor_parallel_size": (_COMPUTE, "GPUs that the engine spans."),
+    "num_threads": (_COMPUTE, "Threads on CPU; 0 = all cores."),
+    "speculative_config": (_COMPUTE, 'N-gram speculation: {"method": "ngram", "num_speculative_tokens": 4}.'),
+    "async_scheduling": (_COMPUTE, "Schedule the next step while one runs; default: where it can be."),
+    "enforce_eager": (_COMPUTE, "No native program on CPU, no graphs on a GPU."),
+    "cudagraph_capture_sizes": (_COMPUTE, "Batch sizes of a GPU's graphs, a JSON list."),
+    "batch_invariant": (_COMPUTE, "Sums in an order that does not depend on the batch, on a GPU."),
+    "kernels": (_COMPUTE, "torch: no own kernels."),
+    "enable_lora": (_LORA, "Serve adapters beside the model."),
+    "lora_modules": (_LORA, "An adapter, repeatable; --lora-separator makes adapters models of the OpenAI API."),
+    "max_lora_rank": (_LORA, "Largest rank of an adapter."),
+    "transport": (_PROCESS, "inline: the engine runs in the server's process."),
+    "engine_python": (_PROCESS, "The Python that runs the engine; default: the server's."),
+    "step_timeout_s": (_PROCESS, "An engine whose step takes longer hangs, seconds."),
+    "load_timeout_s": (_PROCESS, "The same for loading, seconds."),
+    "max_engine_failures": (_PROCESS, "Engines that may die in a row before the model is given up."),
+    "max_queue_size": (_QUEUE, "Requests that may wait; more get 503. (default: 4096)"),
+    "max_prompt_tokens": (_QUEUE, "Longer prompts are refused; default: the context."),
+    "max_output_tokens": (_QUEUE, "max_tokens is cut to it; default: the context."),
+    "max_messages_bytes": (_QUEUE, "Largest `messages` of a chat."),
+    "request_timeout_s": (_QUEUE, "Age at which a request is ended, seconds; default: none."),
+    "stall_timeout_s": (_QUEUE, "Work and no step for so long: not ready, seconds. (default: 60)"),
+}
+"""Argument → the group in which --help lists it, and what it says. An argument that is missing here is a flag
+nevertheless, without a word about it."""
+
+_GIVEN_ELSEWHERE = frozenset({"model", "served_model_name"})
+_INERT_SWITCHES = re.compile(
+    r"(disable|enable|use|engine_use|worker_use|ray_workers_use)_\w+|multi_step_stream_outputs|aggregate_engine_logging|"
+    r"calculate_kv_scales|kv_sharing_fast_prefill|fully_sharded_loras|skip_tokenizer_init"
+)
+"""Which of vLLM's arguments without effect here take no value on its command line."""
+_HUMAN_READABLE = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
+_HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kmgt])", re.IGNORECASE)
+
+
+class EngineFlags:
+    """The flags that were given, by the argument's name; values are text, or booleans for switches."""
+
+    def __init__(self, **flags: Any) -> None:
+        self._given = {name: value for name, value in flags.items() if value is not None and value != []}
+
+    @classmethod
+    def parameters(cls) -> dict[str, inspect.Parameter]:
+        """One for each flag."""
+        found = {field.name: _flag(field) for field in msgspec.structs.fields(EngineConfig)}
+        found |= {name: _text_flag(name, _QUEUE, "NUMBER", "") for name in OWN_PARAMETERS}
+        found |= {name: _inert_flag(name) for name in (*sorted(NO_EFFECT), *ONLY_VALUE)}
+        return {
+            name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in found.items()
+            if name not in _GIVEN_ELSEWHERE
+        }
+
+    def warnings(self) -> tuple[str, ...]:
+        """One text for each flag that was given and has no effect here."""
+        return tuple(f"{flag_of(name)} has no effect here" for name in self._given if name in NO_EFFECT)
+
+    def model(self, model: str, name: str) -> SingleModel | None:
+        """What `--model` and these flags ask for; None without `--model`. Raises BadParameter naming the flag."""
+        if not model:
+            if self._given:
+                message = "is an engine argument of --model; models of a repository have theirs in model.json"
+                first = flag_of(next(iter(self._given)))
+                raise typer.BadParameter(f"{first} {message}", param_hint=first)
+            return None
+        given = {name: value for name, value in self._given.items() if name not in NO_EFFECT}
+        parameters = {name: given.pop(name) for name in OWN_PARAMETERS if name in given}
+        if LORA_MODULES in given:
+            given[LORA_MODULES] = _lora_modules(given[LORA_MODULES])
+        for readable in _HUMAN_READABLE:
+            if readable in given:
+                given[readable] = _number(given[readable])
+        try:
+            arguments = read_given_arguments({"model": model, **given}, Path.cwd())
+            read_own_parameters(parameters)
+            check_checkpoint(EngineConfig(**arguments))
+        except (TritonError, ValueError) as error:
+            text = as_flags(str(error))
+            flag = next(iter(re.findall(r"--[\w-]+", text)), "--model")
+            raise typer.BadParameter(f"{text.rstrip('.')}. {advice(text, 'See --help.')}", param_hint=flag) from None
+        return SingleModel(model=model, name=name, arguments=msgspec.to_builtins(arguments), parameters=parameters)
+
+
+def _flag(field: msgspec.structs.FieldInfo) -> Any:
+    name, kinds = field.name, _kinds(field.type)
+    panel, help_text = _HELP.get(name, (_OTHER, ""))
+    is_hidden = name.startswith("mock_") or name == "fault_directory"
+    if bool in kinds:
+        flags = f"{flag_of(name)}/--no-{name.replace('_', '-')}"
+        shown = help_text if field.default is None else f"{help_text} (default: {'on' if field.default else 'off'})"
+        option = typer.Option(flags, help=shown.strip(), rich_help_panel=panel, hidden=is_hidden, show_default=False)
+        return Annotated[bool | None, option]
+    if name == LORA_MODULES:
+        option = typer.Option(flag_of(name), metavar="NAME=PATH", help=help_text, rich_help_panel=panel)
+        return Annotated[list[str] | None, option]
+    shown = help_text
+    if isinstance(field.default, int | float) or (isinstance(field.default, str) and field.default):
+        shown += f" (default: {field.default})"
+    return _text_flag(name, panel, _metavar(kinds), shown.strip(), hidden=is_hidden)
+
+
+def _text_flag(name: str, panel: str, metavar: str, help_text: str, hidden: bool = False) -> Any:
+    help_text = help_text or _HELP.get(name, ("", ""))[1]
+    option = typer.Option(flag_of(name), metavar=metavar, help=help_text, rich_help_panel=panel, hidden=hidden)
+    return Annotated[str | None, option]
+
+
+def _inert_flag(name: str) -> Any:
+    only = ONLY_VALUE.get(name)
+    text = "No effect." if only is None else f"Only {' or '.join(json.dumps(value) for value in only)}."
+    if _INERT_SWITCHES.fullmatch(name) or (only and any(isinstance(value, bool) for value in only)):
+        flags = f"{flag_of(name)}/--no-{name.replace('_', '-')}"
+        option = typer.Option(flags, help=text, rich_help_panel=_INERT, hidden=True)
+        return Annotated[bool | None, option]
+    return _text_flag(name, _INERT, "VALUE", text, hidden=True)
+
+
+def _kinds(kind: Any) -> tuple[Any, ...]:
+    """The types that a value may have, without None."""
+    parts = get_args(kind) if get_origin(kind) not in (None, Literal, tuple, dict) else (kind,)
+    return tuple(part for part in parts if part is not type(None))
+
+
+def _metavar(kinds: tuple[Any, ...]) -> str:
+    choices = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    if choices:
+        return "|".join(choices)
+    return {int: "INTEGER", float: "NUMBER", str: "TEXT"}.get(kinds[0], "JSON")
+
+
+def _number(text: str) -> str:
+    """vLLM's short forms: 32k is 32000, 32K is 32768; others as they are."""
+    found = _HUMAN.fullmatch(text)
+    if found is None:
+        return text
+    power = "kmgt".index(found[2].lower()) + 1
+    number = float(found[1]) * (1000**power if found[2].islower() else 1024**power)
+    return str(int(number)) if number.is_integer() else text
+
+
+def _lora_modules(items: list[str]) -> Mapping[str, str]:
+    """`name=path`, or vLLM's JSON object with `name` and `path`."""
+    modules: dict[str, str] = {}
+    for item in items:
+        name, _, path = item.partition("=")
+        if item.lstrip().startswith("{"):
+            try:
+                value = json.loads(item)
+                name, path = value["name"], value["path"]
+            except (ValueError, KeyError, TypeError):
+                name = path = ""
+        if not (isinstance(name, str) and isinstance(path, str) and name and path):
+            message = f"--lora-modules is '{item}', expected NAME=PATH"
+            raise typer.BadParameter(message, param_hint="--lora-modules")
+        modules[name] = str(Path(path).expanduser().resolve())
+    return modules

@@ -1,0 +1,229 @@
+"""The flags of `llmbackend serve` for the log, the metrics and the traces of requests.
+
+For: the command line. Does not know: what is done with them. Invariants: names, defaults and meanings are Triton's. Of
+--trace-config, a setting of a mode that is not chosen is ignored, one that no mode has is refused, and it wins over the
+--trace-* flags that it replaced.
+Source: Triton's command_line_parser.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final
+
+import typer
+
+from llmbackend.core.metrics.metrics_options import MetricsOptions, with_metrics_config
+from llmbackend.core.tracing.settings import UNLIMITED_COUNT, OpenTelemetryOptions, TraceLevel, TraceMode, TraceSettings
+
+from ..core.server_log import LOG_FORMATS, LogSettings
+from .flag_groups import bad_option, switch, warn
+
+
+@dataclass(frozen=True)
+class LogFlags:
+    PANEL: ClassVar = "Log"
+
+    log_verbose: Annotated[int, typer.Option(min=0, help="Debug lines from 1 on.")] = 0
+    log_info: Annotated[Any, switch("--log-info", "Log information.")] = True
+    log_warning: Annotated[Any, switch("--log-warning", "Log warnings.")] = True
+    log_error: Annotated[Any, switch("--log-error", "Log errors.")] = True
+    log_format: Annotated[str, typer.Option(help="default or ISO8601.")] = "default"
+    log_file: Annotated[str, typer.Option(help="File to which the log is appended; default: standard error.")] = ""
+
+    def settings(self) -> LogSettings:
+        if self.log_format not in LOG_FORMATS:
+            raise bad_option("--log-format", "invalid argument for --log-format")
+        return LogSettings(
+            verbose=self.log_verbose,
+            info=self.log_info,
+            warning=self.log_warning,
+            error=self.log_error,
+            format=self.log_format,
+            file=self.log_file,
+        )
+
+
+@dataclass(frozen=True)
+class MetricsConfigFlags:
+    """Which metrics there are."""
+
+    PANEL: ClassVar = "Metrics"
+
+    metrics_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metrics-config",
+            help="counter_latencies=BOOL, histogram_latencies=BOOL, summary_latencies=BOOL or "
+            "summary_quantiles=Q:ERROR,Q:ERROR; repeatable.",
+        ),
+    ] = None
+    metrics_interval_ms: Annotated[int, typer.Option(min=1, help="How old the metrics of the machine may be.")] = 2000
+    allow_cpu_metrics: Annotated[Any, switch("--allow-cpu-metrics", "Metrics of the machine's CPU and memory.")] = True
+
+    def options(self) -> MetricsOptions:
+        options = MetricsOptions(interval_ms=self.metrics_interval_ms, cpu_metrics=self.allow_cpu_metrics)
+        try:
+            return with_metrics_config(options, self.metrics_config or ())
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+
+_MODES: Final[tuple[TraceMode, ...]] = ("triton", "opentelemetry")
+_LEVELS: Final[Mapping[str, TraceLevel]] = (
+    dict.fromkeys(("off", "false"), TraceLevel.OFF)
+    | dict.fromkeys(("timestamps", "true", "on", "min", "max"), TraceLevel.TIMESTAMPS)
+    | {"tensors": TraceLevel.TENSORS}
+)
+_SETTINGS: Final[Mapping[str, tuple[str, ...]]] = {
+    "": ("level", "rate", "count", "mode"),
+    "triton": ("file", "log-frequency"),
+    "opentelemetry": ("url", "resource", "bsp_max_queue_size", "bsp_schedule_delay", "bsp_max_export_batch_size"),
+}
+_BATCHING: Final = {"bsp_max_queue_size": 2048, "bsp_schedule_delay": 5000, "bsp_max_export_batch_size": 512}
+"""Each may also come from the environment, as OTEL_BSP_…"""
+
+
+def _deprecated(name: str, instead: str) -> Any:
+    return typer.Option(name, help=f"Deprecated: use --trace-config {instead}.")
+
+
+@dataclass(frozen=True)
+class TraceFlags:
+    PANEL: ClassVar = "Traces"
+
+    trace_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trace-config",
+            help="<setting>=<value> (level, rate, count, mode) or <mode>,<setting>=<value>; repeatable.",
+        ),
+    ] = None
+    trace_file: Annotated[str | None, _deprecated("--trace-file", "triton,file=")] = None
+    trace_level: Annotated[list[str] | None, _deprecated("--trace-level", "level=")] = None
+    trace_rate: Annotated[int | None, _deprecated("--trace-rate", "rate=")] = None
+    trace_count: Annotated[int | None, _deprecated("--trace-count", "count=")] = None
+    trace_log_frequency: Annotated[int | None, _deprecated("--trace-log-frequency", "triton,log-frequency=")] = None
+
+    def settings(self) -> TraceSettings:
+        """Raises BadParameter naming the setting that is wrong."""
+        self._warn_of_deprecated()
+        given = _parsed(self.trace_config or ())
+        mode = _mode(given[""].get("mode", ["triton"])[-1])
+        levels = given[""].get("level") or self.trace_level or []
+        return TraceSettings(
+            level=_level(levels),
+            rate=_last(given[""], "rate", self.trace_rate, 1000, least=0),
+            count=_last(given[""], "count", self.trace_count, UNLIMITED_COUNT, least=UNLIMITED_COUNT),
+            log_frequency=_last(given["triton"], "log-frequency", self.trace_log_frequency, 0, least=0),
+            file=(given["triton"].get("file") or [self.trace_file or ""])[-1] if mode == "triton" else "",
+            mode=mode,
+            open_telemetry=_open_telemetry(given["opentelemetry"] if mode == "opentelemetry" else {}),
+        )
+
+    def _warn_of_deprecated(self) -> None:
+        for flag, value, instead in (
+            ("--trace-file", self.trace_file, "triton,file=<file path>"),
+            ("--trace-level", self.trace_level, "level=<OFF|TIMESTAMPS|TENSORS>"),
+            ("--trace-rate", self.trace_rate, "rate=<rate value>"),
+            ("--trace-count", self.trace_count, "count=<count value>"),
+            ("--trace-log-frequency", self.trace_log_frequency, "triton,log-frequency=<log frequency value>"),
+        ):
+            if value is not None:
+                warn(
+                    f"'{flag}' has been deprecated and will be removed in future releases. "
+                    f"Please use '--trace-config {instead}' instead."
+                )
+
+
+Given = dict[str, list[str]]
+"""Setting → its values, in the order of the command line."""
+
+
+def _parsed(items: Sequence[str]) -> dict[str, Given]:
+    """By mode, "" for settings of every mode."""
+    given: dict[str, Given] = {mode: {} for mode in _SETTINGS}
+    for item in items:
+        mode, comma, setting = item.partition(",")
+        if not comma or "=" in mode:  # a value may hold a comma
+            mode, setting = "", item
+        name, _, value = setting.partition("=")
+        if item.startswith(","):
+            raise typer.BadParameter(
+                "No trace mode specified. --trace-config option format is <trace mode>,<setting>=<value> or "
+                f"<setting>=<value>. Got {item}"
+            )
+        if not name or not value:
+            raise typer.BadParameter(f"--trace-config option format is '<trace mode>,<setting>=<value>'. Got {item}")
+        mode = _mode(mode) if mode else ""
+        if name not in _SETTINGS[mode]:
+            known = ", ".join(_SETTINGS[mode])
+            raise typer.BadParameter(f"--trace-config {item}: no setting is called '{name}' there, expected {known}")
+        given[mode].setdefault(name, []).append(value)
+    return given
+
+
+def _mode(text: str) -> TraceMode:
+    for mode in _MODES:
+        if text.lower() == mode:
+            return mode
+    raise typer.BadParameter(
+        f'invalid value for trace mode option: {text}. Available options are "triton" and "opentelemetry"'
+    )
+
+
+def _level(texts: list[str]) -> TraceLevel:
+    """All that are named; off wins."""
+    level = TraceLevel.OFF
+    for text in texts:
+        if text.lower() not in _LEVELS:
+            raise typer.BadParameter(f"invalid value for trace level option: {text}")
+        level |= _LEVELS[text.lower()]
+    return TraceLevel.OFF if any(_LEVELS[text.lower()] is TraceLevel.OFF for text in texts) else level
+
+
+def _last(given: Given, name: str, deprecated: int | None, default: int, least: int) -> int:
+    value = default if deprecated is None else deprecated
+    if name in given:
+        value = _number(f"--trace-config {name}", given[name][-1])
+    if value < least:
+        raise typer.BadParameter(f"trace setting '{name}' is {value}, expected at least {least}")
+    return value
+
+
+def _number(what: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f'Bad option: "{what}": {text} is not a number') from None
+
+
+def _open_telemetry(given: Given) -> OpenTelemetryOptions:
+    batching = {name: _batching(given, name) for name in _BATCHING}
+    if batching["bsp_max_export_batch_size"] > batching["bsp_max_queue_size"]:
+        raise typer.BadParameter("--trace-config opentelemetry: bsp_max_export_batch_size is beyond bsp_max_queue_size")
+    return OpenTelemetryOptions(
+        url=given.get("url", [""])[-1],
+        resource=dict(_pair(text) for text in given.get("resource", ())),
+        bsp_max_queue_size=batching["bsp_max_queue_size"],
+        bsp_schedule_delay_ms=batching["bsp_schedule_delay"],
+        bsp_max_export_batch_size=batching["bsp_max_export_batch_size"],
+    )
+
+
+def _batching(given: Given, name: str) -> int:
+    variable = f"OTEL_{name.upper()}"
+    if name in given:
+        value = _number(f"--trace-config opentelemetry,{name}", given[name][-1])
+    else:
+        value = _number(variable, os.environ.get(variable, str(_BATCHING[name])))
+    if value < 1:
+        raise typer.BadParameter(f"OpenTelemetry setting '{name}' is {value}, expected at least 1")
+    return value
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    return key, value

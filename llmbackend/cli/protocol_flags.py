@@ -1,0 +1,166 @@
+"""The flags of `llmbackend serve` for its endpoints and for how their protocols behave.
+
+For: the command line. Does not know: what is done with them. Invariant: names, defaults and meanings are Triton's; the
+flags for web pages of other sites are vLLM's, but without --allowed-origins no page may use the server (vLLM's default
+is every page).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, get_args
+
+import typer
+
+from llmbackend.frontends.access.settings import is_loopback
+from llmbackend.frontends.kserve.request_parameters import HeaderForward
+from llmbackend.frontends.protocol_options import CompressionLevel, CorsOptions, ProtocolOptions
+
+from ..server.settings import Endpoint
+from .flag_groups import switch
+
+_REUSE = "Several servers may listen on the port, if each has this flag."
+
+
+def _port(help_text: str) -> Any:
+    return typer.Option(min=0, max=65535, help=f"{help_text}; 0 picks a free one.")
+
+
+@dataclass(frozen=True)
+class HttpFlags:
+    PANEL: ClassVar = "HTTP"
+
+    allow_http: Annotated[Any, switch("--allow-http", "Serve HTTP: KServe v2, generate, OpenAI.")] = True
+    http_address: Annotated[str, typer.Option(help="Address of HTTP.")] = "0.0.0.0"
+    http_port: Annotated[int, _port("Port of HTTP")] = 8000
+    reuse_http_port: Annotated[Any, switch("--reuse-http-port", _REUSE)] = False
+    http_max_input_size: Annotated[int, typer.Option(min=1, help="Largest request body, bytes.")] = 64 << 20
+    openai_max_input_size: Annotated[int, typer.Option(min=1, help="The same for /v1 alone, bytes.")] = 4 << 20
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.http_address, self.http_port, self.allow_http, self.reuse_http_port)
+
+
+@dataclass(frozen=True)
+class GrpcFlags:
+    PANEL: ClassVar = "gRPC"
+
+    allow_grpc: Annotated[Any, switch("--allow-grpc", "Serve gRPC.")] = True
+    grpc_address: Annotated[str, typer.Option(help="Address of gRPC.")] = "0.0.0.0"
+    grpc_port: Annotated[int, _port("Port of gRPC")] = 8001
+
+    def endpoint(self) -> Endpoint:
+        return Endpoint(self.grpc_address, self.grpc_port, self.allow_grpc)
+
+
+@dataclass(frozen=True)
+class MetricsFlags:
+    PANEL: ClassVar = "Metrics"
+
+    allow_metrics: Annotated[Any, switch("--allow-metrics", "Serve Prometheus metrics.")] = True
+    metrics_address: Annotated[str, typer.Option(help="Address of metrics; default: that of HTTP.")] = ""
+    metrics_port: Annotated[int, _port("Port of metrics")] = 8002
+
+    def endpoint(self, default_address: str) -> Endpoint:
+        address = self.metrics_address or default_address
+        return Endpoint(address, self.metrics_port, self.allow_metrics)
+
+
+@dataclass(frozen=True)
+class SharedMemoryFlags:
+    """Whether clients may have the server read and write shared memory."""
+
+    PANEL: ClassVar = "Shared memory"
+
+    allow_client_shm: Annotated[
+        Any, switch("--allow-client-shm", "Clients may register shared memory; default: if only loopback is served.")
+    ] = None
+
+    def allowed(self, *endpoints: Endpoint) -> bool:
+        """What the flag says; without it, whether only this machine can reach the `endpoints`."""
+        if self.allow_client_shm is not None:
+            return bool(self.allow_client_shm)
+        return all(is_loopback(endpoint.address) for endpoint in endpoints if endpoint.enabled)
+
+
+@dataclass(frozen=True)
+class ProtocolFlags:
+    PANEL: ClassVar = "Protocols"
+
+    http_header_forward_pattern: Annotated[
+        str, typer.Option(help="RE2 pattern, any case: HTTP headers that /infer hands to the model.")
+    ] = ""
+    grpc_header_forward_pattern: Annotated[
+        str, typer.Option(help="RE2 pattern, any case: gRPC metadata that inference hands to the model.")
+    ] = ""
+    grpc_infer_response_compression_level: Annotated[
+        str, typer.Option(help="Compression of inference responses: none, low, medium or high.")
+    ] = "none"
+    reuse_grpc_port: Annotated[Any, switch("--reuse-grpc-port", "Let several servers listen on one gRPC port.")] = False
+    lora_separator: Annotated[
+        str, typer.Option(help="What stands between a model and its LoRA adapter in OpenAI requests, such as _lora_.")
+    ] = ""
+
+    def options(self) -> ProtocolOptions:
+        levels = get_args(CompressionLevel)
+        if self.grpc_infer_response_compression_level not in levels:
+            raise typer.BadParameter(
+                f"--grpc-infer-response-compression-level is '{self.grpc_infer_response_compression_level}', "
+                f"expected one of {', '.join(levels)}"
+            )
+        return ProtocolOptions(
+            http_forward=_forward("http", self.http_header_forward_pattern),
+            grpc_forward=_forward("grpc", self.grpc_header_forward_pattern),
+            grpc_response_compression=self.grpc_infer_response_compression_level,  # type: ignore[arg-type]  # checked
+            grpc_reuse_port=self.reuse_grpc_port,
+            openai_lora_separator=self.lora_separator,
+        )
+
+
+def _forward(protocol: str, pattern: str) -> HeaderForward:
+    try:
+        return HeaderForward.of(pattern)
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"--{protocol}-header-forward-pattern '{pattern}' is not a regular expression: {error}"
+        ) from None
+
+
+def _list(name: str, help_text: str) -> Any:
+    return typer.Option(f"--{name}", metavar="JSON", help=help_text)
+
+
+@dataclass(frozen=True)
+class CorsFlags:
+    PANEL: ClassVar = "Cross-origin requests (CORS)"
+
+    allowed_origins: Annotated[
+        str, _list("allowed-origins", """Pages that may use the server: '["https://a.example"]', or '["*"]' for all.""")
+    ] = "[]"
+    allow_credentials: Annotated[
+        bool,
+        typer.Option("--allow-credentials", help="Browsers may send credentials along."),
+    ] = False
+    allowed_methods: Annotated[str, _list("allowed-methods", "HTTP methods that pages may use.")] = '["*"]'
+    allowed_headers: Annotated[str, _list("allowed-headers", "Request headers that pages may send.")] = '["*"]'
+
+    def options(self) -> CorsOptions:
+        return CorsOptions(
+            origins=_strings("--allowed-origins", self.allowed_origins),
+            credentials=self.allow_credentials,
+            methods=_strings("--allowed-methods", self.allowed_methods),
+            headers=_strings("--allowed-headers", self.allowed_headers),
+        )
+
+
+def _strings(flag: str, text: str) -> tuple[str, ...]:
+    if not text.lstrip().startswith(("[", "{", '"')):
+        return (text,)
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+        raise typer.BadParameter(f"{flag} is {text}, expected a JSON list of strings or one value", param_hint=flag)
+    return tuple(values)

@@ -1,0 +1,256 @@
+"""The flags of `llmbackend serve` for the host: models, repositories, start and end, response cache, rate limiter.
+
+For: the command line. Does not know: what is done with them. Invariant: names, defaults and refusals are Triton's where
+Triton has the flag; a wrong value ends with a message that names its flag.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from llmbackend.core.metrics.metrics_options import MetricsOptions
+from llmbackend.core.scheduling.rate_limiter import RateLimitResource
+from llmbackend.core.server_options import ServerOptions
+
+from ..server.settings import SingleModel
+from .flag_groups import bad_option, boolean, switch
+
+log = logging.getLogger(__name__)
+
+_SETTING_BEGINS = re.compile(r",(?=\w+=)")
+"""A comma before the next setting; one in a password is none."""
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Which models are served, and how they come up."""
+
+    PANEL: ClassVar = "Models"
+
+    model_repository: Annotated[
+        list[Path] | None,
+        typer.Option("--model-repository", "--model-store", help="Directory of models; repeatable."),
+    ] = None
+    model: Annotated[
+        str, typer.Option(help="Serve one checkpoint directory or hub id, with no repository (see --model-name).")
+    ] = ""
+    model_name: Annotated[
+        str,
+        typer.Option(
+            "--model-name", "--served-model-name", help="The name that --model is served as; default: its last part."
+        ),
+    ] = ""
+    model_control_mode: Annotated[str, typer.Option(help="none, poll or explicit.")] = "none"
+    repository_poll_secs: Annotated[float, typer.Option(min=0, help="Mode poll: seconds between looks; 0 = none.")] = (
+        15.0
+    )
+    load_model: Annotated[
+        list[str] | None,
+        typer.Option("--load-model", help="Model to load at start in explicit mode; repeatable, or *."),
+    ] = None
+    model_load_thread_count: Annotated[int, typer.Option(min=1, help="Models loaded at once.")] = 4
+    model_load_retry_count: Annotated[int, typer.Option(min=0, help="Retries of a failed load.")] = 0
+    model_namespacing: Annotated[
+        Any, switch("--model-namespacing", "The same name may be in several repositories.")
+    ] = False
+    model_config_name: Annotated[
+        str | None, typer.Option(help="Use configs/<name>.pbtxt of a model that has it, instead of config.pbtxt.")
+    ] = None
+    disable_auto_complete_config: Annotated[
+        bool, typer.Option("--disable-auto-complete-config", help="Backends may not complete config.pbtxt.")
+    ] = False
+    strict_model_config: Annotated[
+        Any, typer.Option("--strict-model-config", parser=boolean, metavar="BOOL", help="Deprecated.", hidden=True)
+    ] = None
+    backend_directory: Annotated[Path | None, typer.Option(help="Where <name>/ directories of backends are.")] = None
+    backend_config: Annotated[
+        list[str] | None, typer.Option("--backend-config", help="<backend>,<key>=<value> or <key>=<value>; repeatable.")
+    ] = None
+    min_supported_compute_capability: Annotated[
+        float, typer.Option(help="Given to backends, as their setting min-compute-capability.")
+    ] = 6.0
+    repoagent_directory: Annotated[
+        Path | None, typer.Option(help="Where <name>/ directories of repository agents are; bundled ones come after.")
+    ] = None
+
+    @property
+    def auto_complete_config(self) -> bool:
+        return not (self.disable_auto_complete_config or self.strict_model_config)
+
+    def warnings(self) -> tuple[str, ...]:
+        """One text for each deprecated flag that was given."""
+        if self.strict_model_config is None:
+            return ()
+        return ("'--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead.",)
+
+    def repositories(self, single: SingleModel | None) -> list[Path]:
+        """The repositories to serve; one is made for `--model`."""
+        found = list(self.model_repository or ())
+        for directory in found:
+            _check_repository(directory)
+        if single is not None:
+            found.append(single.make_repository())
+        if not found:
+            raise typer.BadParameter("nothing to serve: give --model-repository DIR, or --model DIR for one checkpoint")
+        return found
+
+
+@dataclass(frozen=True)
+class ServerFlags:
+    """The server's name, and how it starts and ends."""
+
+    PANEL: ClassVar = "Server"
+
+    server_id: Annotated[str, typer.Option("--id", help="The server's name in its metadata.")] = "triton"
+    exit_timeout_secs: Annotated[int, typer.Option(min=0, help="Seconds that running requests get at shutdown.")] = 30
+    exit_on_error: Annotated[Any, switch("--exit-on-error", "Exit when a startup model fails.")] = True
+    strict_readiness: Annotated[Any, switch("--strict-readiness", "Ready only if every model is.")] = True
+
+
+@dataclass(frozen=True)
+class SchedulingFlags:
+    PANEL: ClassVar = "Scheduling and caches"
+
+    cache_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cache-config",
+            help="<cache>,<key>=<value>[,<key>=<value>…]: local,size=BYTES or redis,host=HOST,port=PORT; repeatable.",
+        ),
+    ] = None
+    response_cache_byte_size: Annotated[
+        int, typer.Option(min=0, help="Deprecated: --cache-config local,size=BYTES.")
+    ] = 0
+    rate_limit: Annotated[
+        str, typer.Option(help="off, or execution_count: instances wait for their resources, in order of priority.")
+    ] = "off"
+    rate_limit_resource: Annotated[
+        list[str] | None,
+        typer.Option("--rate-limit-resource", help="<name>:<count>[:<device>]; repeatable."),
+    ] = None
+
+    def applied_to(self, options: ServerOptions) -> ServerOptions:
+        """Raises typer.BadParameter for a value that cannot be."""
+        if self.rate_limit not in ("off", "execution_count"):
+            raise typer.BadParameter(f"--rate-limit is '{self.rate_limit}', expected one of off, execution_count")
+        return replace(
+            options,
+            cache_config=self._cache_config(),
+            rate_limit=self.rate_limit,  # type: ignore[arg-type]  # checked above
+            rate_limit_resources=tuple(_resource(text) for text in self.rate_limit_resource or ()),
+        )
+
+    def _cache_config(self) -> dict[str, dict[str, str]]:
+        if not self.response_cache_byte_size:
+            return _cache_config(self.cache_config or ())
+        if self.cache_config:
+            raise typer.BadParameter(
+                "Incompatible flags --response-cache-byte-size and --cache-config both provided. Please provide one or "
+                "the other."
+            )
+        size = str(self.response_cache_byte_size)
+        log.warning("'--response-cache-byte-size' has been deprecated, use '--cache-config=local,size=%s'", size)
+        return {"local": {"size": size}}
+
+
+def _cache_config(texts: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Name → settings. One flag may hold several settings; Triton takes one per flag."""
+    config: dict[str, dict[str, str]] = {}
+    for text in texts:
+        name, comma, settings = text.partition(",")
+        if not comma or not name:
+            raise typer.BadParameter(
+                f"No cache specified. --cache-config option format is <cache name>,<setting>=<value>. Got {text}"
+            )
+        for setting in _SETTING_BEGINS.split(settings):
+            key, _, value = setting.partition("=")
+            if not key or not value:
+                raise typer.BadParameter(
+                    f"--cache-config option format is '<cache name>,<setting>=<value>'. Got {text}"
+                )
+            config.setdefault(name, {})[key] = value
+    return config
+
+
+def _resource(text: str) -> RateLimitResource:
+    name, *numbers = text.split(":")
+    if not name or len(numbers) not in (1, 2) or not all(_is_whole(number) for number in numbers):
+        raise typer.BadParameter(
+            f"--rate-limit-resource option format is '<resource_name>:<count>:<device>' or '<resource_name>:<count>'. "
+            f"Got {text}"
+        )
+    return RateLimitResource(name, *map(int, numbers))
+
+
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def server_options(
+    models: ModelFlags, single: SingleModel | None, server: ServerFlags, metrics: MetricsOptions, allow_client_shm: bool
+) -> ServerOptions:
+    """The host's options. Raises BadParameter for a value that cannot be."""
+    mode = models.model_control_mode.lower()
+    if mode not in ("none", "poll", "explicit"):
+        raise bad_option("--model-control-mode", "invalid argument for --model-control-mode")
+    return ServerOptions(
+        model_repositories=tuple(models.repositories(single)),
+        server_id=server.server_id,
+        model_control_mode=mode,  # type: ignore[arg-type]  # checked above
+        repository_poll_secs=models.repository_poll_secs,
+        startup_models=tuple(models.load_model or ()),
+        backend_directory=models.backend_directory,
+        backend_config=_backend_config(models),
+        strict_readiness=server.strict_readiness,
+        exit_on_error=server.exit_on_error,
+        model_load_thread_count=models.model_load_thread_count,
+        model_load_retry_count=models.model_load_retry_count,
+        auto_complete_config=models.auto_complete_config,
+        model_config_name=_config_name(models.model_config_name),
+        model_namespacing=models.model_namespacing,
+        repoagent_directory=models.repoagent_directory,
+        allow_client_shm=allow_client_shm,
+        metrics=metrics,
+    )
+
+
+def _check_repository(directory: Path) -> None:
+    try:
+        if directory.is_dir():
+            return
+        what = "is no directory" if directory.exists() else "does not exist"
+    except OSError as error:
+        what = f"can not be read: {error.strerror}"
+    expected = "give the directory that holds a directory for each model, or --model for one checkpoint"
+    raise bad_option("--model-repository", f"'{directory}' {what}: {expected}")
+
+
+def _backend_config(models: ModelFlags) -> dict[str, dict[str, str]]:
+    """`<backend>,<key>=<value>` or `<key>=<value>` (for every backend: key "")."""
+    config: dict[str, dict[str, str]] = {
+        "": {"min-compute-capability": f"{models.min_supported_compute_capability:.6f}"}
+    }
+    for item in models.backend_config or ():
+        backend, comma, setting = item.partition(",")
+        if not comma:
+            backend, setting = "", item
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            expected = "expected <backend>,<key>=<value> or <key>=<value>"
+            raise bad_option("--backend-config", f"'{item}', {expected}")
+        config.setdefault(backend, {})[key] = value
+    return config
+
+
+def _config_name(given: str | None) -> str:
+    """Raises typer.BadParameter for a name that was given and is empty."""
+    if given == "":
+        raise bad_option("--model-config-name", "empty argument for --model-config-name")
+    return given or ""

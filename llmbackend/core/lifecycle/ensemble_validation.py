@@ -1,0 +1,211 @@
+"""Whether an ensemble can serve with its composing models as they are now, and whether it is then decoupled.
+
+For: model loading. Does not know: requests, repositories, the order of loads. Invariant: in an ensemble that passes,
+every tensor has one data type and shapes that can be equal. Source: ValidateEnsembleConfig in Triton's
+ensemble_utils.cc; CheckNode and ConnectDependencyGraph in its model_repository_manager.cc.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelEnsembling, ModelInput, ModelOutput
+
+from llmbackend.core.config.ensemble_rules import composing_models
+from llmbackend.core.errors import TritonError, invalid_argument
+from llmbackend.core.repository.model_names import ModelIdentifier
+from llmbackend.core.repository.model_repository import ModelSpec
+from llmbackend.core.scheduling.ensembles.graph import dims_agree
+from llmbackend.core.tensors import shape_text
+
+from .model_versions import ModelVersions
+
+
+@dataclass
+class Faults:
+    """What one load has found wrong so far. Models go by their keys."""
+
+    missing: Collection[str]
+    """Models that no repository has."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Models whose load failed, with the reason."""
+    invalid: dict[str, str] = field(default_factory=dict)
+    """Ensembles that cannot serve, with the reason."""
+
+    def of(self, part: str, versions: Collection[int], ready: Collection[int]) -> str:
+        """Why an ensemble cannot use the `versions` (-1 = any) of a composing model whose READY ones are `ready`; ""
+        when it can."""
+        if part in self.invalid:
+            return f"which is not valid. Model '{part}' failed with error: {self.invalid[part]}"
+        if not ready and part in self.failed:
+            return f"which has no loaded version. Model '{part}' loading failed with error: {self.failed[part]}"
+        if not ready:
+            return "which has no loaded version."
+        absent = [version for version in sorted(versions) if version != -1 and version not in ready]
+        return f"whose required version {absent[-1]} is not loaded." if absent else ""
+
+
+def validate_ensemble(spec: ModelSpec, versions: ModelVersions, faults: Faults) -> str:
+    """Returns why the ensemble cannot serve; "" when it can. Then it has set whether the ensemble is decoupled."""
+    parts = composing_models(spec.config)
+    ready = {part: versions.ready_versions(part) for part in parts}
+    for part in parts:
+        if part in faults.missing and not ready[part]:
+            return f"ensemble {spec.key} contains models that are not available or ambiguous: {part}"
+    for part, wanted in parts.items():
+        fault = faults.of(part, wanted, ready[part])
+        if fault:
+            return f"ensemble '{spec.key}' depends on '{part}' {fault}"
+    try:
+        configs = {part: versions.get(ModelIdentifier(part)).config for part in parts}
+        is_decoupled = check_tensors(spec.config, configs)
+    except TritonError as error:
+        return error.message
+    spec.config.model_transaction_policy.decoupled = is_decoupled
+    return ""
+
+
+@dataclass(eq=False)
+class _Node:
+    """A tensor of the ensemble, as the first model that names it declares it."""
+
+    model: str
+    data_type: int = 0
+    dims: tuple[int, ...] = ()
+    full_dims: tuple[int, ...] = ()  # with the batch dimension
+    is_decoupled: bool = False
+    label: int = 0
+    """Number of the decoupled step that its values come from, 0 = none. A step must not mix values with different
+    labels, since nothing says which of them belong together."""
+    is_visited: bool = False
+    before: list[_Node] = field(default_factory=list)
+    after: list[_Node] = field(default_factory=list)
+    sibling: _Node | None = None  # shared by all outputs of a step
+
+
+def check_tensors(config: ModelConfig, composing: Mapping[str, ModelConfig]) -> bool:
+    """Whether the ensemble is decoupled. Raises TritonError INVALID_ARG when the tensors of `config` and of its
+    composing models (by name) do not fit."""
+    batches = config.max_batch_size > 0
+    nodes = {tensor.name: _node(config.name, tensor, batches) for tensor in config.input}
+    sink = _Node(config.name)
+    for tensor in config.output:
+        output = nodes.setdefault(tensor.name, _node(config.name, tensor, batches))
+        sink.before.append(output)
+        output.after.append(sink)
+    for step in config.ensemble_scheduling.step:
+        model = composing[step.model_name]
+        if model.max_batch_size and model.max_batch_size < config.max_batch_size:
+            raise invalid_argument(
+                f"ensemble {config.name} allows maximum batch size {config.max_batch_size}, but it contains model "
+                f"{step.model_name} which only allows maximum batch size to be {model.max_batch_size}"
+            )
+        _check_inputs(config.name, step, model, nodes)
+        _check_outputs(config.name, step, model, nodes)
+        _link(step, model, nodes)
+    return _decoupled_labels(config, nodes) > 0
+
+
+def _node(model: str, tensor: ModelInput | ModelOutput, batches: bool, with_reshape: bool = True) -> _Node:
+    reshaped = with_reshape and tensor.HasField("reshape")
+    dims = tuple(tensor.reshape.shape if reshaped else tensor.dims)
+    return _Node(model, tensor.data_type, dims, (-1, *dims) if batches else dims)
+
+
+def _check_inputs(ensemble: str, step: ModelEnsembling.Step, model: ModelConfig, nodes: dict[str, _Node]) -> None:
+    known = {tensor.name for tensor in model.input}
+    for name, tensor_name in sorted(step.input_map.items()):
+        if name not in known:
+            raise invalid_argument(
+                f"in ensemble {ensemble}, ensemble tensor {tensor_name} is mapping to non-existing input {name} in "
+                f"model {step.model_name}"
+            )
+    for tensor in model.input:
+        if tensor.name in step.input_map:
+            _matching(ensemble, step.input_map[tensor.name], _model_node(step, model, tensor), nodes)
+        elif not tensor.optional:
+            raise invalid_argument(
+                f"in ensemble {ensemble}, input {tensor.name} in model {step.model_name} is not mapped to any "
+                f"ensemble tensors"
+            )
+
+
+def _check_outputs(ensemble: str, step: ModelEnsembling.Step, model: ModelConfig, nodes: dict[str, _Node]) -> None:
+    outputs = {tensor.name: tensor for tensor in model.output}
+    for name, tensor_name in sorted(step.output_map.items()):
+        if name not in outputs:
+            raise invalid_argument(
+                f"in ensemble {ensemble}, ensemble tensor {tensor_name} is mapped from non-existing output {name} in "
+                f"model {step.model_name}"
+            )
+    sibling = _Node(step.model_name)
+    for name, tensor_name in sorted(step.output_map.items()):
+        _matching(ensemble, tensor_name, _model_node(step, model, outputs[name]), nodes).sibling = sibling
+
+
+def _model_node(step: ModelEnsembling.Step, model: ModelConfig, tensor: ModelInput | ModelOutput) -> _Node:
+    return _node(step.model_name, tensor, model.max_batch_size > 0, with_reshape=False)
+
+
+def _matching(ensemble: str, tensor: str, found: _Node, nodes: dict[str, _Node]) -> _Node:
+    """The node of the ensemble's `tensor`, after checking that `found` declares the same. Variable sizes are checked at
+    each request."""
+    known = nodes.setdefault(tensor, found)
+    prefix = f"in ensemble {ensemble}, ensemble tensor {tensor}: "
+    if known.data_type != found.data_type:
+        raise invalid_argument(
+            f"{prefix}inconsistent data type: {DataType.Name(known.data_type)} is inferred from model {known.model} "
+            f"while {DataType.Name(found.data_type)} is inferred from model {found.model}"
+        )
+    if not dims_agree(known.dims, found.dims) and not dims_agree(known.full_dims, found.full_dims):
+        raise invalid_argument(
+            f"{prefix}inconsistent shape: {shape_text(known.full_dims)} is inferred from model {known.model} while "
+            f"{shape_text(found.full_dims)} is inferred from model {found.model}"
+        )
+    return known
+
+
+def _link(step: ModelEnsembling.Step, model: ModelConfig, nodes: Mapping[str, _Node]) -> None:
+    for output in step.output_map.values():
+        node = nodes[output]
+        node.is_decoupled = model.model_transaction_policy.decoupled
+        for source in step.input_map.values():
+            node.before.append(nodes[source])
+            nodes[source].after.append(node)
+
+
+def _decoupled_labels(config: ModelConfig, nodes: Mapping[str, _Node]) -> int:
+    """How many decoupled steps there are. Raises TritonError INVALID_ARG for a step that mixes
+    values of several."""
+    labels = 0
+    ready = deque(nodes[tensor.name] for tensor in config.input)
+    for node in ready:
+        node.is_visited = True
+    while ready:
+        for node in ready.popleft().after:
+            if node.is_visited or not all(before.is_visited for before in node.before):
+                continue
+            label = _common_label(config.name, node.before, node.model)
+            if node.is_decoupled and not (node.sibling is not None and node.sibling.is_visited):
+                labels += 1
+                label = labels
+            if node.sibling is not None:
+                node.label = node.sibling.label if node.sibling.is_visited else label
+                node.sibling.label, node.sibling.is_visited = node.label, True
+            else:
+                node.label = label
+            node.is_visited = True
+            ready.append(node)
+    return labels
+
+
+def _common_label(ensemble: str, before: Iterable[_Node], model: str) -> int:
+    labels = {node.label for node in before}
+    if len(labels) > 1:
+        raise invalid_argument(
+            f"in ensemble {ensemble}, step of model '{model}' receives inputs originated from different decoupled "
+            f"models"
+        )
+    return labels.pop()

@@ -1,1 +1,0 @@
-"""Memory that clients share with the server."""

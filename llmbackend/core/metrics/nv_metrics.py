@@ -1,0 +1,364 @@
+"""The nv_* metrics of models and of the machine, as collectors of the server's registry.
+
+For: the server, which registers them. Does not know: HTTP, the text format. Invariants: names are Triton's, with no
+suffix added; all four failure reasons are present; values are read at scrape time from the counters of the statistics
+RPC.
+Source: Triton's metrics.cc; golden transcripts 10, 34. There are no metrics of GPUs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from llmbackend.core.metrics.statistics import FailureReason, Statistics
+
+from .metric_family import number_text
+from .metrics_options import MetricsOptions
+from .model_metrics import FIRST_RESPONSE, Latencies, Summaries, Summary
+
+Reader = Callable[[Statistics], float | None]
+"""Returns None for a model without this metric; a family without samples is not shown."""
+
+
+class ServedModel(Protocol):
+    """The model version that metrics are read of."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def namespace(self) -> str: ...
+    @property
+    def metric_tags(self) -> Mapping[str, str]: ...
+    @property
+    def statistics(self) -> Statistics: ...
+    @property
+    def latencies(self) -> Latencies: ...
+
+
+Models = Callable[[], Iterable[ServedModel]]
+
+
+def _microseconds(ns: int) -> float:
+    return ns // 1000
+
+
+MODEL_METRICS: tuple[tuple[str, str, str, Reader], ...] = (
+    (
+        "nv_inference_request_success",
+        "counter",
+        "Number of successful inference requests, all batch sizes",
+        lambda statistics: statistics.success.count,
+    ),
+    (
+        "nv_inference_count",
+        "counter",
+        "Number of inferences performed (does not include cached requests)",
+        lambda statistics: statistics.inference_count,
+    ),
+    (
+        "nv_inference_exec_count",
+        "counter",
+        "Number of model executions performed (does not include cached requests)",
+        lambda statistics: statistics.execution_count,
+    ),
+    (
+        "nv_inference_request_duration_us",
+        "counter",
+        "Cumulative inference request duration in microseconds (includes cached requests)",
+        lambda statistics: _microseconds(statistics.success.ns),
+    ),
+    (
+        "nv_inference_queue_duration_us",
+        "counter",
+        "Cumulative inference queuing duration in microseconds (includes cached requests)",
+        lambda statistics: _microseconds(statistics.queue.ns),
+    ),
+    (
+        "nv_inference_compute_input_duration_us",
+        "counter",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda statistics: _microseconds(statistics.compute.input_ns),
+    ),
+    (
+        "nv_inference_compute_infer_duration_us",
+        "counter",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda statistics: _microseconds(statistics.compute.infer_ns),
+    ),
+    (
+        "nv_inference_compute_output_duration_us",
+        "counter",
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        lambda statistics: _microseconds(statistics.compute.output_ns),
+    ),
+    (
+        "nv_cache_num_hits_per_model",
+        "counter",
+        "Number of cache hits per model",
+        lambda statistics: statistics.cache_hit.count if statistics.is_cached else None,
+    ),
+    (
+        "nv_cache_hit_duration_per_model",
+        "counter",
+        "Total cache hit duration per model, in microseconds",
+        lambda statistics: _microseconds(statistics.cache_hit.ns) if statistics.is_cached else None,
+    ),
+    (
+        "nv_cache_num_misses_per_model",
+        "counter",
+        "Number of cache misses per model",
+        lambda statistics: statistics.cache_miss.count if statistics.is_cached else None,
+    ),
+    (
+        "nv_cache_miss_duration_per_model",
+        "counter",
+        "Total cache miss (insert+lookup) duration per model, in microseconds",
+        lambda statistics: _microseconds(statistics.cache_miss.ns) if statistics.is_cached else None,
+    ),
+    (
+        "nv_inference_pending_request_count",
+        "gauge",
+        "Instantaneous number of pending requests awaiting execution per-model.",
+        lambda statistics: statistics.pending_count,
+    ),
+    (
+        "nv_model_load_duration_secs",
+        "gauge",
+        "Model load time in seconds",
+        lambda statistics: statistics.load_duration_s,
+    ),
+)
+LATENCY_COUNTERS = frozenset(name for name, *_ in MODEL_METRICS if name.endswith(("_duration_us", "_per_model")))
+"""Families that `--metrics-config counter_latencies=false` switches off."""
+
+
+def register_metrics(registry: CollectorRegistry, models: Models, options: MetricsOptions) -> None:
+    """Registers the collectors in Triton's order: counters, gauges, histograms, summaries."""
+    registry.register(ModelMetrics(models, options))
+    registry.register(PinnedMemoryMetrics())
+    if options.cpu_metrics:
+        registry.register(CpuMetrics(options))
+    if options.histogram_latencies:
+        registry.register(FirstResponseMetrics(models))
+    if options.summary_latencies:
+        registry.register(SummaryMetrics(models, options))
+
+
+class ModelMetrics:
+    """A collector: one sample per family and READY model version."""
+
+    def __init__(self, models: Models, options: MetricsOptions) -> None:
+        self._models = models
+        hidden = () if options.counter_latencies else LATENCY_COUNTERS
+        self._metrics = [metric for metric in MODEL_METRICS if metric[0] not in hidden]
+
+    def collect(self) -> Iterator[Metric]:
+        models = list(self._models())
+        for name, kind, description, read in self._metrics:
+            metric = Metric(name, description, kind)
+            for model in models:
+                if (value := read(model.statistics)) is not None:
+                    metric.add_sample(name, labels_of(model), value)
+            if metric.samples:
+                yield metric
+            if name == "nv_inference_request_success":
+                yield _failures(models)
+
+
+def _failures(models: Iterable[ServedModel]) -> Metric:
+    name = "nv_inference_request_failure"
+    metric = Metric(name, "Number of failed inference requests, all batch sizes", "counter")
+    for model in models:
+        for reason in FailureReason:
+            labels = {**labels_of(model), "reason": reason.value}
+            metric.add_sample(name, labels, model.statistics.failures[reason])
+    return metric
+
+
+def labels_of(model: ServedModel) -> dict[str, str]:
+    labels = {"model": model.name, "version": str(model.version), **model.metric_tags}
+    return labels | {"namespace": model.namespace} if model.namespace else labels
+
+
+SUMMARIES: tuple[tuple[str, str, Callable[[Summaries], Summary]], ...] = (
+    (
+        "nv_inference_request_summary_us",
+        "Summary of inference request duration in microseconds (includes cached requests)",
+        lambda summaries: summaries.request,
+    ),
+    (
+        "nv_inference_queue_summary_us",
+        "Summary of inference queuing duration in microseconds (includes cached requests)",
+        lambda summaries: summaries.queue,
+    ),
+    (
+        "nv_inference_compute_input_summary_us",
+        "Cumulative compute input duration in microseconds (does not include cached requests)",
+        lambda summaries: summaries.compute_input,
+    ),
+    (
+        "nv_inference_compute_infer_summary_us",
+        "Cumulative compute inference duration in microseconds (does not include cached requests)",
+        lambda summaries: summaries.compute_infer,
+    ),
+    (
+        "nv_inference_compute_output_summary_us",
+        "Cumulative inference compute output duration in microseconds (does not include cached requests)",
+        lambda summaries: summaries.compute_output,
+    ),
+    (
+        "nv_cache_hit_summary_per_model",
+        "Summary of cache hit duration per model, in microseconds",
+        lambda summaries: summaries.cache_hit,
+    ),
+    (
+        "nv_cache_miss_summary_per_model",
+        "Summary of cache miss (insert+lookup) duration per model, in microseconds",
+        lambda summaries: summaries.cache_miss,
+    ),
+)
+WITHOUT_CACHE = frozenset({"nv_inference_request_summary_us"})
+"""Not shown for models with a cache: a request's duration there lacks the time to store its response, as in Triton."""
+WITH_CACHE = frozenset({"nv_cache_hit_summary_per_model", "nv_cache_miss_summary_per_model"})
+
+
+class FirstResponseMetrics:
+    """A collector of the histogram of the time to the first response."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        description = "Duration from request to first response in milliseconds"
+        metric = Metric(FIRST_RESPONSE, description, "histogram")
+        for model in self._models():
+            histogram = model.latencies.first_response
+            if histogram is None:
+                continue
+            labels = labels_of(model)
+            counts, total = histogram.snapshot()
+            metric.add_sample(f"{FIRST_RESPONSE}_count", labels, sum(counts))
+            metric.add_sample(f"{FIRST_RESPONSE}_sum", labels, total)
+            for bound, count in zip(histogram.bounds, itertools.accumulate(counts), strict=True):
+                metric.add_sample(f"{FIRST_RESPONSE}_bucket", {**labels, "le": number_text(bound)}, count)
+        if metric.samples:
+            yield metric
+
+
+class SummaryMetrics:
+    """A collector of the latency summaries of every model.
+
+    A family without samples is not shown.
+    """
+
+    def __init__(self, models: Models, options: MetricsOptions) -> None:
+        self._models = models
+        self._quantiles = [quantile.quantile for quantile in options.summary_quantiles]
+
+    def collect(self) -> Iterator[Metric]:
+        models = list(self._models())
+        for name, description, read in SUMMARIES:
+            metric = Metric(name, description, "summary")
+            for model in models:
+                hidden = WITHOUT_CACHE if model.statistics.is_cached else WITH_CACHE
+                if model.latencies.summaries is not None and name not in hidden:
+                    self._add(metric, labels_of(model), read(model.latencies.summaries))
+            if metric.samples:
+                yield metric
+
+    def _add(self, metric: Metric, labels: Mapping[str, str], summary: Summary) -> None:
+        count, total, values = summary.snapshot(self._quantiles)
+        metric.add_sample(f"{metric.name}_count", dict(labels), count)
+        metric.add_sample(f"{metric.name}_sum", dict(labels), total)
+        for quantile, value in zip(self._quantiles, values, strict=True):
+            metric.add_sample(metric.name, {**labels, "quantile": number_text(quantile)}, value)
+
+
+class PinnedMemoryMetrics:
+    """A collector of zeros: dashboards expect both names, but this host has no pinned memory."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield _gauge("nv_pinned_memory_pool_total_bytes", "Pinned memory pool total memory size, in bytes", 0)
+        yield _gauge("nv_pinned_memory_pool_used_bytes", "Pinned memory pool used memory size, in bytes", 0)
+
+
+class _Reading(NamedTuple):
+    """The machine at one moment."""
+
+    time_s: float
+    """Monotonic."""
+    busy_ticks: float
+    """Of all processors since boot."""
+    total_ticks: float
+    memory_total_bytes: int
+    memory_available_bytes: int
+
+    @classmethod
+    def now(cls) -> _Reading:
+        return cls(time.monotonic(), *_cpu_times(), *_memory_bytes())
+
+
+class CpuMetrics:
+    """A collector of the machine's CPU and memory use.
+
+    They are at most `--metrics-interval-ms` old, and nothing is read between scrapes.
+    """
+
+    def __init__(self, options: MetricsOptions) -> None:
+        self._interval_s = options.interval_ms / 1000
+        self._last = _Reading.now()
+        self._utilization = 0.0
+
+    def collect(self) -> Iterator[Metric]:
+        if time.monotonic() >= self._last.time_s + self._interval_s:
+            self._read()
+        total, available = self._last.memory_total_bytes, self._last.memory_available_bytes
+        yield _gauge("nv_cpu_utilization", "CPU utilization rate [0.0 - 1.0]", self._utilization)
+        yield _gauge("nv_cpu_memory_total_bytes", "CPU total memory (RAM), in bytes", total)
+        yield _gauge("nv_cpu_memory_used_bytes", "CPU used memory (RAM), in bytes", total - available)
+
+    def _read(self) -> None:
+        last, self._last = self._last, _Reading.now()
+        if self._last.total_ticks > last.total_ticks:
+            self._utilization = (self._last.busy_ticks - last.busy_ticks) / (self._last.total_ticks - last.total_ticks)
+
+
+def _gauge(name: str, description: str, value: float) -> Metric:
+    metric = Metric(name, description, "gauge")
+    metric.add_sample(name, {}, value)
+    return metric
+
+
+def _cpu_times() -> tuple[float, float]:
+    """(busy, total) ticks of all processors since boot; (0, 0) if /proc/stat cannot be read."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            ticks = [int(field) for field in file.readline().split()[1:9]]
+    except OSError:
+        return 0.0, 0.0
+    total = sum(ticks)
+    return float(total - ticks[3] - ticks[4]), float(total)
+
+
+def _memory_bytes() -> tuple[int, int]:
+    """(total, available) in bytes."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+    except OSError:
+        page_bytes = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES") * page_bytes, os.sysconf("SC_AVPHYS_PAGES") * page_bytes
+    return _kib_field(fields["MemTotal"]), _kib_field(fields["MemAvailable"])
+
+
+def _kib_field(text: str) -> int:
+    return int(text.split()[0]) * 1024

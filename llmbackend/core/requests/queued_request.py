@@ -1,0 +1,270 @@
+"""A request from validation to release, and the responses and response factories that a backend makes for it.
+
+For: schedulers, and backends, which see these classes through the protocols of backend_api. Does not know: where
+requests come from, what a model does. Invariants: a request is released exactly once, a response sent at most once;
+each object is one handle on its ResponseChannel, dropped by release, send or close, or by the reaper when a backend
+loses the object.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from llmbackend.core.backend_api import ParameterValue, ReleaseFlag, RequestFlag, ResponseFlag, State, Tensor
+from llmbackend.core.errors import TritonError, invalid_argument, request_tag
+from llmbackend.core.messages import InferenceRequest, InferenceResponse
+from llmbackend.core.metrics.statistics import FailureReason
+from llmbackend.core.tracing.trace import RequestTrace
+
+from .request_validation import ValidRequest
+from .response_channel import ResponseChannel
+
+log = logging.getLogger(__name__)
+
+NOT_RESCHEDULABLE = (
+    "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to handle "
+    "such a flag."
+)
+
+
+class SequenceTurn(Protocol):
+    """A request's turn in its sequence, once it has left the queue. Holds no reference to the request."""
+
+    def done(self) -> None:
+        """The request was released for good."""
+
+    def reschedule(self, request: QueuedRequest) -> None:
+        """Takes the request back. Raises TritonError INVALID_ARG; then it stays with the backend."""
+
+
+class States(Protocol):
+    """The implicit states of a sequence."""
+
+    def new_state(self, tensor: Tensor) -> State: ...
+
+
+class QueuedRequest:
+    """A validated request: backend_api.Request. The host owns it until Execute returns; then the backend does, until
+    it releases it.
+
+    batch_size: 0 = its model does not batch
+    queue_start_ns: when it was queued (time.monotonic_ns(), as all times); set by the scheduler
+    batcher_start_ns: when the batcher that forms its batch got it; set by the scheduler
+    turn, states: set by the sequence batcher
+    batch_key: set by the dynamic batcher, equal for requests that may share a batch
+    order_entry: set by the response order, which holds its responses back
+    """
+
+    collects_statistics = True
+
+    def __init__(self, request: InferenceRequest, valid: ValidRequest, channel: ResponseChannel) -> None:
+        self.channel = channel
+        self.id = request.id
+        self.correlation_id = request.correlation_id
+        self.flags: RequestFlag = request.flags
+        self.priority = request.priority
+        self.timeout_us = request.timeout_us
+        self.parameters: Mapping[str, ParameterValue] = request.parameters
+        self.tenant = request.tenant
+        self.requested_outputs = valid.requested_outputs
+        self.batch_size = valid.batch_size
+        self.queue_start_ns = 0
+        self.batcher_start_ns = 0
+        self.turn: SequenceTurn | None = None
+        self.states: States | None = None
+        self.batch_key: object = None
+        self.order_entry: object = None
+        self._own_inputs = valid.inputs
+        self._inputs: Mapping[str, Tensor] | None = valid.inputs
+        channel.retain()
+        if channel.trace is not None:
+            channel.trace.record_inputs(valid.inputs.values())
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]:
+        """The input tensors by name. Raises TritonError INVALID_ARG after release."""
+        if self._inputs is None:
+            raise invalid_argument(f"{request_tag(self.id)}inputs must not be used after the request was released")
+        return self._inputs
+
+    @property
+    def trace(self) -> RequestTrace | None:
+        return self.channel.trace
+
+    @property
+    def is_released(self) -> bool:
+        return self._inputs is None
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.channel.is_cancelled
+
+    def on_cancel(self, callback: Callable[[], None]) -> None:
+        self.channel.on_cancel(callback)
+
+    def new_response(self) -> BackendResponse:
+        self._check_owned("make a response")
+        return BackendResponse(self.channel)
+
+    def response_factory(self) -> BackendResponseFactory:
+        self._check_owned("make a response factory")
+        return BackendResponseFactory(self.channel)
+
+    def new_state(self, tensor: Tensor) -> State:
+        """Raises TritonError INVALID_ARG for a model without implicit states, or a name that is none of them."""
+        self._check_owned("make a state")
+        if self.states is None:
+            raise invalid_argument(
+                f"unable to add state '{tensor.name}'. State configuration is missing for model "
+                f"'{self.channel.owner.name}'."
+            )
+        return self.states.new_state(tensor)
+
+    def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
+        """Gives the request back; with RESCHEDULE the backend gets it again. Raises TritonError INVALID_ARG when it was
+        released before, or for RESCHEDULE where the sequence is not iterative."""
+        self._check_owned("release it again")
+        if flags is not ReleaseFlag.ALL and flags & ReleaseFlag.RESCHEDULE:
+            if self.turn is None:
+                raise invalid_argument(NOT_RESCHEDULABLE)
+            self.turn.reschedule(self)
+            return
+        self._inputs = None
+        if self.channel.trace is not None:
+            self.channel.trace.queued(self.queue_start_ns)
+        self._own_inputs = {}
+        if self.turn is not None:
+            self.turn.done()  # before the last handle is dropped: the model may be idle then
+        self.channel.drop()
+
+    def add_inputs(self, tensors: Mapping[str, Tensor]) -> None:
+        """Adds control inputs and states; they replace inputs of the same names."""
+        self._inputs = {**self._own_inputs, **tensors}
+
+    def reset_for_reschedule(self) -> None:
+        """Makes it what it was when it came, but without sequence flags, and counts what was reported so far."""
+        self.flags = RequestFlag(0)
+        self.turn = None
+        self.states = None
+        self._inputs = self._own_inputs
+        self.channel.count_now()
+
+    def fail(self, error: TritonError, reason: FailureReason) -> None:
+        """Ends a request that the host owns: an error response with FINAL, counted, then release."""
+        self.channel.count_when_final(partial(self._count_failure, reason))
+        self.channel.fail(error)
+        if not self.is_released:
+            self.release()
+
+    def _count_failure(self, reason: FailureReason, final_ns: int) -> None:
+        self.channel.owner.statistics.record_failure(final_ns - self.channel.start_ns, reason)
+
+    def _check_owned(self, action: str) -> None:
+        if self._inputs is None:
+            raise invalid_argument(f"{request_tag(self.id)}the request was released, can not {action}")
+
+    def __del__(self) -> None:
+        if getattr(self, "_inputs", None) is not None:
+            self.channel.owner.reaper.submit(partial(_complete_lost, self.channel, "request", "releasing", self.turn))
+
+
+class BackendResponse:
+    """One response under construction: backend_api.Response. It may be dropped unsent."""
+
+    def __init__(self, channel: ResponseChannel) -> None:
+        self._channel = channel
+        self._outputs: list[Tensor] = []
+        self._parameters: dict[str, ParameterValue] = {}
+        self._sent = False
+        channel.retain()
+
+    def add_output(self, tensor: Tensor) -> None:
+        self._check_unsent()
+        self._outputs.append(tensor)
+
+    def set_parameter(self, name: str, value: ParameterValue) -> None:
+        self._check_unsent()
+        self._parameters[name] = value
+
+    def send(self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None) -> None:
+        """Sends the response to the client; after FINAL it is logged and dropped. Raises TritonError INVALID_ARG when
+        it was sent before."""
+        self._check_unsent()
+        self._sent = True
+        owner = self._channel.owner
+        response = InferenceResponse(
+            model_name=owner.name,
+            model_version=owner.version,
+            request_id=self._channel.request_id,
+            outputs=() if error is not None else tuple(self._outputs),
+            parameters=self._parameters,
+            error=None if error is None else error.copy(),
+        )
+        try:
+            if self._channel.observer is not None and owner.may_block_in_send:
+                self._channel.observer.make_room()
+            self._channel.deliver(response, flags)
+        finally:
+            self._channel.drop()
+
+    def _check_unsent(self) -> None:
+        if self._sent:
+            raise invalid_argument(f"{request_tag(self._channel.request_id)}the response was already sent")
+
+    def __del__(self) -> None:
+        if not getattr(self, "_sent", True):
+            self._channel.owner.reaper.submit(self._channel.drop)
+
+
+class BackendResponseFactory:
+    """Makes the responses of one request, also after its release: backend_api.ResponseFactory. An open factory keeps
+    its model from unloading."""
+
+    def __init__(self, channel: ResponseChannel) -> None:
+        self.channel = channel
+        self._closed = False
+        channel.retain()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.channel.is_cancelled
+
+    def new_response(self) -> BackendResponse:
+        self._check_open()
+        return BackendResponse(self.channel)
+
+    def send_flags(self, flags: ResponseFlag) -> None:
+        """Sends flags without a response; after FINAL it is logged and dropped. Raises TritonError INVALID_ARG after
+        `close`."""
+        self._check_open()
+        self.channel.deliver(None, flags)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.channel.drop()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise invalid_argument(f"{request_tag(self.channel.request_id)}the response factory was closed")
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.channel.owner.reaper.submit(partial(_complete_lost, self.channel, "response factory", "closing"))
+
+
+def _complete_lost(channel: ResponseChannel, what: str, duty: str, turn: SequenceTurn | None = None) -> None:
+    """Does for an object that a backend lost what the backend should have done."""
+    log.error(
+        "%sthe backend of model '%s' lost its %s without %s it",
+        request_tag(channel.request_id),
+        channel.owner.name,
+        what,
+        duty,
+    )
+    if turn is not None:
+        turn.done()
+    channel.drop()

@@ -1,0 +1,210 @@
+"""The log of a server process: Triton's line formats, levels that change while it runs, and repeated errors.
+
+For: the command line, which installs it before anything logs, and the frontends' logging endpoints. Does not know: what
+is logged. Invariants: one record is one line, unless it is marked as a table; errors of one cause are logged once a
+minute.
+Source: Triton's logging extension, its --log-* flags and `--log-format`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+LogFormat = Literal["default", "ISO8601"]
+LogField = Literal["verbose", "info", "warning", "error", "format"]
+LOG_FORMATS: tuple[LogFormat, ...] = ("default", "ISO8601")
+_PACKAGE = "llmbackend"
+
+_LETTERS = {logging.DEBUG: "V", logging.INFO: "I", logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
+IS_TABLE = "is_table"
+"""`extra` of a record that has several lines: as in Triton, tables are not escaped."""
+_ESCAPE_VARIABLE = "TRITON_SERVER_ESCAPE_LOG_MESSAGES"
+"""0 or false: messages are not written as JSON strings."""
+REPEAT_INTERVAL_S: Final = 60.0
+_MAX_CAUSES: Final = 256
+CAUSE: Final = "cause"
+"""`extra` of an error's record without `exc_info`: equal hashables mean the same cause."""
+
+
+class TritonFormatter(logging.Formatter):
+    """Formats a record in one of Triton's two styles.
+
+    `default`: `I1121 02:03:04.000123 1234 file.py:56] "text"`. `ISO8601`: the time in that format first.
+    """
+
+    def __init__(self, style: LogFormat) -> None:
+        super().__init__()
+        self._iso = style == "ISO8601"
+        self._escape = os.environ.get(_ESCAPE_VARIABLE, "1").lower() not in ("0", "false")
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        is_text = self._escape and not getattr(record, IS_TABLE, False)
+        return f"{self._head(record)}] {json.dumps(text, ensure_ascii=False) if is_text else text}"
+
+    def _head(self, record: logging.LogRecord) -> str:
+        letter = _LETTERS.get(record.levelno, "I")
+        where = f"{record.process} {record.filename}:{record.lineno}"
+        if self._iso:
+            return f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(record.created))} {letter} {where}"
+        stamp = time.strftime("%m%d %H:%M:%S", time.gmtime(record.created))
+        return f"{letter}{stamp}.{int(record.created % 1 * 1e6):06d} {where}"
+
+
+class RepeatedErrors:
+    """Counts errors by cause: the first one in REPEAT_INTERVAL_S is logged. Bounded. Any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
+
+    def take(self, cause: Hashable) -> int | None:
+        """None if this cause was logged less than REPEAT_INTERVAL_S ago; else how many of it were left out since
+        then."""
+        now_s = self._clock()
+        with self._lock:
+            logged_s, left_out = self._seen.get(cause, (-REPEAT_INTERVAL_S, 0))
+            if now_s - logged_s < REPEAT_INTERVAL_S:
+                self._seen[cause] = (logged_s, left_out + 1)
+                return None
+            self._seen[cause] = (now_s, 0)
+            self._seen.move_to_end(cause)
+            if len(self._seen) > _MAX_CAUSES:
+                self._seen.popitem(last=False)
+            return left_out
+
+
+class RepeatFilter(logging.Filter):
+    """Drops repeated errors: a full disk fails every request in the same way, each with a traceback."""
+
+    def __init__(self, repeats: RepeatedErrors) -> None:
+        super().__init__()
+        self._repeats = repeats
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        cause = getattr(record, CAUSE, None)
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            cause = cause_of(error)
+        if cause is None:
+            return True
+        left_out = self._repeats.take((record.name, record.lineno, cause))
+        if left_out:
+            record.msg = f"{record.getMessage()} ({left_out} more since this was last logged)"
+            record.args = ()
+        return left_out is not None
+
+
+def cause_of(error: BaseException) -> Hashable:
+    """The type of an error and the line that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = None if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+    return type(error).__name__, getattr(error, "errno", None), place
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSettings:
+    """Which levels are logged, and how lines are written."""
+
+    verbose: int = 0
+    """> 0: debug lines, too."""
+    info: bool = True
+    warning: bool = True
+    error: bool = True
+    format: LogFormat = "default"
+    file: str = ""
+    """Path; "" = stderr."""
+
+
+class _BoundedHandler(logging.Handler):
+    """When records cannot be written, prints one line a minute instead of a traceback for each."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._failures = RepeatedErrors()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if error is None or (left_out := self._failures.take(cause_of(error))) is None:
+            return
+        since = f" ({left_out} more lines since this was last said)" if left_out else ""
+        with contextlib.suppress(OSError, ValueError):
+            print(f"a line of the log can not be written: {error}{since}", file=sys.stderr, flush=True)
+
+
+class _FileHandler(_BoundedHandler, logging.FileHandler):
+    pass
+
+
+class _StreamHandler(_BoundedHandler, logging.StreamHandler[Any]):
+    """Writes to the sys.stderr of that moment, which is replaced while progress bars of a load are shown."""
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _stream: Any) -> None:
+        """Ignored: StreamHandler.__init__ sets it."""
+
+
+class ServerLog:
+    """Any thread may use it.
+
+    A change takes effect with the next record. A log that was not installed does not change the process's logging.
+    """
+
+    def __init__(self, settings: LogSettings | None = None) -> None:
+        self._settings = settings or LogSettings()
+        self._lock = threading.Lock()
+        self._handler: logging.Handler | None = None
+
+    @property
+    def settings(self) -> LogSettings:
+        return self._settings
+
+    def install(self) -> None:
+        """Sends this package's log to the file or stderr; other libraries' from WARNING on. Raises OSError when the
+        file cannot be written."""
+        file = self._settings.file
+        self._handler = _FileHandler(file, "a", "utf-8") if file else _StreamHandler()
+        self._handler.addFilter(lambda record: self._lets_through(record.levelno))
+        self._handler.addFilter(RepeatFilter(RepeatedErrors()))
+        self._apply()
+        logging.root.handlers[:] = [self._handler]
+        logging.root.setLevel(logging.WARNING)
+
+    def update(self, **changes: Any) -> None:
+        """Changes fields of LogSettings (except `file`)."""
+        with self._lock:
+            self._settings = replace(self._settings, **changes)
+            self._apply()
+
+    def _apply(self) -> None:
+        if self._handler is None:
+            return
+        self._handler.setFormatter(TritonFormatter(self._settings.format))
+        logging.getLogger(_PACKAGE).setLevel(logging.DEBUG if self._settings.verbose else logging.INFO)
+
+    def _lets_through(self, level: int) -> bool:
+        settings = self._settings
+        if level >= logging.ERROR:
+            return settings.error
+        if level >= logging.WARNING:
+            return settings.warning
+        if level >= logging.INFO:
+            return settings.info
+        return settings.verbose > 0

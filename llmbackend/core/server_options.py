@@ -1,0 +1,55 @@
+"""The options of a host, with the names and defaults of Triton's command line.
+
+For: the command line, which makes them, and InferenceServer. Does not know: where options come from. Invariant:
+never changed after the server is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from .metrics.metrics_options import MetricsOptions
+from .scheduling.rate_limiter import RateLimitMode, RateLimitResource
+from .tracing.settings import TraceSettings
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of the host, with Triton's names and defaults.
+
+    server_id: the server's name in its metadata
+    repository_poll_secs: seconds between two polls in mode poll; 0 = no polls
+    startup_models: models to load at start in mode explicit; ("*",) = all
+    backend_directory, repoagent_directory: directories of backends and repository agents, each in `<name>/`
+    backend_config: settings by backend; "" = every backend
+    exit_on_error: `start` fails when a startup model fails
+    model_load_retry_count: retries of a failed load
+    model_config_name: a model's `configs/<name>.pbtxt` replaces its config.pbtxt; "" = none
+    model_namespacing: models of different repositories may have the same name
+    cache_config: settings by response cache
+    """
+
+    model_repositories: Sequence[Path] = ()
+    server_id: str = "triton"
+    model_control_mode: Literal["none", "poll", "explicit"] = "none"
+    repository_poll_secs: float = 15.0
+    startup_models: Sequence[str] = ()
+    backend_directory: Path | None = None
+    backend_config: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    strict_readiness: bool = True
+    exit_on_error: bool = True
+    model_load_thread_count: int = 4
+    model_load_retry_count: int = 0
+    auto_complete_config: bool = True
+    model_config_name: str = ""
+    model_namespacing: bool = False
+    repoagent_directory: Path | None = None
+    allow_client_shm: bool = False
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    cache_config: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    rate_limit: RateLimitMode = "off"
+    rate_limit_resources: Sequence[RateLimitResource] = ()
+    trace: TraceSettings = field(default_factory=TraceSettings)

@@ -1,0 +1,175 @@
+"""Linear layers with packed weights for the CPU: on the native kernels, or on oneDNN where those do not run.
+
+For: the loader, which swaps them for a model's own layers, and the program, which reads the native packed weights.
+Does not know: models. Invariant: a row of the output depends on that row of the input alone, bit by bit. oneDNN's
+packed kernels treat rows alike from two rows up, so a single row is computed as two; plain `F.linear` changes kernels,
+and results, with the number of rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ..kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
+from ..kernels.library import NativeKernels, op_pointers
+from ..kernels.weights import TYPE_OF, PackedWeight, WeightStore
+from ..load_progress import counted
+from .cpu_memory import release_pages
+
+
+class NativeLinear(nn.Module):
+    """y = x·Wᵀ + b for x [..., in_features] in the model's dtype, float32 or bfloat16."""
+
+    def __init__(
+        self, kernels: NativeKernels, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = packed.k, packed.n
+        self.packed = packed
+        self.float_bias = None if bias is None else bias.detach().float().contiguous()
+        # Some models ask for the weight's dtype; computing with this one is an error.
+        self.weight = torch.empty((packed.n, packed.k), dtype=dtype, device="meta")
+        self._kernels = kernels
+        self._op = LinearOp(
+            kind=Kind.LINEAR,
+            rows=Rows.TOKENS,
+            weight=packed.address,
+            scale=packed.scale or None,
+            sums=packed.sums or None,
+            bias=None if self.float_bias is None else self.float_bias.data_ptr(),
+            n=packed.n,
+            k=packed.k,
+            x_stride=packed.k,
+            y_stride=packed.n,
+            weight_type=packed.type,
+            epilogue=Epilogue.STORE,
+            factor=1.0,
+        )
+        self._pointers = op_pointers([self._op])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        y = rows.new_empty((rows.shape[0], self.out_features))
+        op = self._op
+        op.x, op.x_type, op.y, op.y_type = rows.data_ptr(), TYPE_OF[rows.dtype], y.data_ptr(), TYPE_OF[y.dtype]
+        self._kernels.run(self._pointers, 1, Step(num_tokens=rows.shape[0]))
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+def swap_linears(model: Any, kernels: NativeKernels, quantization: str | None) -> None:
+    """Packs and replaces every plain linear layer of a float32 or bfloat16 model in place.
+
+    quantization "int8": all of these weights become int8, the output head's among them, which costs a tenth of a
+    percent of greedy agreement (benchmarks/quantization_quality.py) and saves a quarter of what a token reads.
+    """
+    found = list(_plain_linears(model))
+    matrices = [_matrix(linear) for _, _, linear in found]
+    types = [Type.INT8 if quantization == "int8" else TYPE_OF[matrix.dtype] for matrix in matrices]
+    store = WeightStore(kernels, [(*matrix.shape, kind) for matrix, kind in zip(matrices, types, strict=True)])
+    shared = _shared_addresses(model)
+    parts = list(zip(found, matrices, types, strict=True))
+    for (parent, name, linear), matrix, kind in counted("packing weights", parts):
+        packed = store.pack(matrix, kind)
+        setattr(parent, name, NativeLinear(kernels, packed, linear.bias, matrix.dtype))
+        if linear.weight.data_ptr() not in shared:
+            release_pages(linear.weight)
+
+
+def _plain_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Parent, name and layer. Exact types only: a subclass may compute something else."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear or type(child) is Conv1D:
+                yield parent, name, child
+
+
+def _matrix(linear: Any) -> torch.Tensor:
+    """The weight as [out_features, in_features]; Conv1D keeps it the other way round."""
+    weight: torch.Tensor = linear.weight.detach()
+    return weight.t() if type(linear) is Conv1D else weight
+
+
+def _shared_addresses(model: nn.Module) -> set[int]:
+    """Addresses of weights that more than one module holds: tied embeddings are still read after they are packed."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            address = parameter.data_ptr()
+            (shared if address in seen else seen).add(address)
+    return shared
+
+
+# The number of rows that oneDNN is told to pack for; any from 16 to 512 gave the same layout and speed.
+_PACK_ROWS = 64
+
+
+def has_native(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of this type faster than float32 ones."""
+    if dtype == torch.bfloat16:
+        return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.cpu._is_amx_fp16_supported())
+    return dtype == torch.float32
+
+
+class PackedLinear(nn.Module):
+    """y = x·Wᵀ + b for x [..., in_features] in the model's dtype.
+
+    compute_dtype is the type of the packed weight and of the product. Where the CPU has no bfloat16 products,
+    widening the same bfloat16 weights to float32 at load is exact and about three times as fast; outputs are rounded
+    to x's type.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, compute_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._compute_dtype = compute_dtype
+        # As in NativeLinear.
+        self.weight = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        widened = weight.detach().to(compute_dtype).contiguous()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(widened, _PACK_ROWS)
+        self._bias = None if bias is None else bias.detach().to(compute_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        count = rows.shape[0]
+        if count == 0:
+            return x.new_empty((*x.shape[:-1], self.out_features))
+        if count == 1:
+            rows = rows.expand(2, -1).contiguous()
+        wide = rows.to(self._compute_dtype)
+        y = torch.ops.mkldnn._linear_pointwise(wide, self._packed, self._bias, "none", [], "")
+        output: torch.Tensor = y[:count].to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return output
+
+
+def pack_linears(model: nn.Module, dtype: torch.dtype) -> str:
+    """Replaces every plain linear layer of the model in place. Returns a word about how they compute."""
+    compute_dtype = dtype if has_native(dtype) else torch.float32
+    if compute_dtype != dtype and not _fits(model, compute_dtype):
+        compute_dtype = dtype
+    if compute_dtype == torch.float16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "torch"
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            # Exact types only: a subclass may compute something else.
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child.weight, child.bias, compute_dtype))
+            elif type(child) is Conv1D:
+                transposed: Any = child
+                setattr(parent, name, PackedLinear(transposed.weight.t(), transposed.bias, compute_dtype))
+    return f"packed {str(compute_dtype).removeprefix('torch.')}"
+
+
+def _fits(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether the widened weights take less than half of the free memory."""
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear | Conv1D)]
+    wanted = sum(weight.numel() for weight in weights) * dtype.itemsize
+    return bool(wanted < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)

@@ -1,0 +1,198 @@
+"""All of a decoder layer but matrix products and attention: norms, rotary embedding, KV writes, gates, row tables.
+
+For: triton_ops.py, which launches them. Does not know: models, streams, requests. Invariants: computed in float32 and
+rounded once; a token's numbers depend on that token alone, and the order of its sums on the width alone; keys and
+values that are stored are finite; a padding token writes to no KV slot.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def embed_kernel(
+    token_ids, embedding, residual, factor, vocab_size, width, embedding_stride, residual_stride, TILE: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < width
+    token_id = tl.load(token_ids + token).to(tl.int64)
+    known = (token_id >= 0) & (token_id < vocab_size)
+    row = tl.load(embedding + token_id * embedding_stride + columns, mask=inside & known, other=0.0)
+    tl.store(residual + token * residual_stride + columns, row.to(tl.float32) * factor, mask=inside)
+
+
+@triton.jit
+def residual_norm_kernel(
+    residual, block, block_weight, out, weight, tokens,
+    factor, block_eps, eps, width, residual_stride, block_stride, out_stride,
+    WIDTH: tl.constexpr, HAS_BLOCK: tl.constexpr, HAS_BLOCK_NORM: tl.constexpr, HAS_OUT: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_TOKENS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = row
+    if HAS_TOKENS:
+        token = tl.load(tokens + row).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    inside = columns < width
+    stream = residual + token * residual_stride + columns
+    x = tl.load(stream, mask=inside, other=0.0)
+    if HAS_BLOCK:
+        added = tl.load(block + token * block_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        if HAS_BLOCK_NORM:
+            added = _normed(added, tl.load(block_weight + columns, mask=inside, other=0.0), block_eps, width)
+        x += factor * added
+        tl.store(stream, x, mask=inside)
+    if HAS_OUT:
+        if HAS_NORM:
+            x = _normed(x, tl.load(weight + columns, mask=inside, other=0.0), eps, width)
+        tl.store(out + row * out_stride + columns, x.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normed(x, weight, eps, width):
+    mean = tl.sum(x * x, axis=0) / width
+    return x * (1.0 / tl.sqrt_rn(mean + eps)) * weight
+
+
+@triton.jit
+def rotary_kernel(
+    qkv, positions, slots, cos_sin, q_weight, k_weight, keys, values,
+    qkv_stride, block_size, q_eps, k_eps, key_factor, value_factor,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    HEADS: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, NORM_WHOLE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    q_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    kv_groups: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    slot = tl.load(slots + token).to(tl.int64)
+    stored = slot >= 0
+    position = tl.load(positions + token).to(tl.int64)
+    angles = cos_sin
+    if ROTARY_DIM > 0:
+        angles = cos_sin + tl.where(stored, position, 0) * ROTARY_DIM
+    source = qkv + token * qkv_stride
+    block = tl.where(stored, slot, 0) // block_size
+    first_row = block * NUM_KV_HEADS * block_size + tl.where(stored, slot, 0) % block_size
+    if group < q_groups:
+        _move(
+            source, source, HEAD_DIM, group * HEADS, NUM_HEADS, True, q_weight, q_eps, angles, 1.0,
+            HEADS, HEAD_DIM, ROTARY_DIM, HALF_PADDED, REST_PADDED, Q_NORM, NORM_WHOLE, 0.0,
+        )  # fmt: skip
+    elif group < q_groups + kv_groups:
+        _move(
+            source + NUM_HEADS * HEAD_DIM, keys + first_row * HEAD_DIM, block_size * HEAD_DIM,
+            (group - q_groups) * HEADS, NUM_KV_HEADS, stored, k_weight, k_eps, angles, key_factor,
+            HEADS, HEAD_DIM, ROTARY_DIM, HALF_PADDED, REST_PADDED, K_NORM, NORM_WHOLE, LIMIT,
+        )  # fmt: skip
+    else:
+        _move(
+            source + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM, values + first_row * HEAD_DIM, block_size * HEAD_DIM,
+            (group - q_groups - kv_groups) * HEADS, NUM_KV_HEADS, stored, k_weight, k_eps, angles, value_factor,
+            HEADS, HEAD_DIM, 0, HALF_PADDED, VALUE_PADDED, False, False, LIMIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _move(
+    source, target, target_head_stride, first_head, num_heads, stored, weight, eps, angles, factor,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr, NORM: tl.constexpr, NORM_WHOLE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Copies heads of one token from source to target: normed, rotated (the first ROTARY_DIM of each head, in halves),
+    and, unless LIMIT is 0, times `factor` and made finite up to LIMIT."""
+    heads = (first_head + tl.arange(0, HEADS))[:, None]
+    present = heads < num_heads
+    half = tl.arange(0, HALF_PADDED)[None, :]
+    rest = ROTARY_DIM + tl.arange(0, REST_PADDED)[None, :]
+    in_half = present & (half < ROTARY_DIM // 2)
+    in_rest = present & (rest < HEAD_DIM)
+    if ROTARY_DIM > 0:
+        low = tl.load(source + heads * HEAD_DIM + half, mask=in_half, other=0.0).to(tl.float32)
+        high = tl.load(source + heads * HEAD_DIM + ROTARY_DIM // 2 + half, mask=in_half, other=0.0).to(tl.float32)
+    if ROTARY_DIM < HEAD_DIM:
+        other = tl.load(source + heads * HEAD_DIM + rest, mask=in_rest, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.zeros((HEADS,), tl.float32)
+        if ROTARY_DIM > 0:
+            squares += tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+        if ROTARY_DIM < HEAD_DIM:
+            squares += tl.sum(other * other, axis=1)
+        weights = weight + tl.zeros_like(heads)
+        if NORM_WHOLE:
+            squares = tl.zeros_like(squares) + tl.sum(squares, axis=0) / num_heads
+            weights += heads * HEAD_DIM
+        scale = (1.0 / tl.sqrt_rn(squares / HEAD_DIM + eps))[:, None]
+        if ROTARY_DIM > 0:
+            low *= scale * tl.load(weights + half, mask=in_half, other=0.0)
+            high *= scale * tl.load(weights + ROTARY_DIM // 2 + half, mask=in_half, other=0.0)
+        if ROTARY_DIM < HEAD_DIM:
+            other *= scale * tl.load(weights + rest, mask=in_rest, other=0.0)
+    rows = target + heads * target_head_stride
+    if ROTARY_DIM > 0:
+        cos = tl.load(angles + half, mask=half < ROTARY_DIM // 2, other=0.0)
+        sin = tl.load(angles + ROTARY_DIM // 2 + half, mask=half < ROTARY_DIM // 2, other=0.0)
+        _store(rows + half, low * cos - high * sin, factor, in_half & stored, LIMIT)
+        _store(rows + ROTARY_DIM // 2 + half, high * cos + low * sin, factor, in_half & stored, LIMIT)
+    if ROTARY_DIM < HEAD_DIM:
+        _store(rows + rest, other, factor, in_rest & stored, LIMIT)
+
+
+@triton.jit
+def _store(target, x, factor, mask, LIMIT: tl.constexpr):
+    if LIMIT > 0.0:
+        x = x * factor
+        x = tl.where(x == x, x, 0.0)
+        x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
+    tl.store(target, x.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gate_kernel(gate_up, out, width, gate_up_stride, out_stride, GELU: tl.constexpr, TILE: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < width
+    gates = gate_up + token * gate_up_stride + columns
+    x = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gates + width, mask=inside, other=0.0).to(tl.float32)
+    if GELU:
+        # (1 + tanh(u)) / 2 is the logistic function of 2 u.
+        slope = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    else:
+        slope = x
+    # The exponent's bound changes no float32 result but that of infinities, which would become NaN.
+    active = x / (1.0 + tl.exp(tl.minimum(-slope, 88.0)))
+    tl.store(out + token * out_stride + columns, (active * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def next_inputs_kernel(
+    rows, seq_lens, token_table, token_stride, block_table, block_stride, token_ids, positions, slots, num_rows,
+    BLOCK_SIZE: tl.constexpr, PADDING: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    inside = place < num_rows
+    row = tl.load(rows + place, mask=inside, other=0).to(tl.int64)
+    last = tl.load(seq_lens + place, mask=inside, other=0) - 1
+    live = last >= 0
+    position = tl.maximum(last, 0)
+    token_id = tl.load(token_table + row * token_stride + position, mask=live, other=0)
+    block = tl.load(block_table + row * block_stride + position // BLOCK_SIZE, mask=live, other=0)
+    slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, PADDING)
+    tl.store(token_ids + place, token_id, mask=inside)
+    tl.store(positions + place, position, mask=inside)
+    tl.store(slots + place, slot, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def put_tokens_kernel(rows, positions, token_ids, token_table, token_stride, num_rows, AT_ONCE: tl.constexpr):
+    place = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    inside = place < num_rows
+    row = tl.load(rows + place, mask=inside, other=0).to(tl.int64)
+    position = tl.load(positions + place, mask=inside, other=0)
+    token_id = tl.load(token_ids + place, mask=inside, other=0)
+    tl.store(token_table + row * token_stride + position, tl.maximum(token_id, 0), mask=inside)

@@ -1,0 +1,129 @@
+"""Products of matrices in kernels: operand types, and products whose rows do not depend on how many rows there are.
+
+For: attention, and programs in batch-invariant mode in place of the vendor's library, which chooses kernels, and with
+them the order of sums, by shape. Does not know: models, weights in 8 bits. Invariants: an element of the output is one
+sum over k in ascending steps of 16, from zero, in one program, with the bias added at the end; the number of rows
+changes only what is computed beside it, and never splits k. On Hopper every tile is at least 64 rows high, so that few
+rows and many use the same instruction (wgmma, of other widths); before it there is one instruction (mma.sync). In
+float32 an element is a chain of fma. Nothing is allocated and nothing read back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.runtime import driver
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """rows x columns of the output, computed in steps of `depth` along k."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def choose_tile(num_rows: int, dtype: torch.dtype) -> Tile:
+    """Few rows are limited by memory: narrow tiles, of which even a small matrix has enough for all multiprocessors,
+    with many loads in flight. Many rows are limited by the tensor cores: large tiles."""
+    if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
+        return Tile(rows=32, columns=32, depth=32, warps=4, stages=2)
+    if num_rows <= 64:
+        return Tile(rows=64, columns=32, depth=64, warps=4, stages=8)
+    if num_rows <= 256:
+        return Tile(rows=64, columns=64, depth=64, warps=4, stages=6)
+    return Tile(rows=128, columns=128, depth=64, warps=8, stages=4)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def invariant_matmul_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    num_rows,
+    n,
+    k,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """One tile per program. Programs that run at the same time share weights: GROUP tiles of rows come before the next
+    tile of columns."""
+    tiles_down, tiles_across = tl.cdiv(num_rows, ROWS), tl.cdiv(n, COLUMNS)
+    program = tl.program_id(0)
+    group = program // (GROUP * tiles_across)
+    height = tl.minimum(tiles_down - group * GROUP, GROUP)
+    within = program - group * GROUP * tiles_across
+    row = (group * GROUP + within % height) * ROWS + tl.arange(0, ROWS)
+    column = (within // height) * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.arange(0, DEPTH)
+    x += row.to(tl.int64)[:, None] * k + step[None, :]
+    weight += column.to(tl.int64)[:, None] * k + step[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, k, DEPTH):
+        left = (step < k - start)[None, :]
+        a = tl.load(x + start, mask=(row < num_rows)[:, None] & left, other=0.0)
+        b = tl.load(weight + start, mask=(column < n)[:, None] & left, other=0.0)
+        total = tl.dot(a.to(DOT), tl.trans(b.to(DOT)), total, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+    place = out + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(row < num_rows)[:, None] & (column < n)[None, :])
+
+
+def invariant_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """As weights.Matmul: out [T, n] = x [T, k] · weight [n, k]ᵀ + bias [n]; all contiguous and of one dtype:
+    bfloat16, float16 or float32."""
+    (num_rows, k), n = x.shape, weight.shape[0]
+    if num_rows == 0:
+        return
+    tile = choose_tile(num_rows, x.dtype)
+    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)
+    invariant_matmul_kernel[grid](
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        num_rows,
+        n,
+        k,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        GROUP=8,
+        HAS_BIAS=bias is not None,
+        DOT=dot_dtype(x.dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+    )
+
+
+_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The type of a matrix product's operands, for a model of this dtype. The interpreter multiplies the bits of
+    bfloat16 numbers as integers; float32 holds the same numbers, and their products, exactly."""
+    if knobs.runtime.interpret and dtype == torch.bfloat16:
+        return tl.float32
+    return _TYPES[dtype]
+
+
+def has_group_products() -> bool:
+    """Whether several warps compute a matrix product together and read its operands from shared memory (Hopper,
+    Blackwell for data centres): tall tiles are faster there, since operands take no registers."""
+    if knobs.runtime.interpret:
+        return True
+    return 90 <= int(driver.active.get_current_target().arch) < 110

@@ -1,0 +1,289 @@
+"""Sampling that needs the order of likelihood: draws with top-k, top-p and min-p, and logprobs with ranks.
+
+For: device_sampler.py. Does not know: edits, requests. Invariants: as in sampling.py; what a draw keeps, and in which
+order it draws, is as drawing.Limits says; logprobs are of the model's own logits, without edits or temperature, and the
+likeliest tokens come as their rank keys, unordered.
+
+Usually the kept tokens are among some hundreds above a bound that the blocks' peaks give; those are collected once, and
+the end of the kept ones and the drawn one are searched for among them. In a flat distribution each is searched for in
+the whole row.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .ranking import (
+    CANDIDATES,
+    LOWEST_KEY,
+    collect,
+    id_of,
+    least_key,
+    list_blocks,
+    logit_of,
+    measure,
+    peak_of_rank,
+    search,
+    search_tile,
+)
+from .sampling import (
+    MIN_P,
+    NUM_LOGPROBS,
+    SEED,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    WORDS,
+    draws,
+    limited,
+    number,
+    over_peak,
+    slot_of,
+    uniform,
+    word,
+)
+
+NO_WEIGHT = tl.constexpr(1e-300)
+"""Below every float32 weight but zero."""
+
+SLACK = tl.constexpr(1e-5)
+"""Far more than sums of the same weights in different orders differ by."""
+
+DEPTH = tl.constexpr(110.0)
+"""At this distance below the peak a float32 weight is zero."""
+
+
+@triton.jit(do_not_specialize=["num_samples"])
+def draw_limited_kernel(
+    logits, stride, copies, slots, rows, positions, records, peaks, masses, listed, found, token_ids,
+    vocab_size, num_blocks, num_samples,
+    BLOCKS_PADDED: tl.constexpr, SHIFT: tl.constexpr, EDITED: tl.constexpr,
+):  # fmt: skip
+    """Replaces the tokens of samples whose rows draw with limits. listed int32 [samples, BLOCKS_PADDED] and found
+    int64 [samples, CANDIDATES]: scratch."""
+    sample = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + sample)
+    if tl.load(token_ids + sample) < 0:
+        return
+    slot = slot_of(slots, sample, EDITED)
+    blocks = tl.arange(0, BLOCKS_PADDED)
+    place = tl.where(slot >= 0, num_samples + slot, sample) * num_blocks + blocks
+    known = blocks < num_blocks
+    infinity = float("inf")
+    block_peaks = tl.load(peaks + place, mask=known, other=-infinity)
+    raw_peak = tl.max(block_peaks, axis=0)
+    if (draws(records, row, raw_peak) & limited(records, row)) == 0:
+        return
+    temperature = number(records, row, TEMPERATURE).to(tl.float32)
+    top_k = tl.minimum(word(records, row, TOP_K), vocab_size).to(tl.int32)
+    top_p = number(records, row, TOP_P)
+    min_p = number(records, row, MIN_P)
+    chance = uniform(word(records, row, SEED), tl.load(positions + sample))
+    listed += sample * BLOCKS_PADDED
+    found += sample * CANDIDATES
+
+    scaled_peaks = tl.div_rn(block_peaks, temperature)
+    peak = tl.div_rn(raw_peak, temperature)
+    least_weight = tl.minimum(tl.maximum(min_p, NO_WEIGHT), 1.0)
+    bounded = (top_k > 0) | (min_p > 0.0)
+    high = least_key(peak, SHIFT) + (1 << SHIFT)
+    least, total = _least_logit(masses + place, known, scaled_peaks, peak, bounded, top_p, min_p, vocab_size)
+
+    cut, count, mass, inside, at_once, num_listed = _first_cut(
+        logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, scaled_peaks, num_blocks,
+        top_k, top_p, min_p, bounded, total, least, high, listed, found, SHIFT, EDITED,
+    )  # fmt: skip
+    # Where the kept tokens end by number, then where they end by mass, then the drawn one.
+    for stage in range(3):
+        by_count = stage == 0
+        share = top_p * tl.where(bounded, mass, total)
+        drawn = tl.minimum(_next(chance * mass), mass)
+        target = tl.where(by_count, top_k.to(tl.float64), tl.where(stage == 1, share, drawn))
+        wanted = (stage == 2) | (by_count & (top_k > 0) & (count > top_k)) | ((stage == 1) & (top_p < 1.0))
+        if wanted:
+            cut, count, mass = _cut_at(
+                logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, listed, num_listed,
+                target, by_count, cut, count, mass, high, found, inside, at_once, SHIFT, EDITED,
+            )  # fmt: skip
+    tl.store(token_ids + sample, id_of(cut, vocab_size, SHIFT))
+
+
+@triton.jit
+def _first_cut(
+    logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, scaled_peaks, num_blocks,
+    top_k, top_p, min_p, bounded, total, least, high, listed, found, SHIFT: tl.constexpr, EDITED: tl.constexpr,
+):  # fmt: skip
+    """Collects the keys above a guessed bound in `found`; if those are not all that can be kept, measures all that are
+    above the lowest bound instead.
+
+    Returns the bound as a key, the count and mass of keys from it on, how many are in `found`, whether these are all,
+    and the number of blocks that hold such keys."""
+    few = tl.maximum(num_blocks // 4, 1)
+    guess = peak_of_rank(scaled_peaks, tl.where((top_k > 0) & (top_k <= num_blocks), top_k, few), least, SHIFT)
+    guess = tl.where((min_p > 0.0) & (top_k == 0), least, guess)
+    cut = least_key(guess, SHIFT)
+    num_listed = list_blocks(scaled_peaks, guess, listed)
+    count = collect(
+        logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, listed, num_listed,
+        cut, high, found, CANDIDATES, SHIFT, EDITED,
+    )  # fmt: skip
+    inside = tl.minimum(count, CANDIDATES)
+    _, weights = _found(found, inside, peak, SHIFT)
+    mass = tl.sum(weights, axis=0)
+    complete = (guess <= least) | ((top_k > 0) & (count >= top_k)) | ((bounded == 0) & (mass >= top_p * total))
+    at_once = complete & (count <= CANDIDATES)
+    if at_once == 0:
+        cut = least_key(least, SHIFT)
+        num_listed = list_blocks(scaled_peaks, least, listed)
+        count, mass = measure(
+            logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, listed, num_listed, cut,
+            SHIFT, EDITED,
+        )  # fmt: skip
+    return cut, count, mass, inside, at_once, num_listed
+
+
+@triton.jit
+def _least_logit(masses, known, scaled_peaks, peak, bounded, top_p, min_p, vocab_size):
+    """A logit below which no token is kept, and the mass of the whole row, 0 where top_p is a share of less."""
+    least = _bound(peak, min_p)
+    total = min_p * 0.0
+    if bounded == 0:
+        total = tl.sum(over_peak(tl.load(masses, mask=known, other=0.0), scaled_peaks, peak), axis=0)
+        # All that is lighter than this weighs less than what top_p leaves over, were it the whole vocabulary.
+        least = tl.maximum(least, _bound(peak, (1.0 - top_p - SLACK) * total / vocab_size))
+    return least, total
+
+
+@triton.jit
+def _cut_at(
+    logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, listed, num_listed,
+    target, by_count, cut, count, mass, high, found, inside, at_once, SHIFT: tl.constexpr, EDITED: tl.constexpr,
+):  # fmt: skip
+    """The largest key at which the count (or mass) of the keys from it on reaches the target, and both from it on.
+
+    cut, count, mass: the same so far. inside: how many keys are in `found`; all that matter, if at_once."""
+    low = cut
+    top = high
+    num_beyond = count * 0
+    mass_beyond = mass * 0.0
+    if at_once == 0:
+        low, top, inside, num_beyond, mass_beyond = search(
+            logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, listed, num_listed,
+            target, by_count, cut, count, high, found, SHIFT, EDITED,
+        )  # fmt: skip
+    keys, weights = _found(found, inside, peak, SHIFT)
+    ones = (keys > LOWEST_KEY).to(tl.float64)
+    sizes = tl.where(by_count, ones, weights)
+    before = tl.where(by_count, num_beyond.to(tl.float64), mass_beyond)
+    cut = search_tile(keys, sizes, target, before, low, top, SHIFT)
+    count = num_beyond + tl.sum((keys >= cut).to(tl.int32), axis=0)
+    mass = mass_beyond + tl.sum(tl.where(keys >= cut, weights, 0.0), axis=0)
+    return cut, count, mass
+
+
+@triton.jit
+def _found(found, count, peak, SHIFT: tl.constexpr):
+    """The keys that were collected, and their weights over the peak."""
+    places = tl.arange(0, CANDIDATES)
+    there = places < count
+    keys = tl.load(found + places, mask=there, other=LOWEST_KEY)
+    x = tl.where(there, logit_of(keys, SHIFT), peak)
+    return keys, tl.where(there, tl.exp(x - peak).to(tl.float64), 0.0)
+
+
+@triton.jit
+def _bound(peak, weight):
+    """A logit below which none has this weight, or any weight at all; a little lower than necessary, and below the
+    peak."""
+    depth = tl.log(tl.maximum(tl.minimum(weight, 1.0).to(tl.float32), 1e-37)) - 1e-3
+    depth = tl.where(weight > 1e-37, depth, -DEPTH)
+    bound = peak + depth - tl.abs(peak) * 1e-6
+    return tl.maximum(bound, -3.4e38)
+
+
+@triton.jit
+def _next(x):
+    """The float64 above x, which is not negative."""
+    return (x.to(tl.int64, bitcast=True) + 1).to(tl.float64, bitcast=True)
+
+
+_ANY_WEIGHT = tl.constexpr(-1.0)
+_LEAST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit(do_not_specialize=["top_width"])
+def logprobs_kernel(
+    logits, stride, rows, records, peaks, unit_masses, listed, found, token_ids,
+    asked, own_logprobs, ranks, norms, top_keys, top_width, vocab_size, num_blocks,
+    BLOCKS_PADDED: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """asked int32: how many of the most likely a sample's row wants, -1: no logprobs. norms float64: of the
+    distribution. top_keys int64 [samples, top_width], LOWEST_KEY where there is nothing; none, if the width is 0."""
+    sample = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + sample)
+    token_id = tl.load(token_ids + sample)
+    wants = tl.load(records + row.to(tl.int64) * WORDS + NUM_LOGPROBS, mask=token_id >= 0, other=-1)
+    count = wants.to(tl.int32)
+    tl.store(asked + sample, count)
+    if count < 0:
+        return
+    listed += sample * BLOCKS_PADDED
+    found += sample * CANDIDATES
+    blocks = tl.arange(0, BLOCKS_PADDED)
+    place = sample * num_blocks + blocks
+    known = blocks < num_blocks
+    block_peaks = tl.load(peaks + place, mask=known, other=float("-inf"))
+    peak = tl.max(block_peaks, axis=0)
+    total = tl.sum(over_peak(tl.load(unit_masses + place, mask=known, other=0.0), block_peaks, peak), axis=0)
+    norm = peak.to(tl.float64) + tl.log(total)
+    own = tl.load(logits + sample * stride + token_id).to(tl.float32)
+    tl.store(norms + sample, norm)
+    tl.store(own_logprobs + sample, (own.to(tl.float64) - norm).to(tl.float32))
+
+    # A token above the chosen one is above all keys of its logit.
+    above = least_key(own, SHIFT) + (1 << SHIFT)
+    high = least_key(peak, SHIFT) + (1 << SHIFT)
+    num_listed = list_blocks(block_peaks, own, listed)
+    num_above, _ = measure(
+        logits, stride, logits, sample, sample, vocab_size, 1.0, peak, _ANY_WEIGHT, listed, num_listed, above,
+        SHIFT, False,
+    )  # fmt: skip
+    tl.store(ranks + sample, num_above + 1)
+    if (count == 0) | (top_width == 0):
+        return
+    _collect_top(
+        logits, stride, sample, vocab_size, peak, block_peaks, count, high, listed, found,
+        top_keys + sample * top_width, SHIFT,
+    )  # fmt: skip
+
+
+@triton.jit
+def _collect_top(
+    logits, stride, sample, vocab_size, peak, block_peaks, count, high, listed, found, top_keys, SHIFT: tl.constexpr
+):
+    """Writes the keys of the `count` likeliest tokens, in no order."""
+    guess = peak_of_rank(block_peaks, count, _LEAST, SHIFT)
+    low = least_key(guess, SHIFT)
+    num_listed = list_blocks(block_peaks, guess, listed)
+    num_low, _ = measure(
+        logits, stride, logits, sample, sample, vocab_size, 1.0, peak, _ANY_WEIGHT, listed, num_listed, low,
+        SHIFT, False,
+    )  # fmt: skip
+    if num_low < count:
+        low = least_key(float("-inf"), SHIFT)
+        num_listed = list_blocks(block_peaks, float("-inf"), listed)
+        num_low = vocab_size
+    target = count.to(tl.float64)
+    interval_low, interval_high, inside, num_beyond, _ = search(
+        logits, stride, logits, sample, sample, vocab_size, 1.0, peak, _ANY_WEIGHT, listed, num_listed,
+        target, True, low, num_low, high, found, SHIFT, False,
+    )  # fmt: skip
+    places = tl.arange(0, CANDIDATES)
+    keys = tl.load(found + places, mask=places < inside, other=LOWEST_KEY)
+    ones = (keys > LOWEST_KEY).to(tl.float64)
+    last = search_tile(keys, ones, target, num_beyond.to(tl.float64), interval_low, interval_high, SHIFT)
+    collect(
+        logits, stride, logits, sample, sample, vocab_size, 1.0, peak, _ANY_WEIGHT, listed, num_listed, last, high,
+        top_keys, count, SHIFT, False,
+    )  # fmt: skip

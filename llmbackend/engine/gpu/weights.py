@@ -1,0 +1,275 @@
+"""Weights in device memory, dense or in 8 bits, and layers that multiply by the latter.
+
+For: the loader on an accelerator, and programs that multiply by what it left there. Does not know: which model a layer
+belongs to. Invariants: each matrix is in memory once, neighbours side by side, and modules and programs read the same
+memory; an 8-bit weight has a scale for each output, and its input gets one for each token, found in that token alone,
+so that a token's result depends on no other.
+8-bit products are torch's own (_scaled_mm, _int_mm), which torchao calls too; importing torchao would cost an engine as
+long as torch and all of its compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol, Self, cast, runtime_checkable
+
+import torch
+from torch import nn
+
+NEIGHBOURS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one input, by their names in transformers, in the order in which programs need their outputs."""
+
+
+class Matmul(Protocol):
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """out [T, n] = x [T, k] · weight [n, k]ᵀ + bias [n]; all in one dtype, contiguous."""
+
+
+@runtime_checkable
+class DeviceWeight(Protocol):
+    """A matrix [n, k] that programs multiply by: dense, in numbers of 8 bits, or in parts on several devices."""
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def k(self) -> int:
+        """Columns of `multiply`'s x."""
+
+    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """out [T, n] = x [T, k] · thisᵀ + bias [n], all in the model's dtype; by `matmul` where that is a product of
+        plain matrices."""
+
+
+@runtime_checkable
+class SplittableWeight(DeviceWeight, Protocol):
+    """A weight that can be split among ranks."""
+
+    def part(self, start: int, n: int) -> Self:
+        """Rows start .. start + n - 1, in the same memory."""
+
+    def rows(self, rows: torch.Tensor) -> Self:
+        """A copy of these rows."""
+
+    def columns(self, columns: range) -> Self:
+        """A copy of these columns."""
+
+    def above(self, other: Self) -> Self:
+        """A copy with the other's rows below."""
+
+    def to(self, device: torch.device) -> Self: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseWeight:
+    """A matrix [n, k] in the model's dtype, contiguous."""
+
+    tensor: torch.Tensor
+
+    @property
+    def n(self) -> int:
+        return self.tensor.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.tensor.shape[1]
+
+    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        matmul(x, self.tensor, bias, out)
+
+    def part(self, start: int, n: int) -> DenseWeight:
+        return DenseWeight(self.tensor[start : start + n])
+
+    def joined(self, other: DenseWeight) -> DenseWeight | None:
+        """One matrix with the other's rows below, when both lie so in one piece of memory."""
+        above, below = self.tensor, other.tensor
+        same_memory = above.untyped_storage().data_ptr() == below.untyped_storage().data_ptr()
+        if not same_memory or above.dtype != below.dtype or self.k != other.k:
+            return None
+        if below.storage_offset() != above.storage_offset() + above.numel():
+            return None
+        return DenseWeight(above.as_strided((self.n + other.n, self.k), (self.k, 1)))
+
+    def rows(self, rows: torch.Tensor) -> DenseWeight:
+        return DenseWeight(self.tensor[rows])
+
+    def columns(self, columns: range) -> DenseWeight:
+        return DenseWeight(self.tensor[:, columns.start : columns.stop].clone())
+
+    def above(self, other: DenseWeight) -> DenseWeight:
+        return DenseWeight(torch.cat((self.tensor, other.tensor)))
+
+    def to(self, device: torch.device) -> DenseWeight:
+        return DenseWeight(self.tensor.to(device))
+
+
+@torch.no_grad()
+def join_neighbours(model: nn.Module) -> None:
+    """Moves the weights of layers that read the same input into one piece of memory, a group at a time, and makes the
+    layers' parameters views of it; their old memory is freed."""
+    for parent in model.modules():
+        for names in NEIGHBOURS:
+            layers = [getattr(parent, name, None) for name in names]
+            # Exact types only: a subclass may keep something else in its weight.
+            linears = [layer for layer in layers if type(layer) is nn.Linear]
+            if len(linears) == len(names) and len({(x.in_features, x.weight.dtype) for x in linears}) == 1:
+                _join(linears)
+
+
+def _join(linears: list[nn.Linear]) -> None:
+    memory = torch.cat([linear.weight for linear in linears])
+    parts = torch.split(memory, [linear.out_features for linear in linears])
+    for linear, part in zip(linears, parts, strict=True):
+        linear.weight = nn.Parameter(part, requires_grad=False)
+
+
+Quantization = Literal["fp8", "int8"]
+
+FP8 = torch.float8_e4m3fn
+_LARGEST = {FP8: 448.0, torch.int8: 127.0}
+_TINIEST_SCALE = 1e-12
+_DIVISOR = 16
+"""n and k of a matrix that the 8-bit products take are multiples of this."""
+_MIN_ROWS = 32
+"""Rows of an int8 product on a GPU, which needs more than 16."""
+_UNTOUCHED = ("gate", "router")
+"""Layers that choose among experts: small, and sensitive to rounding."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """A matrix [n, k]: data * scale[:, None]."""
+
+    data: torch.Tensor
+    """float8_e4m3fn or int8 [n, k]"""
+    scale: torch.Tensor
+    """float32 [n]"""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, kind: Quantization) -> QuantizedWeight:
+        dtype = FP8 if kind == "fp8" else torch.int8
+        data, scale = _quantized(weight, dtype)
+        return cls(data, scale[:, 0].contiguous())
+
+    @property
+    def n(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.data.shape[1]
+
+    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        numbers, scale = _quantized(x, self.data.dtype)
+        if self.data.dtype == FP8:
+            weight, scale_b = self.data.t(), self.scale[None]
+            torch._scaled_mm(numbers, weight, scale_a=scale, scale_b=scale_b, out_dtype=out.dtype, out=out)
+        else:
+            rows = nn.functional.pad(numbers, (0, 0, 0, max(_MIN_ROWS - len(x), 0)))
+            out.copy_(torch._int_mm(rows, self.data.t())[: len(x)] * scale * self.scale)
+        if bias is not None:
+            out += bias
+
+    def part(self, start: int, n: int) -> QuantizedWeight:
+        return QuantizedWeight(self.data[start : start + n], self.scale[start : start + n])
+
+    def joined(self, other: QuantizedWeight) -> QuantizedWeight | None:
+        """One matrix with the other's rows below, when both lie so in one piece of memory."""
+        above, below = self.data, other.data
+        same_memory = above.untyped_storage().data_ptr() == below.untyped_storage().data_ptr()
+        if not same_memory or self.k != other.k or below.storage_offset() != above.storage_offset() + above.numel():
+            return None
+        n = self.n + other.n
+        return QuantizedWeight(above.as_strided((n, self.k), (self.k, 1)), self.scale.as_strided((n,), (1,)))
+
+    def rows(self, rows: torch.Tensor) -> QuantizedWeight:
+        return QuantizedWeight(_bytes(self.data)[rows].view(self.data.dtype), self.scale[rows])
+
+    def columns(self, columns: range) -> QuantizedWeight:
+        return QuantizedWeight(self.data[:, columns.start : columns.stop].contiguous(), self.scale)
+
+    def above(self, other: Self) -> QuantizedWeight:
+        data = torch.cat((_bytes(self.data), _bytes(other.data))).view(self.data.dtype)
+        return QuantizedWeight(data, torch.cat((self.scale, other.scale)))
+
+    def to(self, device: torch.device) -> QuantizedWeight:
+        return QuantizedWeight(self.data.to(device), self.scale.to(device))
+
+
+class QuantizedLinear(nn.Module):
+    """y = x·Wᵀ + bias, in the place of an nn.Linear."""
+
+    def __init__(self, quantized: QuantizedWeight, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.quantized = quantized
+        self.bias = bias
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((*x.shape[:-1], self.quantized.n))
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        self.quantized.multiply(torch.mm, flat, self.bias, out.view(-1, self.quantized.n))  # type: ignore[arg-type]
+        return out
+
+
+@torch.no_grad()
+def quantize_linears(model: nn.Module, head: nn.Module, kind: Quantization, device: torch.device) -> int:
+    """Replaces linear layers of a model in host memory by quantised ones with weights on the device, a group of
+    neighbours at a time. The head, and layers of sizes that the products do not take, stay as they are. Returns how
+    many were replaced."""
+    num_changed = 0
+    for parent in list(model.modules()):
+        linears = {name: child for name, child in parent.named_children() if _is_quantizable(name, child, head)}
+        groups = [names for names in NEIGHBOURS if all(name in linears for name in names)]
+        alone = [(name,) for name in linears if not any(name in names for names in groups)]
+        for names in (*groups, *alone):
+            group = [cast(nn.Linear, linears[name]) for name in names]
+            for name, layer in zip(names, _quantized_layers(group, kind, device), strict=True):
+                setattr(parent, name, layer)
+            num_changed += len(group)
+    return num_changed
+
+
+def _quantized_layers(group: list[nn.Linear], kind: Quantization, device: torch.device) -> Iterator[QuantizedLinear]:
+    """The group's layers, their weights side by side in memory."""
+    whole, start = QuantizedWeight.of(torch.cat([linear.weight for linear in group]), kind).to(device), 0
+    for linear in group:
+        bias = cast("nn.Parameter | None", linear.bias)
+        yield QuantizedLinear(whole.part(start, linear.out_features), bias)
+        start += linear.out_features
+
+
+def _is_quantizable(name: str, module: nn.Module, head: nn.Module) -> bool:
+    if type(module) is not nn.Linear or module is head or name in _UNTOUCHED:
+        return False
+    return module.in_features % _DIVISOR == 0 and module.out_features % _DIVISOR == 0
+
+
+def check_device(kind: Quantization, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ValueError when a device cannot multiply by such weights."""
+    if device.type != "cuda" or kind == "int8":
+        return
+    subject = f"engine argument 'quantization' is '{kind}'"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"{subject}, which {name} cannot compute with (compute capability {major}.{minor}, expected 8.9 or more)"
+        )
+    if dtype != torch.bfloat16:
+        shown = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{subject}, expected null where the model's dtype is {shown}: a GPU's product gives bfloat16")
+
+
+def _quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as 8-bit numbers [rows, k], and each row's scale float32 [rows, 1]."""
+    largest = _LARGEST[dtype]
+    scale = (x.abs().amax(dim=-1, keepdim=True).float() / largest).clamp(min=_TINIEST_SCALE)
+    numbers = (x.float() / scale).clamp(-largest, largest)
+    return (numbers if dtype == FP8 else numbers.round()).to(dtype), scale
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """x as bytes: torch moves bytes everywhere, 8-bit floats only in some operations."""
+    return x.view(torch.uint8)

@@ -1,0 +1,1 @@
+"""KV blocks: tables, prefix cache, host tier."""

@@ -1,0 +1,141 @@
+"""Do a checkpoint's tensors fit the model that its config describes? Checked before memory is taken for any of them.
+
+For: the loader. Does not know: families, how weights are packed. transformers itself loads the checkpoint's names,
+types and shapes as tensors without memory, with all its rules for renamed, tied, merged and quantised weights, and
+reports what is left over. Invariant: a checkpoint that passes gives every weight of the model; transformers would fill
+missing ones with random numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from .checkpoint_files import TensorHeader, few
+
+logger = logging.getLogger(__name__)
+
+_TORCH_TYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "F16": torch.float16, "BF16": torch.bfloat16, "U32": torch.uint32, "I32": torch.int32, "F32": torch.float32,
+    "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+
+_HARMLESS = re.compile(
+    r"rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)$"
+    r"|(^|\.)(attn|attention)\.(bias|masked_bias)$"  # causal masks that GPT-2 and GPT-NeoX once saved
+    r"|(^|\.)position_ids$|_extra_state$"
+    r"|(^|\.)mtp(_\w+)?\."  # layers that draft further tokens
+    r"|^v_head\."  # a value head left over from training
+    r"|\.(input|activation|k|v|kv)_scale$"  # of activations and cached keys and values, which are not quantised here
+)
+"""Tensors that a checkpoint may hold although the model does not use them."""
+_OTHER_MODALITY = re.compile(r"(^|\.)(vision|visual|vit|audio|speech|image|multi_?modal|mm)(_\w+)?\.")
+"""Parts of a multimodal model that text does not pass through."""
+_SCALES = ("_scale_inv", "_scale")
+
+
+def check_tensors(
+    model_class: Any, hf_config: Any, tensors: Mapping[str, TensorHeader], multimodal: bool = False
+) -> None:
+    """Raises CheckpointError naming what is missing, left over or of another shape.
+
+    model_class: a transformers class; hf_config: its config. multimodal: the checkpoint may have, or lack, parts for
+    images and sound. Takes a tenth of a second, and no memory for weights.
+    """
+    _check_scales(hf_config, tensors)
+    state = {name: _without_memory(tensor, name) for name, tensor in tensors.items()}
+    try:
+        with without_report():
+            _, info = model_class.from_pretrained(
+                None,
+                config=hf_config,
+                state_dict=state,
+                device_map={"": "meta"},
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+    except Exception as error:
+        if gaps := _gaps(tensors):
+            raise CheckpointError(f"it does not fit its config.json: missing {few(gaps)}") from None
+        # A conversion that cannot run without memory: what is wrong shows when the weights are read.
+        logger.info("the checkpoint's tensors were not compared with the model: %s", error, exc_info=True)
+        return
+    check_loading_info(info, multimodal)
+
+
+def check_loading_info(info: Mapping[str, Collection[Any]], multimodal: bool) -> None:
+    """info: as from_pretrained gives it with output_loading_info. Raises CheckpointError."""
+
+    def is_needed(name: str) -> bool:
+        return not (multimodal and _OTHER_MODALITY.search(name))
+
+    missing = sorted(filter(is_needed, info["missing_keys"]), key=_natural)
+    unexpected = [name for name in sorted(info["unexpected_keys"], key=_natural) if not _HARMLESS.search(name)]
+    unexpected = [name for name in unexpected if is_needed(name)]
+    misshaped = [
+        f"{name} is {list(found)} and not {list(expected)}"
+        for name, found, expected in sorted(info["mismatched_keys"], key=lambda each: _natural(each[0]))
+    ]
+    parts = {"missing": missing, "of another shape": misshaped, "unexpected": unexpected}
+    if text := "; ".join(f"{what}: {few(names)}" for what, names in parts.items() if names):
+        raise CheckpointError(f"its tensors do not fit its config.json: {text}")
+
+
+def _check_scales(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:
+    """Raises CheckpointError for 8-bit floats without scales, which transformers would take as they are."""
+    eight_bits = [name for name, tensor in tensors.items() if tensor.dtype.startswith("F8_E") and "scale" not in name]
+    if eight_bits and getattr(hf_config, "quantization_config", None) is None:
+        raise CheckpointError(
+            f"its config.json states no quantization_config, expected one for weights in 8 bits: {few(eight_bits)}"
+        )
+    unscaled = [name for name in eight_bits if not any(f"{name}{scale}" in tensors for scale in _SCALES)]
+    if unscaled:
+        raise CheckpointError(f"its tensors do not fit its config.json: missing: the scales of {few(unscaled)}")
+
+
+def _without_memory(tensor: TensorHeader, name: str) -> torch.Tensor:
+    dtype = _TORCH_TYPES.get(tensor.dtype)
+    if dtype is None:
+        raise CheckpointError(f"its tensor {few([name])} is of type {tensor.dtype}, which torch has not")
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def _gaps(names: Iterable[str]) -> list[str]:
+    """Tensors that a module lacks and most others of the same list have, such as one expert's weight."""
+    parts: dict[str, dict[str, set[str]]] = {}
+    for name in names:
+        if match := re.match(r"(.*\.)(\d+)(\..*)$", name):
+            stem, index, rest = match.groups()
+            kind = re.sub(r"\.\d+(?=\.)", ".*", stem)
+            parts.setdefault(kind, {}).setdefault(f"{stem}{index}", set()).add(rest)
+    found = []
+    for modules in parts.values():
+        every: set[str] = set().union(*modules.values())
+        usual = {rest for rest in every if sum(rest in has for has in modules.values()) * 2 > len(modules)}
+        found += [f"{module}{rest}" for module, has in modules.items() for rest in usual - has]
+    return sorted(found, key=_natural)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A sort key that puts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Silences transformers' table of what this module says in one line. The logger's level is left alone: it decides
+    what else transformers checks and warns of."""
+    reporter = logging.getLogger("transformers.modeling_utils")
+    was_disabled, reporter.disabled = reporter.disabled, True
+    try:
+        yield
+    finally:
+        reporter.disabled = was_disabled

@@ -1,0 +1,209 @@
+"""What a checkpoint's files say about its tensors, read from the safetensors headers alone.
+
+For: the adapter, which refuses a bad checkpoint at once, and the loader, before it allocates anything. Does not know:
+torch, transformers, model families. Invariant: costs no more than the headers' own size, regardless of what config.json
+or a header claims. Source: the safetensors format (8 bytes of header length, a JSON header, then the data).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import CheckpointError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library itself."""
+
+_ITEM_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+_COUNTS = frozenset({
+    "num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "encoder_layers", "decoder_layers",
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
+})  # fmt: skip
+"""Config fields that models build modules by."""
+_WIDTHS = frozenset({
+    "hidden_size", "n_embd", "d_model", "vocab_size", "intermediate_size", "moe_intermediate_size", "ffn_dim",
+    "n_inner", "ffn_hidden_size",
+})  # fmt: skip
+"""Config fields that are dimensions of weights."""
+_HARMLESS_COUNT = 256
+"""Up to so many modules cost nothing to build, and the comparison with the model itself names what is missing."""
+_MAX_CONFIG_DEPTH = 8
+_INDEX = re.compile(r"(?:^|(?<=\.))\d{1,9}(?=\.)")
+
+
+def bad_checkpoint(model: str, error: Exception) -> ValueError:
+    """The error of the engine argument that names the checkpoint."""
+    return ValueError(f"engine argument 'model' is '{model}', a checkpoint that cannot be served: {error}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    dtype: str
+    """By its name in safetensors."""
+    shape: tuple[int, ...]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+_HEADER = msgspec.json.Decoder(dict[str, _Entry])
+_WEIGHT_MAP = msgspec.json.Decoder(_Index)
+
+
+def check_directory(directory: Path) -> dict[str, TensorHeader]:
+    """All tensors of a checkpoint's directory by name.
+
+    Raises CheckpointError naming file or field, value and what was expected, also when the numbers in config.json
+    contradict the tensors' shapes.
+    """
+    try:
+        config = msgspec.json.decode((directory / "config.json").read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise CheckpointError(f"its config.json cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise CheckpointError(f"its config.json is no JSON object: {error}") from None
+    tensors = read_headers(weight_files(directory, str(config.get("transformers_weights") or "")))
+    check_numbers(config, tensors)
+    return tensors
+
+
+def weight_files(directory: Path, stated: str = "") -> list[Path]:
+    """The safetensors files that transformers would read. stated: the name that config.json gives, if any.
+
+    Raises CheckpointError when there are none, or when the index names files that are not there.
+    """
+    candidates = [stated] if stated else [WEIGHTS_FILE, INDEX_FILE]
+    name = next((name for name in candidates if (directory / name).is_file()), None)
+    if name is None:
+        raise CheckpointError(f"it holds no safetensors file {' or '.join(candidates)}")
+    if not name.endswith(".index.json"):
+        return [directory / name]
+    try:
+        names = sorted(set(_WEIGHT_MAP.decode((directory / name).read_bytes()).weight_map.values()))
+    except (OSError, msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise CheckpointError(f"its {name} cannot be read: {error}") from None
+    outside = [shard for shard in names if Path(shard).is_absolute() or ".." in Path(shard).parts]
+    if outside:
+        raise CheckpointError(f"its {name} names files outside of its directory: {few(outside)}")
+    if absent := [shard for shard in names if not (directory / shard).is_file()]:
+        raise CheckpointError(f"its {name} names files that are missing: {few(absent)}")
+    return [directory / shard for shard in names]
+
+
+def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
+    """All tensors by name. Raises CheckpointError naming the file."""
+    tensors: dict[str, TensorHeader] = {}
+    for path in files:
+        try:
+            tensors |= _read_header(path)
+        except OSError as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from None
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise CheckpointError(f"the weights cannot be read: {path.name} is no safetensors file: {error}") from None
+    return tensors
+
+
+def _read_header(path: Path) -> dict[str, TensorHeader]:
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little") if size_bytes >= 8 else 0
+        if not 2 <= header_bytes <= min(size_bytes - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"the weights cannot be read: {path.name} states a header of {header_bytes} bytes, expected 2 to "
+                f"{max(min(size_bytes - 8, MAX_HEADER_BYTES), 2)}: it is cut short, or no safetensors file"
+            )
+        entries = _HEADER.decode(file.read(header_bytes))
+    entries.pop("__metadata__", None)
+    data_bytes = size_bytes - 8 - header_bytes
+    for name, entry in entries.items():
+        _check_entry(path.name, name, entry, data_bytes)
+    return {name: TensorHeader(entry.dtype, entry.shape) for name, entry in entries.items()}
+
+
+def _check_entry(file: str, name: str, entry: _Entry, data_bytes: int) -> None:
+    begin, end = entry.data_offsets
+    if not 0 <= begin <= end <= data_bytes:
+        raise CheckpointError(
+            f"the weights cannot be read: {file} places tensor '{_short(name)}' at bytes {begin} to {end} of its data, "
+            f"which has {data_bytes}: the file is cut short"
+        )
+    item_bits = _ITEM_BITS.get(entry.dtype)
+    if item_bits is None:
+        raise CheckpointError(f"{file} has tensor '{_short(name)}' of the unknown type '{_short(entry.dtype)}'")
+    if any(size < 0 for size in entry.shape) or len(entry.shape) > 16:
+        raise CheckpointError(f"{file} has tensor '{_short(name)}' with an impossible shape")
+    if math.prod(entry.shape) * item_bits != 8 * (end - begin):
+        raise CheckpointError(
+            f"{file} gives tensor '{_short(name)}' of shape {list(entry.shape)} and type {entry.dtype} "
+            f"{end - begin} bytes, expected {math.prod(entry.shape) * item_bits // 8}"
+        )
+
+
+def check_numbers(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
+    """Raises CheckpointError when config.json describes a model far larger than the tensors: modules are built by these
+    numbers, and memory is taken by them. config: the parsed file, nested configs included."""
+    num_modules = _largest_count(tensors)
+    largest_dimension = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    for name, value in _numbers(config, 0):
+        if name in _COUNTS and value > max(num_modules, _HARMLESS_COUNT):
+            of_experts = "expert" in name and value <= largest_dimension
+            if not of_experts:
+                raise CheckpointError(
+                    f"its config.json states {name} {value}, but its tensors are of {num_modules} layers or experts"
+                )
+        if name in _WIDTHS and value > max(largest_dimension, _HARMLESS_COUNT):
+            raise CheckpointError(
+                f"its config.json states {name} {value}, but the largest dimension of its tensors is "
+                f"{largest_dimension}"
+            )
+
+
+def _numbers(config: Mapping[str, Any], depth: int) -> Iterator[tuple[str, int]]:
+    for name, value in config.items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            yield name, value
+        elif isinstance(value, Mapping) and depth < _MAX_CONFIG_DEPTH:
+            yield from _numbers(value, depth + 1)
+
+
+def _largest_count(names: Iterable[str]) -> int:
+    """How many modules the longest list in the tensors' names has: in 'model.layers.3.mlp…' the list is
+    'model.layers'."""
+    indices: dict[str, set[str]] = {}
+    for name in names:
+        for match in _INDEX.finditer(name):
+            indices.setdefault(name[: match.start()], set()).add(match.group())
+    return max(map(len, indices.values()), default=0)
+
+
+def few(names: Iterable[str], most: int = 5) -> str:
+    """Names for a message: the first few of them, and how many more there are."""
+    listed = list(names)
+    shown = ", ".join(_short(name) for name in listed[:most])
+    return f"{shown} and {len(listed) - most} more" if len(listed) > most else shown
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 120 else f"{name[:117]}..."

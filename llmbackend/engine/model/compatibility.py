@@ -1,0 +1,207 @@
+"""Can this engine run this model? Asked twice: of the config before weights are read, of the loaded model once.
+
+For: the loader. Does not know: families by name. Everything is read off the class, the config or two tiny forward
+passes, so that an unknown family is judged too. Invariant: a model that passes gives, in a flattened batch through our
+attention function, the logits that it gives on its own; any other would serve nonsense without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from ..attention.interface import PAGED_ATTENTION, AttentionOptions, LayerShape, active_context
+from ..attention.reference import grouped_attention
+from ..errors import ProgramUnsupportedError
+
+_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_ENCODER_TASKS = (
+    "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+    "ForMultipleChoice", "ForNextSentencePrediction",
+)  # fmt: skip
+_PROBE_LENS = [5, 3]
+MAX_PROBE_TOKENS = 8
+"""Tokens, and samples, that a program must have room for to be verified."""
+
+
+def unsupported(architecture: str, reason: str) -> ValueError:
+    return ValueError(f"model architecture '{architecture}' is not supported: {reason}")
+
+
+def architecture_name(config: Any) -> str:
+    """The class name that the checkpoint states, else its model type."""
+    names = getattr(config, "architectures", None)
+    return str(names[0]) if names else str(config.model_type)
+
+
+def check_config(config: Any) -> None:
+    """Raises ValueError naming the architecture and the reason. Reads no weights."""
+    name = architecture_name(config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise unsupported(name, "it is an encoder-decoder, and the engine runs decoder-only models")
+    if name.endswith(_ENCODER_TASKS):
+        raise unsupported(name, "it is an encoder, and the engine generates text with decoder-only models")
+    model_class = causal_lm_class(config)
+    text_config = config.get_text_config(decoder=True)
+    layer_types = {str(kind) for kind in getattr(text_config, "layer_types", None) or ()}
+    if model_class is not None:
+        has_only_attention = bool(layer_types) and layer_types <= _SUPPORTED_LAYER_TYPES
+        if getattr(model_class, "_is_stateful", False) and not has_only_attention:
+            raise unsupported(name, "it keeps a recurrent state per sequence, which paged KV memory cannot hold")
+        if not model_class._can_set_attn_implementation():
+            raise unsupported(name, "its attention does not go through transformers' attention interface")
+    elif not getattr(config, "auto_map", None):
+        raise unsupported(name, "transformers has no causal language model of this kind")
+    if unknown := sorted(layer_types - _SUPPORTED_LAYER_TYPES):
+        raise unsupported(name, f"its layers of type {', '.join(unknown)} are not plain or sliding-window attention")
+
+
+def causal_lm_class(config: Any) -> Any | None:
+    """The class of transformers that computes this config's text; None: it has none of its own for it."""
+    return auto_class(config)._model_mapping.get(type(config), None)
+
+
+def auto_class(config: Any) -> Any:
+    """The Auto class that loads this config's text model. A model for images and text without a class for text alone
+    is loaded as a whole, and given text."""
+    if type(config) in AutoModelForCausalLM._model_mapping or not hasattr(config, "text_config"):
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """What the check found out about a loaded model."""
+
+    shapes: Mapping[nn.Module, LayerShape]
+    """By attention module, in the order of the layers."""
+    options: Mapping[nn.Module, AttentionOptions]
+    """What each attention module asked for, in the same order."""
+    sequences: tuple[torch.Tensor, ...]
+    """Token ids of the probes, int64 [tokens] each."""
+    logits: torch.Tensor
+    """Of all tokens of the probes [tokens, vocab], computed one sequence at a time."""
+
+    def difference(self, logits: torch.Tensor) -> str:
+        """By how much logits of the same tokens, computed otherwise, differ beyond rounding; "" if they do not."""
+        scale = self.logits.abs().max().item()
+        tolerance = scale * (1e-3 if self.logits.dtype == torch.float32 else 8e-2)
+        difference = (logits.float() - self.logits.float()).abs().max().item()
+        return "" if difference <= tolerance else f"by {difference:.3g} (of {scale:.3g})"
+
+    def verify(self, program: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Compares a program with the model's own modules. program: from a sequence's token ids [tokens] to the logits
+        of all its tokens [tokens, vocab]. Raises ProgramUnsupportedError."""
+        logits = torch.cat([program(token_ids) for token_ids in self.sequences])
+        if difference := self.difference(logits):
+            raise ProgramUnsupportedError(f"the program's logits differ from the modules' {difference}")
+
+
+@torch.inference_mode()
+def check_model(model: Any) -> CheckedModel:
+    """Runs two short sequences flattened into one batch, and one at a time with transformers' own attention.
+
+    Raises ValueError as check_config does.
+    """
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    device = next(model.parameters()).device
+    tokens = torch.arange(1, sum(_PROBE_LENS) + 1, device=device) * 7 % min(int(config.vocab_size), 1009)
+    sequences = torch.split(tokens, _PROBE_LENS)
+    recorder = RecordingAttention(_PROBE_LENS)
+    with active_context(recorder):
+        flattened = _logits(model, sequences)
+    _check_calls(name, config, recorder)
+    checked = CheckedModel(recorder.shapes, recorder.options, sequences, _own_logits(model, sequences))
+    if difference := checked.difference(flattened):
+        raise unsupported(
+            name, f"logits of a flattened batch differ from its own {difference}; it would compute nonsense"
+        )
+    return checked
+
+
+def _check_calls(name: str, config: Any, recorder: RecordingAttention) -> None:
+    expected_calls = int(config.num_hidden_layers)
+    if len(recorder.calls) != expected_calls or len(recorder.shapes) != expected_calls:
+        raise unsupported(
+            name,
+            f"its {expected_calls} layers called transformers' attention interface {len(recorder.calls)} times, "
+            f"from {len(recorder.shapes)} layers, expected once per layer",
+        )
+    if recorder.problems:
+        raise unsupported(name, recorder.problems[0])
+    sliding = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
+    if sliding and sum(sliding) != recorder.num_sliding_layers:
+        raise unsupported(name, "its sliding windows are not passed to the attention function")
+
+
+def _own_logits(model: Any, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+    model.set_attn_implementation("eager")
+    try:
+        return torch.cat([_logits(model, [sequence]) for sequence in sequences])
+    finally:
+        model.set_attn_implementation(PAGED_ATTENTION)
+
+
+def _logits(model: Any, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All logits [tokens, vocab] of the sequences flattened into one batch."""
+    positions = torch.cat([torch.arange(len(sequence), device=sequence.device) for sequence in sequences])
+    output = model(input_ids=torch.cat(list(sequences))[None], position_ids=positions[None], use_cache=False)
+    logits: torch.Tensor = output.logits[0]
+    return logits
+
+
+# Tensors that layers pass along and that do not change the attention itself.
+_HARMLESS = frozenset({"position_ids", "cache_position", "position_embeddings", "input_ids"})
+
+
+class RecordingAttention:
+    """Attention without a cache that records what a model asks for: each sequence of the flattened batch on its own.
+
+    shapes, options: one entry for each layer that called. problems: what a paged backend cannot do.
+    """
+
+    def __init__(self, sequence_lens: Sequence[int]) -> None:
+        self._sequence_lens = list(sequence_lens)
+        self.shapes: dict[nn.Module, LayerShape] = {}
+        self.options: dict[nn.Module, AttentionOptions] = {}
+        self.calls: list[nn.Module] = []
+        self.problems: list[str] = []
+        self.num_sliding_layers = 0
+
+    def attend(
+        self, layer: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        self.calls.append(layer)
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        self.options[layer] = options
+        self.num_sliding_layers += options.sliding_window is not None
+        self._check(query, key, options)
+        split = (torch.split(tensor, self._sequence_lens) for tensor in (query, key, value))
+        return torch.cat([_causal(q, k, v, options) for q, k, v in zip(*split, strict=True)])
+
+    def _check(self, query: torch.Tensor, key: torch.Tensor, options: AttentionOptions) -> None:
+        extra = options.extra or {}
+        if query.shape[0] != sum(self._sequence_lens) or key.shape[0] != query.shape[0]:
+            self.problems.append(f"a layer attends to {key.shape[0]} keys for {query.shape[0]} flattened tokens")
+        if options.mask is not None:
+            self.problems.append("a layer brings its own attention mask")
+        if extra.get("is_causal") is False:
+            self.problems.append("a layer attends in both directions")
+        for name, given in extra.items():
+            if isinstance(given, torch.Tensor) and name not in _HARMLESS:
+                self.problems.append(f"a layer passes '{name}' to attention")
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    positions = torch.arange(query.shape[0], device=query.device)
+    distance = positions[:, None] - positions[None]
+    visible = distance >= 0
+    if options.sliding_window is not None:
+        visible &= distance < options.sliding_window
+    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    return grouped_attention(q, k, v, visible[None], options)[0].transpose(0, 1)

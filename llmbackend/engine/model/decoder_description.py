@@ -1,0 +1,314 @@
+"""What a decoder-only model computes, read off its transformers modules: numbers and weights, no code.
+
+For: cpu/decoder_program.py and gpu/program.py, which compute the same with native kernels and on an accelerator. Does
+not know: kernels, steps or memory. Invariants: modules are read, never changed; what is not understood, by name or by a
+probe, raises ProgramUnsupportedError, and the model runs as the modules it is. What a description misses is found when
+the program's logits are compared with the modules' (CheckedModel.verify), before the program is used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, runtime_checkable
+
+import torch
+from torch import nn
+
+from ..attention.interface import AttentionOptions
+from ..cpu.linear import NativeLinear
+from ..errors import ProgramUnsupportedError
+from ..gpu.weights import DenseWeight, QuantizedLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """x / rms(x) * weight"""
+
+    weight: torch.Tensor
+    """float32 [width]"""
+    eps: float
+
+
+class Weight(Protocol):
+    """A matrix [n, k]: a PackedWeight for the CPU's kernels, a DeviceWeight for an accelerator."""
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def k(self) -> int: ...
+
+
+@runtime_checkable
+class DivisibleWeight(Weight, Protocol):
+    """A weight that can be cut into parts without a copy: PackedWeight, DenseWeight, QuantizedWeight."""
+
+    def part(self, start: int, n: int) -> Self:
+        """Rows start .. start + n - 1; both are multiples of a panel of 32 rows."""
+
+    def joined(self, other: Self) -> Self | None:
+        """This matrix with the other's rows below, when they are neighbours in memory; else None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """x·Wᵀ + bias"""
+
+    weight: Weight
+    bias: torch.Tensor | None
+    """float32 [n]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One layer's attention: projections, norms, rotation, options."""
+
+    qkv: Projection
+    """Query, key and value as one matrix."""
+    out: Projection
+    q_norm: Norm | None
+    """Over each head, or with norm_whole over all heads together."""
+    k_norm: Norm | None
+    norm_whole: bool
+    cos_sin: torch.Tensor | None
+    """float32 [max_model_len, rotary_dim]: cosines of the first half, then sines; None: no rotation."""
+    options: AttentionOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """down(activation(gate) * up)"""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+    activation: str
+    """silu or gelu_tanh"""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """h += residual_factor * out_norm(block(in_norm(h))), for attention and then for the MLP. A norm that is None is
+    left out."""
+
+    module: nn.Module
+    """The attention module, the key of the layer's KV memory."""
+    attention_norm: Norm | None
+    attention: Attention
+    attention_out_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp
+    mlp_out_norm: Norm | None
+    residual_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Logits are x = head(norm(h)) * logit_factor, or with a softcap: softcap * tanh(x / softcap)."""
+
+    embedding: torch.Tensor
+    """[vocab, width], in the model's dtype"""
+    embedding_factor: float
+    layers: tuple[Layer, ...]
+    norm: Norm
+    head: Projection
+    logit_factor: float
+    logit_softcap: float
+    """0: off."""
+
+
+@torch.no_grad()
+def describe(model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int) -> Decoder:
+    """options: what each attention module asked for, in the order of the layers. Raises ProgramUnsupportedError."""
+    config = model.config.get_text_config(decoder=True)
+    base = model.base_model
+    _expect_children(model, {"model", "lm_head"})
+    _expect_children(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
+    tables = _RotaryTables(base.rotary_emb, max_model_len, base.embed_tokens.weight.device)
+    layers = tuple(_layer(layer, options, config, tables) for layer in base.layers)
+    head = model.get_output_embeddings()
+    return Decoder(
+        embedding=base.embed_tokens.weight.detach(),
+        embedding_factor=_embedding_factor(base.embed_tokens, config),
+        layers=layers,
+        norm=_norm(base.norm),
+        head=_projection(head),
+        logit_factor=_logit_factor(config),
+        logit_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+    )
+
+
+def _children(module: nn.Module) -> set[str]:
+    """Names of the parts that compute something at inference."""
+    return {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
+
+
+def _expect_children(module: nn.Module, names: set[str], optional: frozenset[str] = frozenset()) -> None:
+    found = _children(module)
+    if not names <= found <= names | optional:
+        raise ProgramUnsupportedError(f"{type(module).__name__} consists of {', '.join(sorted(found))}")
+
+
+def _layer(layer: Any, options: Mapping[nn.Module, AttentionOptions], config: Any, tables: _RotaryTables) -> Layer:
+    names = _children(layer) - {"self_attn", "mlp"}
+    placed = _NORMS_BY_PLACE.get(frozenset(names))
+    if placed is None or not hasattr(layer, "self_attn") or not hasattr(layer, "mlp"):
+        raise ProgramUnsupportedError(f"{type(layer).__name__} has the norms {', '.join(sorted(names))}")
+    norms = [_norm(getattr(layer, name)) if name else None for name in placed]
+    return Layer(
+        module=layer.self_attn,
+        attention_norm=norms[0],
+        attention=_attention(layer.self_attn, options[layer.self_attn], tables),
+        attention_out_norm=norms[1],
+        mlp_norm=norms[2],
+        mlp=_mlp(layer.mlp),
+        mlp_out_norm=norms[3],
+        residual_factor=float(getattr(config, "residual_multiplier", None) or 1.0),
+    )
+
+
+# Which norm stands before attention, after it, before the MLP and after it, by the names a layer has.
+_NORMS_BY_PLACE: dict[frozenset[str], tuple[str, str, str, str]] = {
+    frozenset({"input_layernorm", "post_attention_layernorm"}): ("input_layernorm", "", "post_attention_layernorm", ""),
+    frozenset({"post_attention_layernorm", "post_feedforward_layernorm"}): (
+        "", "post_attention_layernorm", "", "post_feedforward_layernorm",
+    ),
+    frozenset(
+        {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
+    ): ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}  # fmt: skip
+
+
+def _attention(module: Any, options: AttentionOptions, tables: _RotaryTables) -> Attention:
+    optional = frozenset({"q_norm", "k_norm"})
+    if hasattr(module, "qkv_proj"):
+        _expect_children(module, {"qkv_proj", "o_proj"})
+        qkv = _projection(module.qkv_proj)
+    else:
+        _expect_children(module, {"q_proj", "k_proj", "v_proj", "o_proj"}, optional)
+        qkv = _joined([module.q_proj, module.k_proj, module.v_proj])
+    q_norm, k_norm = (_norm(getattr(module, name)) if hasattr(module, name) else None for name in ("q_norm", "k_norm"))
+    head_dim = int(module.head_dim)
+    return Attention(
+        qkv=qkv,
+        out=_projection(module.o_proj),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        norm_whole=q_norm is not None and len(q_norm.weight) != head_dim,
+        cos_sin=tables.of(module) if getattr(module, "use_rope", True) else None,
+        options=options,
+    )
+
+
+def _mlp(module: Any) -> Mlp:
+    activation = _activation(module)
+    if hasattr(module, "gate_up_proj"):
+        gate_up = _projection(module.gate_up_proj)
+        weight, half = gate_up.weight, gate_up.weight.n // 2
+        if half % 32 or gate_up.bias is not None or not isinstance(weight, DivisibleWeight):
+            raise ProgramUnsupportedError(f"{type(module).__name__} joins gate and up in a way that panels cannot part")
+        gate, up = Projection(weight.part(0, half), None), Projection(weight.part(half, half), None)
+        return Mlp(gate, up, _projection(module.down_proj), activation)
+    if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
+        raise ProgramUnsupportedError(f"{type(module).__name__} is no gated MLP")
+    gate, up, down = (_projection(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj"))
+    return Mlp(gate, up, down, activation)
+
+
+def _activation(module: Any) -> str:
+    """silu or gelu_tanh, recognised by what the function computes."""
+    function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    if function is None:
+        raise ProgramUnsupportedError(f"{type(module).__name__} names no activation")
+    x = torch.linspace(-6, 6, 49)
+    known = {"silu": nn.functional.silu(x), "gelu_tanh": nn.functional.gelu(x, approximate="tanh")}
+    for name, expected in known.items():
+        if torch.allclose(function(x), expected, atol=1e-6):
+            return name
+    raise ProgramUnsupportedError(f"{type(module).__name__} activates by {type(function).__name__}")
+
+
+def _projection(linear: Any) -> Projection:
+    if isinstance(linear, NativeLinear):
+        return Projection(linear.packed, linear.float_bias)
+    if isinstance(linear, QuantizedLinear):
+        return Projection(linear.quantized, None if linear.bias is None else linear.bias.detach().float())
+    if type(linear) is not nn.Linear:
+        raise ProgramUnsupportedError(f"{type(linear).__name__} is no plain linear layer")
+    bias = None if linear.bias is None else linear.bias.detach().float()
+    return Projection(DenseWeight(linear.weight.detach()), bias)
+
+
+def _joined(linears: list[Any]) -> Projection:
+    """Query, key and value as one projection."""
+    projection = joined(*(_projection(linear) for linear in linears))
+    if projection is None:
+        raise ProgramUnsupportedError("query, key and value do not lie side by side, or only some of them have a bias")
+    return projection
+
+
+def joined(first: Projection, *others: Projection) -> Projection | None:
+    """The projections as one; None where they are not neighbours in memory, or only some have a bias."""
+    weight: Weight | None = first.weight
+    for other in others:
+        if not isinstance(weight, DivisibleWeight) or not isinstance(other.weight, type(weight)):
+            return None
+        weight = weight.joined(other.weight)
+    biases = [projection.bias for projection in (first, *others) if projection.bias is not None]
+    if weight is None or len(biases) not in (0, 1 + len(others)):
+        return None
+    return Projection(weight, torch.cat(biases) if biases else None)
+
+
+def _norm(module: Any) -> Norm:
+    """An RMS norm with factor w or 1 + w, distinguished by what it computes."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if weight is None or eps is None or getattr(module, "bias", None) is not None:
+        raise ProgramUnsupportedError(f"{type(module).__name__} is no RMS norm")
+    x = torch.linspace(-2, 3, weight.shape[-1], device=weight.device)[None]
+    normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(eps))
+    given = module(x).float()
+    for candidate in (weight.detach().float(), 1.0 + weight.detach().float()):
+        if torch.allclose(given, normal * candidate, rtol=1e-4, atol=1e-5):
+            return Norm(candidate.contiguous(), float(eps))
+    raise ProgramUnsupportedError(f"{type(module).__name__} is no RMS norm")
+
+
+def _embedding_factor(module: Any, config: Any) -> float:
+    if type(module) is nn.Embedding:
+        return float(getattr(config, "embedding_multiplier", None) or 1.0)
+    row = module(torch.tensor([[1]], device=module.weight.device))[0, 0].float()
+    raw = module.weight[1].detach().float()
+    return float((row @ raw) / (raw @ raw))
+
+
+class _RotaryTables:
+    """Cosines and sines of all positions, computed once for each kind of layer."""
+
+    def __init__(self, rotary: Any, max_model_len: int, device: torch.device) -> None:
+        self._rotary = rotary
+        self._positions = torch.arange(max_model_len, device=device)[None]
+        self._by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
+        self._tables: dict[str | None, torch.Tensor] = {}
+
+    def of(self, attention: Any) -> torch.Tensor:
+        kind = attention.layer_type if self._by_kind else None
+        if kind not in self._tables:
+            self._tables[kind] = self._table(*([kind] if self._by_kind else []))
+        return self._tables[kind]
+
+    def _table(self, *kind: str | None) -> torch.Tensor:
+        cos, sin = self._rotary(torch.empty(1, 1, device=self._positions.device), self._positions, *kind)
+        half = cos.shape[-1] // 2
+        if not torch.equal(cos[..., :half], cos[..., half:]):
+            raise ProgramUnsupportedError(f"{type(self._rotary).__name__} rotates in another order than halves")
+        return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).float().contiguous()
+
+
+def _logit_factor(config: Any) -> float:
+    scaling = getattr(config, "logits_scaling", None)
+    factor = getattr(config, "logit_scale", None)
+    return float(factor or 1.0) / float(scaling or 1.0)

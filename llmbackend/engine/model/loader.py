@@ -1,0 +1,317 @@
+"""From a checkpoint to a model that can run in flattened batches.
+
+For: the model runner. Does not know: KV memory, rows, steps. Invariant: safetensors only, no remote code unless the
+config allows it, and a loaded model has passed `compatibility`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from ..attention import interface
+from ..attention.interface import LayerShape
+from ..config import EngineConfig
+from ..cpu.linear import pack_linears, swap_linears
+from ..errors import CheckpointError, ProgramUnsupportedError
+from ..gpu.weights import check_device, join_neighbours, quantize_linears
+from ..kernels.library import NativeKernels
+from ..kernels.library import load as load_library
+from ..kernels.weights import TYPE_OF
+from ..load_progress import bar_hook, report
+from .checkpoint_check import check_loading_info, check_tensors, without_report
+from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers
+from .compatibility import CheckedModel, architecture_name, auto_class, causal_lm_class, check_config, check_model
+from .decoder_description import Decoder, describe
+from .lora import LoraBatch, add_adapters
+from .rotary import fix_frequencies, max_model_len
+
+logger = logging.getLogger(__name__)
+
+_DEQUANTIZED = ("fp8", "mxfp4")
+"""Methods by which a checkpoint may be quantised: transformers turns its weights into plain ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that has passed `compatibility`, and how it can be computed."""
+
+    model: Any
+    layer_shapes: Mapping[nn.Module, LayerShape]
+    """KV shape by attention module, in the order of the layers."""
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int
+    max_model_len: int
+    """In tokens."""
+    eos_token_ids: tuple[int, ...]
+    model_type: str
+    linear_kind: str
+    """A word about how linear layers compute."""
+    checked: CheckedModel
+    kernels: NativeKernels | None
+    """The native kernels, when they compute the linear layers."""
+    decoder: Decoder | None
+    """What a program would compute; None: the model runs as modules."""
+    why_modules: str
+    """Why there is no decoder; empty when there is one."""
+    loras: LoraBatch | None
+    """The adapters and each row's, when there are any."""
+
+
+def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
+    """dense: weights stay plain matrices, for a program of the accelerator path; None: when the device is no CPU.
+
+    Raises ValueError (naming the argument or the architecture) or OSError (missing or unreadable files).
+    """
+    interface.register()
+    device = _device(config.device)
+    dense = device.type != "cpu" if dense is None else dense
+    tensors = _read_directory(config)
+    hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    check_config(hf_config)
+    _check_quantization(config, hf_config, dense)
+    max_len = max_model_len(config.max_model_len, hf_config.get_text_config(decoder=True))
+    model = _instantiate(config, hf_config, device, tensors)
+    fix_frequencies(model, max_len)
+    loras = None
+    if config.lora_modules:
+        loras = add_adapters(model, config.lora_modules, config.max_lora_rank, config.max_num_seqs, device)
+    dtype = next(model.parameters()).dtype
+    if not isinstance(model.get_output_embeddings(), nn.Module):
+        raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
+    model, kernels, linear_kind = _place(config, model, device, dtype, dense)
+    report("trying the model")
+    checked = check_model(model)
+    if dense or (kernels is not None and not config.enforce_eager):
+        decoder, why_modules = _describe(model, checked, max_len)
+    else:
+        decoder, why_modules = None, "enforce_eager is set" if kernels else _why_not_native(config, dtype)
+    return LoadedModel(
+        model=model,
+        layer_shapes=checked.shapes,
+        dtype=dtype,
+        device=device,
+        vocab_size=int(hf_config.get_text_config(decoder=True).vocab_size),
+        max_model_len=max_len,
+        eos_token_ids=_eos_token_ids(model, hf_config),
+        model_type=str(hf_config.model_type),
+        linear_kind=linear_kind,
+        checked=checked,
+        kernels=kernels,
+        decoder=decoder,
+        why_modules=why_modules,
+        loras=loras,
+    )
+
+
+def _place(
+    config: EngineConfig, model: Any, device: torch.device, dtype: torch.dtype, dense: bool
+) -> tuple[Any, NativeKernels | None, str]:
+    """The model on its device with linear layers for it; the native kernels, if they compute these; a word about how
+    linear layers compute."""
+    if dense and config.quantization is not None:
+        check_device(config.quantization, device, dtype)
+        quantize_linears(model, model.get_output_embeddings(), config.quantization, device)
+    model = model.to(device).eval()
+    if dense:
+        return model, None, _join_linears(config, model)
+    kernels = _native_kernels(config, device, dtype)
+    return model, kernels, _swap_linears(config, model, dtype, kernels)
+
+
+def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:
+    """The native kernels, where they can compute this model's layers. Raises ValueError when int8 needs them."""
+    library = None
+    if device.type == "cpu" and dtype in TYPE_OF and config.kernels != "torch":
+        library = load_library()
+    if library is None:
+        if config.quantization is not None:
+            raise ValueError(
+                f"engine argument 'quantization' is '{config.quantization}', which needs the native CPU kernels"
+            )
+        return None
+    return NativeKernels(library, config.num_threads or len(os.sched_getaffinity(0)))
+
+
+def _why_not_native(config: EngineConfig, dtype: torch.dtype) -> str:
+    if config.kernels == "torch":
+        return "kernels is 'torch'"
+    if dtype not in TYPE_OF:
+        kinds = " and ".join(str(kind).removeprefix("torch.") for kind in TYPE_OF)
+        return f"the native CPU kernels compute {kinds}, and not {str(dtype).removeprefix('torch.')}"
+    return "the native CPU kernels are not built"
+
+
+def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> None:
+    """Raises ValueError for weights in a form that neither path multiplies by. Has transformers dequantise, as it reads
+    them, those that it can."""
+    stored = getattr(hf_config, "quantization_config", None)
+    if stored is not None:
+        settings = stored if isinstance(stored, dict) else vars(stored)
+        method = str(settings.get("quant_method"))
+        if method not in _DEQUANTIZED:
+            raise ValueError(
+                f"engine argument 'model' is '{config.model}', whose weights are quantised by '{method}', expected "
+                f"plain ones, or {' or '.join(_DEQUANTIZED)}: the engine argument 'quantization' quantises plain ones"
+            )
+        settings["dequantize"] = True
+    if config.quantization == "fp8" and config.batch_invariant:
+        raise ValueError(
+            "engine argument 'quantization' is 'fp8', expected 'int8' or null where 'batch_invariant' is true"
+        )
+    if config.quantization == "fp8" and not dense:
+        raise ValueError("engine argument 'quantization' is 'fp8', expected 'int8' or null on device 'cpu'")
+
+
+def _swap_linears(config: EngineConfig, model: Any, dtype: torch.dtype, kernels: NativeKernels | None) -> str:
+    """Puts packed linear layers into the model; a word about how they compute."""
+    if kernels is None:
+        return pack_linears(model, dtype)
+    kind = config.quantization or str(dtype).removeprefix("torch.")
+    swap_linears(model, kernels, config.quantization)
+    return f"{kernels.library.variant} {kind}"
+
+
+def _join_linears(config: EngineConfig, model: Any) -> str:
+    join_neighbours(model)
+    return f"torch {config.quantization}" if config.quantization else "torch"
+
+
+def _describe(model: Any, checked: CheckedModel, max_model_len: int) -> tuple[Decoder | None, str]:
+    try:
+        return describe(model, checked.options, max_model_len), ""
+    except ProgramUnsupportedError as error:
+        return None, str(error)
+    except Exception as error:  # an unknown module may break any assumption; it runs as it is
+        logger.info("a %s runs as modules", type(model).__name__, exc_info=True)
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"engine argument 'device' is '{name}', expected 'cpu', 'cuda' or 'cuda:N'") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"engine argument 'device' is '{name}', expected 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"engine argument 'device' is '{name}', but this torch ({torch.__version__}) sees no CUDA device"
+        )
+    return device
+
+
+def _read_directory(config: EngineConfig) -> dict[str, TensorHeader] | None:
+    """The tensors of a local checkpoint, before transformers builds anything by what its config.json states."""
+    if config.load_format == "dummy" or not Path(config.model).is_dir():
+        return None
+    try:
+        return check_directory(Path(config.model))
+    except CheckpointError as error:
+        raise bad_checkpoint(config.model, error) from None
+
+
+def _instantiate(
+    config: EngineConfig, hf_config: Any, device: torch.device, tensors: Mapping[str, TensorHeader] | None
+) -> Any:
+    """tensors: of the checkpoint, None: of one that is not read yet."""
+    dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
+    if config.load_format == "dummy":
+        return _random_model(config, hf_config, dtype, device)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_tqdm_hook(bar_hook)
+    multimodal = hf_config.get_text_config(decoder=True) is not hf_config
+    try:
+        tensors = read_headers(_hub_files(config)) if tensors is None else tensors
+        _note_plain_weights(hf_config, tensors)
+        check_tensors(*_class_and_config(config, hf_config), tensors, multimodal)
+        with without_report():
+            model, info = auto_class(hf_config).from_pretrained(
+                config.model,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation=interface.PAGED_ATTENTION,
+                use_safetensors=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+            )
+        check_loading_info(info, multimodal)
+    except (CheckpointError, SafetensorError) as error:
+        raise bad_checkpoint(config.model, error) from error
+    return model
+
+
+def _note_plain_weights(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:
+    """Warns of a quantization_config beside plain weights, which is no reason to refuse them."""
+    is_packed = any(tensor.dtype.startswith("F8_E") or tensor.dtype == "U8" for tensor in tensors.values())
+    if getattr(hf_config, "quantization_config", None) is not None and not is_packed:
+        logger.warning("config.json states a quantization_config, but the weights are plain: they are used as they are")
+
+
+def _class_and_config(config: EngineConfig, hf_config: Any) -> tuple[Any, Any]:
+    """The class that AutoModelForCausalLM will choose, and the config that the class will get."""
+    model_class = causal_lm_class(hf_config)
+    if model_class is None or "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {}):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+        return type(model), model.config
+    text_class = hf_config.sub_configs.get("text_config")
+    if text_class is not None and model_class.config_class == text_class:
+        text_config = hf_config.get_text_config()
+        if (quantization := getattr(hf_config, "quantization_config", None)) is not None:
+            text_config.quantization_config = quantization
+        return model_class, text_config
+    return model_class, hf_config
+
+
+def _hub_files(config: EngineConfig) -> list[Path]:
+    """The safetensors files of a hub id, downloaded. Raises OSError."""
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
+        path = cached_file(config.model, name, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            return [Path(file) for file in _shards(config, path)]
+    raise ValueError(f"engine argument 'model' is '{config.model}', which has no safetensors file")
+
+
+def _shards(config: EngineConfig, path: str) -> list[str]:
+    if not path.endswith(SAFE_WEIGHTS_INDEX_NAME):
+        return [path]
+    files, _ = get_checkpoint_shard_files(config.model, path)
+    return list(files)
+
+
+def _random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
+    """Random weights, drawn on the device itself: a GPU draws billions of numbers in a second, a CPU takes minutes."""
+    if isinstance(dtype, str):
+        dtype = getattr(hf_config, "dtype", None) or torch.float32
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(config.seed)
+        return auto_class(hf_config).from_config(
+            hf_config,
+            dtype=dtype,
+            attn_implementation=interface.PAGED_ATTENTION,
+            trust_remote_code=config.trust_remote_code,
+        )
+
+
+def _eos_token_ids(model: Any, hf_config: Any) -> tuple[int, ...]:
+    """generation_config.json wins over config.json, as in transformers' generate."""
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if given is None:
+        given = getattr(hf_config.get_text_config(decoder=True), "eos_token_id", None)
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list | tuple) else (int(given),)

@@ -1,0 +1,194 @@
+"""LoRA adapters: several fine-tunings of one model in one batch.
+
+For: the loader, which puts adapters beside the linear layers that they change, and the module forward pass, which tells
+the adapters which tokens are in a step. Does not know: requests beyond the adapter's name, how a linear layer computes.
+Invariants: a token gets its own row's adapter and no other; a step without adapters costs one check per layer; an
+adapter that holds more than plain LoRA matrices is refused by name.
+Source: the files that PEFT writes (adapter_config.json, adapter_model.safetensors); vLLM's names for the arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from ..step import FlatStep, Int32Array
+
+_TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "fan_in_fan_out": (False, None),
+}
+"""Fields of adapter_config.json that ask for more than two matrices, with the values that do not."""
+_RANK_MULTIPLE = 32
+"""Ranks are padded with zeros, which change no sum, to a size that the linear kernels compute fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrices:
+    down: torch.Tensor
+    """[rank, in_features]"""
+    up: torch.Tensor
+    """[out_features, rank], multiplied by the adapter's scale"""
+
+
+class LoraBatch:
+    """Which adapter each row has, and which tokens of the current step are those rows'. Index 0 is no adapter."""
+
+    def __init__(self, names: tuple[str, ...], max_num_seqs: int, device: torch.device) -> None:
+        self._index_of = {name: index for index, name in enumerate(names, 1)}
+        self._of_row: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self._device = device
+        self.groups: tuple[tuple[str, torch.Tensor], ...] = ()
+        """Adapter and int64 [tokens] places in the flat batch, for each adapter of the step."""
+
+    def set_row(self, row: int, name: str) -> None:
+        """`name` "" is the model without an adapter. Raises ValueError for one that was not loaded."""
+        if name and name not in self._index_of:
+            raise ValueError(f"'lora_name' is '{name}', expected one of: {', '.join(self._index_of)}")
+        self._of_row[row] = self._index_of.get(name, 0)
+
+    def begin(self, step: FlatStep) -> None:
+        of_row = self._of_row[step.rows]
+        if not of_row.any():
+            self.groups = ()
+            return
+        of_token = np.repeat(of_row, step.query_lens)
+        self.groups = tuple(
+            (name, torch.from_numpy(np.flatnonzero(of_token == index)).to(self._device))
+            for name, index in self._index_of.items()
+            if index in of_row
+        )
+
+
+def refuse_adapter(name: str) -> None:
+    """For an engine without adapters. Raises ValueError for any name but ""."""
+    if name:
+        raise ValueError(f"'lora_name' is '{name}', but this engine has no LoRA adapters")
+
+
+class LoraLinear(nn.Module):
+    """A linear layer with adapters: base(x), plus up(down(x)) for each adapter's own tokens."""
+
+    def __init__(self, base: nn.Module, batch: LoraBatch) -> None:
+        super().__init__()
+        self.base = base
+        self.downs = nn.ModuleDict()
+        self.ups = nn.ModuleDict()
+        self._batch = batch
+
+    @property
+    def weight(self) -> Any:
+        """Some models ask for the weight's type."""
+        return self.base.weight
+
+    def add(self, name: str, matrices: _Matrices) -> None:
+        self.downs[_key(name)] = _linear(matrices.down)
+        self.ups[_key(name)] = _linear(matrices.up)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x)
+        rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        for name, tokens in self._batch.groups:
+            if (key := _key(name)) in self.downs:
+                out[tokens] += self.ups[key](self.downs[key](rows[tokens]))
+        return y
+
+
+def add_adapters(
+    model: nn.Module, paths: Mapping[str, str], max_lora_rank: int, max_num_seqs: int, device: torch.device
+) -> LoraBatch:
+    """Puts the adapters (name → folder) into the model. Raises ValueError naming adapter, file and reason."""
+    batch = LoraBatch(tuple(paths), max_num_seqs, device)
+    for name, path in paths.items():
+        try:
+            found = _read(Path(path), max_lora_rank)
+        except (OSError, SafetensorError, json.JSONDecodeError) as error:
+            raise ValueError(f"LoRA '{name}' cannot be read from '{path}': {error}") from error
+        except ValueError as error:
+            raise ValueError(f"LoRA '{name}' in '{path}': {error}") from error
+        for module_name, matrices in found.items():
+            _place(model, batch, name, module_name, matrices)
+    return batch
+
+
+def _place(model: nn.Module, batch: LoraBatch, name: str, module_name: str, matrices: _Matrices) -> None:
+    parent_name, _, child_name = module_name.rpartition(".")
+    try:
+        parent = model.get_submodule(parent_name)
+        layer = getattr(parent, child_name)
+    except AttributeError:
+        raise ValueError(f"LoRA '{name}' changes '{module_name}', which this model does not have") from None
+    if type(layer) is nn.Linear and layer is not getattr(model, "lm_head", None):
+        layer = LoraLinear(layer, batch)
+        setattr(parent, child_name, layer)
+    if not isinstance(layer, LoraLinear):
+        raise ValueError(f"LoRA '{name}' changes '{module_name}', expected linear layers inside the decoder's layers")
+    weight: torch.Tensor = layer.weight
+    shape = tuple(weight.shape)
+    if (matrices.up.shape[0], matrices.down.shape[1]) != shape:
+        given = f"[{matrices.up.shape[0]}, {matrices.down.shape[1]}]"
+        raise ValueError(f"LoRA '{name}' was made for a '{module_name}' of {given}, the model's is {list(shape)}")
+    layer.add(name, _Matrices(*(matrix.to(weight.dtype) for matrix in (matrices.down, matrices.up))))
+
+
+def _read(folder: Path, max_lora_rank: int) -> dict[str, _Matrices]:
+    """Matrices by module name."""
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    for field, allowed in _UNSUPPORTED.items():
+        if field in config and config[field] not in allowed:
+            raise ValueError(f"'{field}' is {json.dumps(config[field])}, only {json.dumps(allowed[0])} is supported")
+    sides: dict[str, dict[str, torch.Tensor]] = {}
+    for tensor_name, tensor in load_file(folder / "adapter_model.safetensors").items():
+        match = _TENSOR_NAME.fullmatch(tensor_name)
+        if match is None or tensor.dim() != 2:
+            raise ValueError(f"tensor '{tensor_name}' is not one of a plain LoRA's matrices of a linear layer")
+        sides.setdefault(match["module"], {})[match["side"]] = tensor.float()
+    return {module: _matrices(module, pair, config, max_lora_rank) for module, pair in sides.items()}
+
+
+def _matrices(module: str, pair: Mapping[str, torch.Tensor], config: Mapping[str, Any], max_rank: int) -> _Matrices:
+    if set(pair) != {"A", "B"}:
+        raise ValueError(f"'{module}' has only one of the matrices lora_A and lora_B")
+    down, up = pair["A"], pair["B"]
+    rank = down.shape[0]
+    if up.shape[1] != rank:
+        raise ValueError(f"'{module}' has a lora_A of rank {rank} and a lora_B of rank {up.shape[1]}")
+    if rank > max_rank:
+        raise ValueError(f"'{module}' has rank {rank}, expected at most {max_rank} (engine argument 'max_lora_rank')")
+    scale = _alpha(module, config) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    fill = -rank % _RANK_MULTIPLE
+    return _Matrices(nn.functional.pad(down, (0, 0, 0, fill)), nn.functional.pad(up * scale, (0, fill)))
+
+
+def _alpha(module: str, config: Mapping[str, Any]) -> float:
+    """The module's own alpha where a pattern matches the end of its name, as in PEFT; else the adapter's."""
+    for pattern, alpha in (config.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return float(alpha)
+    return float(config["lora_alpha"])
+
+
+def _linear(matrix: torch.Tensor) -> nn.Linear:
+    linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(matrix.contiguous(), requires_grad=False)
+    return linear
+
+
+def _key(name: str) -> str:
+    """The adapter's name as a key of a ModuleDict, which may hold no dot."""
+    return name.replace(".", "\0")

@@ -1,0 +1,107 @@
+"""A step through a model's own transformers modules, with paged attention under them.
+
+For: the model runner, for every model that no program computes. Does not know: sampling, why these rows were chosen.
+Invariant: the KV of a step's tokens is written before it is read.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..attention.interface import AttentionContext, active_context
+from ..attention.native import NativePagedAttention, native_caches
+from ..attention.reference import LayerKVCache, PagedAttention, RaggedBatch
+from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
+from .loader import LoadedModel
+
+
+class _Attention(Protocol):
+    def begin(self, plan: StepPlan, table: RowTable) -> tuple[FlatStep, AttentionContext]:
+        """The plan as one flat batch, in the order that this attention needs, and the attention of the step."""
+
+
+class ModuleForward:
+    def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
+        self._model = loaded.model
+        self._device = loaded.device
+        self._loras = loaded.loras
+        self._attention = _make_attention(loaded, num_blocks, block_size)
+
+    @torch.inference_mode()
+    def logits(self, plan: StepPlan, table: RowTable) -> torch.Tensor | None:
+        """Logits [samples, vocab] in the model's dtype; None when no row samples (the output head is skipped)."""
+        step, context = self._attention.begin(plan, table)
+        if self._loras is not None:
+            self._loras.begin(step)
+        with active_context(context):
+            return self._run(step)
+
+    def close(self) -> None:
+        del self._attention
+        self._model = None
+
+    def _run(self, step: FlatStep) -> torch.Tensor | None:
+        inputs = {
+            "input_ids": self._to_device(step.token_ids)[None],
+            "position_ids": self._to_device(step.positions)[None],
+            "use_cache": False,
+        }
+        if not len(step.sampled_tokens):
+            self._model.base_model(**inputs)
+            return None
+        output = self._model(**inputs, logits_to_keep=self._to_device(step.sampled_tokens))
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _to_device(self, array: Int32Array) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+
+
+def _make_attention(loaded: LoadedModel, num_blocks: int, block_size: int) -> _Attention:
+    """Native attention where every layer fits its layout, else torch's."""
+    if loaded.kernels is not None:
+        caches = native_caches(loaded.kernels, loaded.layer_shapes, num_blocks, block_size, loaded.dtype)
+        if caches is not None:
+            return _OnNative(NativePagedAttention(loaded.kernels, caches))
+    return _OnTorch(loaded, num_blocks, block_size)
+
+
+class _OnNative:
+    def __init__(self, attention: NativePagedAttention) -> None:
+        self._attention = attention
+
+    def begin(self, plan: StepPlan, table: RowTable) -> tuple[FlatStep, AttentionContext]:
+        step = flatten(plan, table)
+        self._attention.begin(step, step.blocks_in_use(table))
+        return step, self._attention
+
+
+class _OnTorch:
+    def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
+        self._device = loaded.device
+        self._caches = {
+            layer: LayerKVCache(shape, num_blocks, block_size, loaded.dtype, loaded.device)
+            for layer, shape in loaded.layer_shapes.items()
+        }
+
+    def begin(self, plan: StepPlan, table: RowTable) -> tuple[FlatStep, AttentionContext]:
+        step = flatten(plan, table, _by_length(plan, table))
+        batch = RaggedBatch(
+            step.query_lens.astype(np.int64),
+            step.seq_lens.astype(np.int64),
+            table.block_table[step.rows],
+            step.slots.astype(np.int64),
+            table.block_size,
+            self._device,
+        )
+        return step, PagedAttention(self._caches, batch)
+
+
+def _by_length(plan: StepPlan, table: RowTable) -> Int32Array:
+    """Rows of equal query length become neighbours, sorted by context, as RaggedBatch needs them."""
+    counts = plan.num_scheduled_tokens
+    order: Int32Array = np.lexsort((table.num_computed_tokens[plan.rows] + counts, counts)).astype(np.int32)
+    return order

@@ -1,0 +1,314 @@
+"""Where an engine core runs: on a thread of this process (`inline`) or in a process of its own (`process`).
+
+For: the supervisor, which makes a new transport for each engine. Does not know: the owners of requests, restarts.
+Invariants: both kinds send the same messages over a ZeroMQ pair and hold one end of a lifeline, a socket pair that
+reads end of file when the other side has ended for any reason; no thread, process, file or descriptor outlives
+`close()`; whatever an engine does or fails to do, a call returns within the time that the caller allows.
+
+One thread at a time uses a transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from llmbackend.fork_server.client import ForkedProcess, ForkServer, Program, how_it_ended
+from llmbackend.fork_server.interpreter import environment
+from llmbackend.fork_server.output import OutputReader
+
+from .. import load_progress
+from ..config import EngineConfig
+from ..errors import DeathKind, EngineDeadError, is_shortage
+from ..infer_request import EngineInput, EngineStarted, ModelInfo, StepResult
+from ..load_progress import LoadProgress
+from ..step import Runner
+from . import engine_process
+from .engine_process import load, run
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTORS_OF_AN_ENGINE = 24
+"""What starting one opens here: libzmq's, the lifeline, its output, the fork server's sockets and pipes."""
+CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_BEFORE_LOADED_S = 1.0
+_FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Neither BLAS threads nor an initialised CUDA driver would survive a fork: the server's imports must make neither."""
+
+T = TypeVar("T")
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
+_decode_result = msgspec.msgpack.Decoder(StepResult).decode
+
+
+class Runners(Protocol):
+    """A module that makes runners (engine/runners.py). An engine's process imports it by its name."""
+
+    __name__: str
+
+    def make_runner(self, config: EngineConfig) -> Runner: ...
+
+
+class EngineForkServer(ForkServer):
+    """Forks the engines of one config. Its server is started by the first engine in a process of its own."""
+
+    def __init__(self, config: EngineConfig, runners: Runners) -> None:
+        self.config = config
+        self.runners = runners
+        program = Program(
+            "engines",
+            engine_process.__name__,
+            (runners.__name__, msgspec.json.encode(config).decode()),
+            config.engine_python,
+            environment(config.engine_python) | _FORKS_WELL,
+        )
+        super().__init__(program, _to_stderr)
+
+
+class Transport(ABC):
+    """The host's end. A wait ends early when the descriptor `wake_fd` becomes readable."""
+
+    def __init__(self, fork_server: EngineForkServer, wake_fd: int) -> None:
+        """Raises OSError or ZMQError when there are too few descriptors; then none is left open."""
+        self._fork_server = fork_server
+        self._config = fork_server.config
+        self._loaded = False
+        self._broken = ""
+        require_descriptors(DESCRIPTORS_OF_AN_ENGINE)
+        with contextlib.ExitStack() as on_failure:
+            self._context = zmq.Context()
+            on_failure.callback(self._context.term)
+            self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+            on_failure.callback(self._socket.close)
+            self._socket.set_hwm(0)
+            self._socket.linger = 0
+            self._lifeline, self._engine_lifeline = socket.socketpair()
+            on_failure.pop_all()
+        self._poller = zmq.Poller()
+        for item in (self._socket, self._lifeline.fileno(), wake_fd):
+            self._poller.register(item, zmq.POLLIN)
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Starts the engine, which then loads its model; returns at once."""
+
+    def receive_started(self, timeout_s: float | None) -> ModelInfo | None:
+        """Blocks until the model is loaded; None after a wake-up, a report of the load's progress, or `timeout_s`.
+
+        Raises EngineDeadError with the engine's reason when the model cannot be loaded.
+        """
+        started = None
+        for message in self._receive(timeout_s, _decode_started):
+            if message.progress is None:
+                started = message
+            else:
+                self._show_progress(message.progress)
+        if started is None:
+            return None
+        self._show_progress(None)
+        if started.info is None:
+            raise EngineDeadError(started.error, "shortage" if started.is_shortage else "load")
+        self._loaded = True
+        return started.info
+
+    def _show_progress(self, progress: LoadProgress | None) -> None:
+        parts = [part for part in self._config.model.split("/") if part]
+        is_version = len(parts) > 1 and parts[-1].isdecimal()  # of a repository: the model's name is before it
+        load_progress.show(id(self), parts[-2 if is_version else -1], progress)
+
+    def send(self, message: EngineInput) -> None:
+        """Never blocks. Raises EngineDeadError when the engine has ended."""
+        try:
+            self._socket.send(_encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise self._cause_of_death() from None
+
+    def receive(self, timeout_s: float | None = None) -> list[StepResult]:
+        """Blocks until there is a result, a wake-up, or `timeout_s` is over; all results so far, oldest first.
+
+        Raises EngineDeadError when the engine has ended or sent a malformed message, after all results before that.
+        """
+        return self._receive(timeout_s, _decode_result)
+
+    def close(self, *, force: bool = False) -> None:
+        """Ends the engine, by a message first unless `force`, and frees everything. Never raises for a dead engine."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send(_encode(EngineInput(shutdown=True)), zmq.NOBLOCK)
+        self._show_progress(None)
+        timeout_s = CLOSE_TIMEOUT_S if self._loaded else CLOSE_TIMEOUT_BEFORE_LOADED_S
+        ended = self._reap(0.0 if force else timeout_s)
+        self._lifeline.close()
+        self._engine_lifeline.close()
+        self._socket.close()
+        if ended:
+            self._context.term()
+
+    def _receive(self, timeout_s: float | None, decode: Callable[[bytes], T]) -> list[T]:
+        if self._broken:
+            raise EngineDeadError(self._broken, "message")
+        timeout_ms = None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)
+        ready = dict(self._poller.poll(timeout_ms))
+        self._look(ready)
+        messages: list[T] = []
+        try:
+            while True:
+                messages.append(decode(self._socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            is_dead = self._lifeline.fileno() in ready
+        except msgspec.DecodeError as error:
+            self._broken = f"the engine sent a message that cannot be read: {error}"
+            return messages or self._receive(0.0, decode)
+        if not messages and is_dead:
+            raise self._cause_of_death()
+        return messages
+
+    @abstractmethod
+    def _look(self, ready: Mapping[object, int]) -> None:
+        """Handles what else is `ready` among the polled descriptors."""
+
+    @abstractmethod
+    def _reap(self, timeout_s: float) -> bool:
+        """Waits for the engine's end, and forces it where possible. Whether it has ended. May be called twice."""
+
+    @abstractmethod
+    def _cause_of_death(self) -> EngineDeadError: ...
+
+
+class InlineTransport(Transport):
+    """The core on a daemon thread of this process: for tests and embedding. A step that hangs cannot be ended."""
+
+    _ENDPOINT = "inproc://engine"
+    _thread: threading.Thread | None = None
+    _error: BaseException | None = None
+
+    def launch(self) -> None:
+        self._socket.bind(self._ENDPOINT)
+        self._thread = threading.Thread(target=self._run, name="llm-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._engine_lifeline, self._context.socket(zmq.PAIR) as link:
+            link.set_hwm(0)
+            link.connect(self._ENDPOINT)
+            try:
+                core = load(self._config, partial(self._fork_server.runners.make_runner, self._config), link)
+                if core is not None:
+                    run(core, link, self._config.fault_directory)
+            except Exception as error:
+                logger.exception("the engine thread failed")
+                self._error = error
+
+    def _look(self, ready: Mapping[object, int]) -> None:
+        """Nothing else is polled."""
+
+    def _reap(self, timeout_s: float) -> bool:
+        """A thread cannot be forced to end: one that has failed gets some time to return."""
+        if self._thread is not None:
+            self._thread.join(max(timeout_s, CLOSE_TIMEOUT_BEFORE_LOADED_S))
+        return self._thread is None or not self._thread.is_alive()
+
+    def _cause_of_death(self) -> EngineDeadError:
+        cause = f"{type(self._error).__name__}: {self._error}" if self._error else "it returned"
+        return EngineDeadError(f"the engine thread ended ({cause})", "thread")
+
+
+class ProcessTransport(Transport):
+    """The core in a process of its own: isolates crashes and the interpreter lock. Its output joins our stderr."""
+
+    _process: ForkedProcess | None = None
+    _directory = ""
+    _output: OutputReader | None = None
+
+    def receive_started(self, timeout_s: float | None) -> ModelInfo | None:
+        info = super().receive_started(timeout_s)
+        if info is not None:
+            shutil.rmtree(self._directory)  # connected: from now on a killed host leaves no file
+        return info
+
+    def launch(self) -> None:
+        self._directory = tempfile.mkdtemp(prefix="llmbackend-")
+        endpoint = f"ipc://{self._directory}/engine"
+        self._socket.bind(endpoint)
+        reader_fd, output_fd = os.pipe()
+        try:
+            self._output = OutputReader(reader_fd, _to_stderr, "llm-engine-stderr")
+            self._process = self._fork_server.fork(endpoint, output_fd, self._engine_lifeline.fileno())
+            self._show_progress(LoadProgress("starting the engine"))
+        except OSError as error:
+            kind: DeathKind = "shortage" if is_shortage(error) else "exit"
+            raise EngineDeadError(f"the engine process could not be started: {error}", kind) from error
+        finally:
+            os.close(output_fd)
+            self._engine_lifeline.close()
+        self._poller.register(self._process.fileno(), zmq.POLLIN)
+
+    def _look(self, ready: Mapping[object, int]) -> None:
+        """A fork server that ends is replaced at once: the next engine need not wait for its imports."""
+        process = self._process
+        if process is None or process.fileno() not in ready:
+            return
+        descriptor = process.fileno()
+        process.take_status()
+        if process.has_lost_server or process.returncode is not None:
+            self._poller.unregister(descriptor)
+            self._fork_server.replace()
+
+    def _reap(self, timeout_s: float) -> bool:
+        if self._process is not None and not self._process.wait(timeout_s):
+            logger.warning("killing an engine process that does not end")
+            self._process.kill()
+            self._process.wait(None)
+        if self._output is not None:
+            self._output.wait()
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        return True
+
+    def _cause_of_death(self) -> EngineDeadError:
+        assert self._process is not None
+        self._reap(CLOSE_TIMEOUT_S)
+        code, details = self._process.returncode or 0, self._output.last_lines if self._output else ""
+        if self._process.fork_errno:
+            reason = os.strerror(self._process.fork_errno)
+            return EngineDeadError(f"the engine process could not be started: {reason}", "shortage", details)
+        kind: DeathKind = "exit" if code >= 0 else "killed" if code == -signal.SIGKILL else "signal"
+        return EngineDeadError(f"the engine process {how_it_ended(code)}", kind, details)
+
+
+def _to_stderr(text: str) -> None:
+    sys.stderr.write(text)
+
+
+def require_descriptors(count: int) -> None:
+    """Raises OSError when this process cannot open `count` more. libzmq aborts the process where some of its own calls
+    find none, so there must be enough before it is asked."""
+    opened: list[int] = []
+    try:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+        while len(opened) < count:
+            opened.append(os.dup(opened[0]))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def make_transport(fork_server: EngineForkServer, wake_fd: int) -> Transport:
+    """For an engine of the fork server's config; an inline engine starts no server."""
+    inline = fork_server.config.transport == "inline"
+    return InlineTransport(fork_server, wake_fd) if inline else ProcessTransport(fork_server, wake_fd)

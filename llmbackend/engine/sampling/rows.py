@@ -1,0 +1,235 @@
+"""What each row asks of sampling, and the results of samples: one form for the native, torch and Triton samplers.
+
+For: the samplers. They read the record as arrays over rows (`SamplingRows`), and what a row changes about its logits as
+`RowEdits`. Does not know: logits, torch, how a token is chosen. Invariants: a row's token is a function of its record,
+its logits and its own tokens, with one random number for (seed, position), the same in every batch, process and
+restart; a request that changes nothing about its logits costs nothing.
+
+A grammar's mask belongs into `RowEdits`, as a set of allowed tokens: like the bans of bad words it follows from the
+row's tokens, is renewed before each sample, and reaches all samplers through the edits that they apply already.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ..infer_request import InferRequest, TokenLogprobs
+from ..step import BROKEN_LOGITS, NO_TOKEN, Int32Array, SampledTokens
+
+Int64Array = npt.NDArray[np.int64]
+UInt64Array = npt.NDArray[np.uint64]
+Float32Array = npt.NDArray[np.float32]
+
+_GREEDY_TEMPERATURE = 1e-5
+"""A lower temperature means greedy, as in vLLM."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class SamplingRows:
+    """Arrays over rows; a row without a request asks for a plain greedy token.
+
+    temperature    float32  0: greedy
+    top_k          int32    0: no limit
+    top_p          float64  1: no limit
+    min_p          float64  0: no limit
+    seed           uint64
+    num_logprobs   int32    how many of the likeliest tokens; -1: no logprobs
+
+    edits: by row, for the rows that change their logits. limited: the rows that draw with a limit. with_logprobs: the
+    rows that want logprobs.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.max_num_seqs, self.vocab_size = max_num_seqs, vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self.temperature = np.zeros(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int32)
+        self.top_p = np.ones(max_num_seqs, np.float64)
+        self.min_p = np.zeros(max_num_seqs, np.float64)
+        self.seed = np.zeros(max_num_seqs, np.uint64)
+        self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self.edits: dict[int, RowEdits] = {}
+        self.limited: set[int] = set()
+        self.with_logprobs: set[int] = set()
+
+    def add(self, row: int, request: InferRequest) -> None:
+        """Raises ValueError naming the field, its value and what was expected; the row is unchanged then."""
+        sampling = request.sampling
+        edits = row_edits(request, self.vocab_size, self._eos_token_ids)
+        if sampling.logprobs is not None and not 0 <= sampling.logprobs <= self.vocab_size:
+            raise ValueError(f"'logprobs' is {sampling.logprobs}, expected 0 to {self.vocab_size}")
+        self.remove(row)
+        is_greedy = sampling.temperature < _GREEDY_TEMPERATURE
+        self.temperature[row] = 0.0 if is_greedy else sampling.temperature
+        self.top_k[row] = max(sampling.top_k, 0) if sampling.top_k < self.vocab_size else 0
+        self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
+        self.seed[row] = sampling.seed & 0xFFFFFFFFFFFFFFFF
+        if not is_greedy and (self.top_k[row] > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0):
+            self.limited.add(row)
+        if sampling.logprobs is not None:
+            self.num_logprobs[row] = sampling.logprobs
+            self.with_logprobs.add(row)
+        if edits is not None:
+            self.edits[row] = edits
+
+    def remove(self, row: int) -> None:
+        self.temperature[row], self.num_logprobs[row] = 0.0, -1
+        self.limited.discard(row)
+        self.with_logprobs.discard(row)
+        self.edits.pop(row, None)
+
+
+@dataclass(frozen=True, slots=True)
+class RowEdits:
+    """What one request changes about its logits. Order and meaning are vLLM's: bias, minimum length, then penalties."""
+
+    bias_ids: Int64Array
+    bias_values: Float32Array
+    stop_ids: Int64Array
+    """May not be sampled among the first min_tokens output tokens."""
+    min_tokens: int
+    repetition_penalty: float
+    """Of tokens in prompt and output; 1: none."""
+    frequency_penalty: float
+    presence_penalty: float
+    prompt_ids: Int64Array
+    """The distinct tokens of the prompt; empty unless there is a repetition penalty."""
+
+    def with_bias(self, bias: Mapping[int, float]) -> RowEdits:
+        """These edits with another bias."""
+        ids, values = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
+        return replace(self, bias_ids=ids, bias_values=values)
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
+
+
+def row_edits(request: InferRequest, vocab_size: int, eos_token_ids: Sequence[int]) -> RowEdits | None:
+    """None when the request leaves its logits alone. Raises ValueError naming the field, its value and what was
+    expected."""
+    sampling = request.sampling
+    for token_id, bias in sampling.logit_bias.items():
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"'logit_bias' names token {token_id}, expected one from 0 to {vocab_size - 1}")
+        if not np.isfinite(bias):
+            raise ValueError(f"'logit_bias' of token {token_id} is {bias}, expected a finite number")
+    for token_id in (token_id for word in sampling.bad_words for token_id in word):
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"'bad_words' names token {token_id}, expected one from 0 to {vocab_size - 1}")
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+    repetition = sampling.repetition_penalty != 1.0
+    edits = RowEdits(
+        bias_ids=np.array(list(sampling.logit_bias), np.int64),
+        bias_values=np.array(list(sampling.logit_bias.values()), np.float32),
+        stop_ids=np.array(sorted(token_id for token_id in stops if 0 <= token_id < vocab_size), np.int64),
+        min_tokens=sampling.min_tokens,
+        repetition_penalty=min(max(sampling.repetition_penalty, 1e-6), 1e6),  # so that logits stay finite
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        prompt_ids=np.unique(np.array(request.prompt_token_ids if repetition else (), np.int64)),
+    )
+    changes_per_step = (sampling.min_tokens and len(edits.stop_ids)) or edits.has_penalties or sampling.bad_words
+    return edits if sampling.logit_bias or changes_per_step else None
+
+
+class BadWords:
+    """One request's words of several tokens that may not be generated: the token that would complete one is banned.
+
+    A step's cost grows with the number of different lengths, not of words. Source: TensorRT-LLM's bad words, which may
+    begin in the prompt.
+    """
+
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        """`words`: token ids, two or more each."""
+        self._endings: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+        for word in words:
+            self._endings[len(word) - 1][word[:-1]].append(word[-1])
+        self._max_length = max(self._endings, default=0)
+
+    def banned(self, token_ids: Int32Array) -> list[int]:
+        """The tokens that may not follow `token_ids`, int32 [n]."""
+        tail = token_ids[-self._max_length :].tolist()
+        found: list[int] = []
+        for length, endings in self._endings.items():
+            if length <= len(tail):
+                found += endings.get(tuple(tail[-length:]), ())
+        return found
+
+
+def uniform(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) for pairs of seed and position, from a counter instead of a generator's state; arrays of equal
+    shape.
+
+    The position is mixed into the mixed seed, so that neighbouring seeds and positions have unrelated numbers.
+    """
+    bits = splitmix64(splitmix64(seeds) ^ (positions * _GOLDEN))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def splitmix64(values: UInt64Array) -> UInt64Array:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit numbers."""
+    mixed = values + _GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    result: UInt64Array = mixed ^ (mixed >> np.uint64(31))
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLogprobs:
+    """Logprobs of a step's samples, of the model's own distribution. Where `asked` is -1, nothing else holds."""
+
+    asked: Int32Array
+    """[samples]: how many of the likeliest tokens the row asks for; -1: no logprobs."""
+    own: Float32Array
+    """[samples]: the sampled token's logprob."""
+    ranks: Int32Array
+    """[samples]: the sampled token's rank, from 1 on."""
+    top_ids: Int32Array
+    """[samples, most]: the likeliest tokens, by falling logprob."""
+    top: Float32Array
+    """[samples, most]: their logprobs."""
+
+    @classmethod
+    def empty(cls, asked: Int32Array) -> SampleLogprobs:
+        """Room for what is asked: int32 [samples]."""
+        n, most = len(asked), max(int(asked.max(initial=0)), 0)
+        own, ranks = np.empty(n, np.float32), np.empty(n, np.int32)
+        return cls(asked, own, ranks, np.empty((n, most), np.int32), np.empty((n, most), np.float32))
+
+    def spread(self, index: Int64Array) -> SampleLogprobs:
+        """The same for all samples, where these arrays (except `asked`) are of the samples at `index` alone."""
+        spread = SampleLogprobs.empty(self.asked)
+        for name in ("own", "ranks", "top_ids", "top"):
+            getattr(spread, name)[index] = getattr(self, name)
+        return spread
+
+    def by_row(self, rows: Int32Array, token_ids: Int32Array) -> dict[int, list[TokenLogprobs]]:
+        """The entries of all samples whose rows ask for logprobs. rows, token_ids: int32 [samples]."""
+        found: dict[int, list[TokenLogprobs]] = {}
+        asked, own, ranks = self.asked.tolist(), self.own.tolist(), self.ranks.tolist()
+        for i, (row, token_id) in enumerate(zip(rows.tolist(), token_ids.tolist(), strict=True)):
+            if (n := asked[i]) >= 0:
+                top = tuple(zip(self.top_ids[i, :n].tolist(), self.top[i, :n].tolist(), strict=True))
+                found.setdefault(row, []).append(TokenLogprobs(token_id, own[i], ranks[i], top))
+        return found
+
+
+def sampled_tokens(rows: Int32Array, token_ids: Int32Array, logprobs: SampleLogprobs | None) -> SampledTokens:
+    """The result of a step whose samples are of `rows`, a row's own in the order of their positions. A row's first
+    sample with NO_TOKEN is the row's error; a later one is none, since the drafts before it may be wrong."""
+    errors: dict[int, str] = {}
+    broken = np.flatnonzero(token_ids == NO_TOKEN)
+    if len(broken):
+        first_samples = np.unique(rows, return_index=True)[1]
+        errors = {int(row): BROKEN_LOGITS for row in rows[np.intersect1d(broken, first_samples)]}
+    if logprobs is None:
+        return SampledTokens(token_ids, errors=errors)
+    found = logprobs.by_row(rows, token_ids)
+    return SampledTokens(token_ids, {row: entries for row, entries in found.items() if row not in errors}, errors)

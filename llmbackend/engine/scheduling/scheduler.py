@@ -1,0 +1,303 @@
+"""Which tokens the next step computes.
+
+For: the engine core. Does not know: logits, finish rules, processes. One idea: a request has num_tokens and chases it
+with num_computed_tokens. Prefill, chunked prefill, decode and recomputation after a preemption are that one chase,
+under one token budget per step: requests that generate first, then running prompts, then waiting ones, each in the
+order of (priority, arrival). What the prefix cache has of a waiting request counts as computed when it is admitted.
+
+A prompt is long while more of its tokens are missing than a threshold. Long prompts leave half of a step's budget for
+prompts to shorter ones, while there are any, and are started one after the other; shorter ones overtake those that
+wait. So short prompts do not wait behind long ones, and long ones do not starve. A StepPacer (step_pacing.py) may limit
+a step's budget for prompts beside requests that generate.
+
+Invariants: the blocks of a step's tokens are reserved before it runs, and no others; only running sequences hold
+blocks; a step that had to preempt admits no request, and the first running sequence is never preempted, so that some
+request always advances. Owns the waiting and running lists, and sets num_computed_tokens back to 0.
+
+The tokens of steps in flight count as known and computed. A request whose last token is among them is not scheduled
+again; and no request is preempted or refused for lack of blocks until all of them are read, because the requests that
+they finish give blocks back. So only running rows, and never waiting ones, have tokens that are not read yet.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..memory.kv_cache import KVCacheManager
+from ..memory.prefix_cache import Key, Prefix
+from ..step import BoolArray, Int32Array, StepPlan
+from .sequence import Rows, Sequence
+from .step_pacing import StepBudget, StepPacer
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the scheduler decided.
+
+    plan     None = nothing can run
+    refused  requests that end here, with the text for their client
+    """
+
+    plan: StepPlan | None
+    refused: list[tuple[Sequence, str]]
+
+
+class Scheduler:
+    def __init__(
+        self,
+        rows: Rows,
+        kv_cache: KVCacheManager,
+        max_num_batched_tokens: int,
+        long_prefill_token_threshold: int = sys.maxsize,
+        pacer: StepPacer | None = None,
+    ) -> None:
+        """pacer: limits the duration of steps in which requests generate; None = tokens alone limit a step."""
+        self._rows = rows
+        self._table = rows.table
+        self._kv_cache = kv_cache
+        self._budget = max_num_batched_tokens
+        self._threshold = long_prefill_token_threshold
+        self._pacer = pacer
+        self._waiting: list[Sequence] = []
+        self._long_waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._running_rows: Int32Array | None = None
+        self._refused: list[tuple[Sequence, str]] = []
+        self.num_preemptions = 0
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        """Tokens of requests at their first admission, and those of them that the prefix cache had."""
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._long_waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._queue_of(sequence), sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence ends, in any state: its blocks and its row are free at once, even while a step that computes
+        them is in flight (see kv_cache.py)."""
+        if not self._discard(self._running, sequence):
+            self._discard(self._queue_of(sequence), sequence)
+        if sequence.row >= 0:
+            self._kv_cache.release(sequence.row)
+            self._rows.release(sequence)
+
+    def mark_computed(self, rows: Int32Array, num_tokens: Int32Array) -> None:
+        """A step of these rows is committed without errors: the prefix cache may share the blocks of their first
+        `num_tokens[i]` tokens."""
+        self._kv_cache.register(rows, num_tokens)
+
+    def invalidate(self, sequence: Sequence) -> None:
+        """The sequence failed: the blocks that it computed or found in the prefix cache are not shared any more."""
+        if sequence.row >= 0:
+            self._kv_cache.invalidate(sequence.row)
+
+    def schedule(self, in_flight: bool = False) -> Schedule:
+        """Plans one step and reserves its blocks. in_flight: launched steps are not read yet."""
+        self._refused = []
+        continued = self._continue_running(in_flight)
+        if continued is None:
+            return Schedule(None, [])
+        rows, chunks, budget, preempted = continued
+        if self.num_waiting and not preempted:
+            new_rows, new_chunks = self._admit_waiting(budget)
+            rows = np.concatenate([rows, new_rows])
+            chunks = np.concatenate([chunks, new_chunks])
+        return Schedule(self._plan(rows, chunks) if len(rows) else None, self._refused)
+
+    def _plan(self, rows: Int32Array, chunks: Int32Array) -> StepPlan:
+        table = self._table
+        return StepPlan(rows, chunks, table.num_computed_tokens[rows] + chunks == table.num_tokens[rows])
+
+    def _continue_running(self, in_flight: bool) -> tuple[Int32Array, Int32Array, StepBudget, bool] | None:
+        """Rows and chunks of running sequences with their blocks reserved, the budget left for waiting prompts, and
+        whether a row was preempted for it; None when there are no blocks while steps are in flight."""
+        preempted = False
+        while True:
+            rows, chunks, budget = self._running_chunks(in_flight)
+            if self._kv_cache.reserve(rows, self._table.num_computed_tokens[rows] + chunks):
+                return rows, chunks, budget, preempted
+            if in_flight:
+                return None
+            last = self._running[-1]
+            if len(self._running) == 1:
+                self._refuse(last, int(self._table.num_tokens[last.row]))
+            else:
+                self._preempt(last)
+                preempted = True
+
+    def _running_chunks(self, in_flight: bool) -> tuple[Int32Array, Int32Array, StepBudget]:
+        """Running rows that this step computes, the tokens of each, and the budget left for waiting prompts."""
+        rows = self._rows_of_running()
+        if in_flight:
+            rows = rows[self._table.num_tokens[rows] < self._rows.max_total_tokens[rows]]
+        chunks = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
+        is_prompt = chunks > 1
+        decodes = (~is_prompt).nonzero()[0]
+        num_decodes = min(len(decodes), self._budget)
+        if 0 < num_decodes == self._budget and is_prompt[: decodes[num_decodes - 1]].any():
+            num_decodes -= 1  # a prompt that is before some of them in order gets a token
+        tokens_left = self._budget - num_decodes
+        budget = StepBudget(tokens_left) if self._pacer is None else self._pacer.budget(tokens_left, num_decodes)
+        if num_decodes == len(rows):
+            return rows, chunks, budget
+        chunks[decodes[num_decodes:]] = 0
+        self._cut_prompts(rows, chunks, is_prompt, budget)
+        reached = chunks > 0
+        return rows[reached], chunks[reached], budget
+
+    def _cut_prompts(self, rows: Int32Array, chunks: Int32Array, is_prompt: BoolArray, budget: StepBudget) -> None:
+        """Makes the chunks of running prompts fit into the budget, in their order."""
+        is_long = chunks > self._threshold
+        has_shorter = bool(self._waiting) or bool((is_prompt & ~is_long).any())
+        for_long = budget.half() if has_shorter else None
+        # Long prompts first, from their half; the shorter ones get what is left.
+        for i in [*(is_prompt & is_long).nonzero()[0].tolist(), *(is_prompt & ~is_long).nonzero()[0].tolist()]:
+            chunks[i] = _take(int(chunks[i]), int(self._table.num_computed_tokens[rows[i]]), budget,
+                              for_long if is_long[i] else None)  # fmt: skip
+
+    def _admit_waiting(self, budget: StepBudget) -> tuple[Int32Array, Int32Array]:
+        """Admits from the head of the queue while budget, rows and blocks suffice. The head waits until it fits.
+
+        A request is admitted when all its known tokens would fit beside those of running prompts, though only the
+        blocks of its first chunk are reserved: otherwise a long prompt would be admitted and preempted repeatedly.
+        """
+        rows: list[int] = []
+        chunks: list[int] = []
+        being_computed: set[Key] | None = None
+        unreserved = -1
+        while not budget.is_spent and (head := self._head()) is not None:
+            num_tokens = self._num_tokens(head)
+            if self._kv_cache.blocks_for(num_tokens) > self._kv_cache.num_blocks:
+                self._refuse(head, num_tokens)
+                continue
+            if not self._has_row(head):
+                break
+            if unreserved < 0:
+                running = self._rows_of_running()
+                unreserved = int(self._kv_cache.missing_blocks(running, self._table.num_tokens[running]).sum())
+            prefix = self._kv_cache.find(self._rows.token_ids(head), head.request.prefix_salt)
+            if not self._has_blocks(num_tokens, prefix, unreserved):
+                break
+            if being_computed is None:
+                being_computed = self._kv_cache.next_keys(self._rows_of_running())
+            if prefix.missing in being_computed:
+                break  # a running row computes its next block: it waits for that, and is not overtaken
+            has_shorter = self._is_long(head) and bool(self._waiting)
+            if self._take_row(head):
+                num_hit = self._take_prefix(head, num_tokens, prefix)
+                chunk = _take(num_tokens - num_hit, num_hit, budget, budget.half() if has_shorter else None)
+                row, reach = np.array([head.row], np.int32), np.array([num_hit + chunk], np.int32)
+                self._kv_cache.reserve(row, reach)
+                unreserved += self._kv_cache.blocks_for(num_tokens) - self._kv_cache.blocks_for(num_hit + chunk)
+                being_computed |= self._kv_cache.next_keys(row)
+                rows.append(head.row)
+                chunks.append(chunk)
+        return np.array(rows, np.int32), np.array(chunks, np.int32)
+
+    def _head(self) -> Sequence | None:
+        """The next to be admitted. A long prompt waits while another one is computed; shorter ones overtake it."""
+        heads = [queue[0] for queue in (self._waiting, self._long_waiting) if queue]
+        head = min(heads, default=None)
+        if head is not None and self._is_long(head) and self._is_long_prompt_running():
+            return self._waiting[0] if self._waiting else None
+        return head
+
+    def _is_long_prompt_running(self) -> bool:
+        rows = self._rows_of_running()
+        missing = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
+        return bool((missing > self._threshold).any())
+
+    def _is_long(self, sequence: Sequence) -> bool:
+        return self._num_tokens(sequence) > self._threshold
+
+    def _queue_of(self, sequence: Sequence) -> list[Sequence]:
+        """The queue of a sequence that does not run."""
+        return self._long_waiting if self._is_long(sequence) else self._waiting
+
+    def _has_blocks(self, num_tokens: int, prefix: Prefix, unreserved: int) -> bool:
+        """Whether there are blocks for all tokens of a request; shared blocks in use count once. unreserved: blocks
+        that running prompts still need."""
+        num_missing = self._kv_cache.blocks_for(num_tokens) - self._kv_cache.num_in_use(prefix)
+        return num_missing + unreserved <= self._kv_cache.num_free_blocks
+
+    def _take_prefix(self, head: Sequence, num_tokens: int, prefix: Prefix) -> int:
+        """Starts the sequence behind its cached prefix; returns the tokens of that."""
+        num_hit = self._kv_cache.take(head.row, prefix)
+        self._table.num_computed_tokens[head.row] = num_hit
+        if head.num_cached_tokens < 0:
+            head.num_cached_tokens = min(num_hit, len(head.request.prompt_token_ids))
+            self.num_queried_tokens += num_tokens
+            self.num_hit_tokens += num_hit
+        return num_hit
+
+    def _has_row(self, sequence: Sequence) -> bool:
+        return sequence.row >= 0 or self._rows.num_free > 0
+
+    def _take_row(self, head: Sequence) -> bool:
+        """Moves the head of the queue to the running sequences. False when the runner refuses it, which ends it."""
+        self._queue_of(head).pop(0)
+        if head.row < 0 and (error := self._rows.fill(head)):
+            self._refused.append((head, error))
+            return False
+        insort(self._running, head)
+        self._running_rows = None
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Puts the sequence back into the queue, with its tokens and its row but without its blocks."""
+        self._discard(self._running, sequence)
+        self._kv_cache.release(sequence.row)
+        self._table.num_computed_tokens[sequence.row] = 0
+        insort(self._queue_of(sequence), sequence)
+        self.num_preemptions += 1
+
+    def _refuse(self, sequence: Sequence, num_tokens: int) -> None:
+        """Ends a request that does not fit into the whole KV cache."""
+        self.remove(sequence)
+        needed, kv_cache = self._kv_cache.blocks_for(num_tokens), self._kv_cache
+        text = (
+            f"the request has {num_tokens} tokens and needs {needed} KV blocks of {kv_cache.block_size} tokens, "
+            f"expected at most {kv_cache.num_blocks}, the engine's whole KV cache"
+        )
+        self._refused.append((sequence, text))
+
+    def _num_tokens(self, sequence: Sequence) -> int:
+        if sequence.row >= 0:
+            return int(self._table.num_tokens[sequence.row])
+        return len(sequence.request.prompt_token_ids) + len(sequence.request.output_token_ids)
+
+    def _rows_of_running(self) -> Int32Array:
+        if self._running_rows is None:
+            self._running_rows = np.array([sequence.row for sequence in self._running], np.int32)
+        return self._running_rows
+
+    def _discard(self, sequences: list[Sequence], sequence: Sequence) -> bool:
+        """Removes the sequence from a sorted list, and returns whether it was there."""
+        index = bisect_left(sequences, sequence)
+        if index == len(sequences) or sequences[index] is not sequence:
+            return False
+        del sequences[index]
+        self._running_rows = None
+        return True
+
+
+def _take(wanted: int, context: int, budget: StepBudget, part: StepBudget | None) -> int:
+    """Spends the budget on a prompt's next tokens, behind `context` others; returns how many. part: a part of the
+    budget that limits them, too."""
+    chunk = budget.room(context, wanted)
+    if part is not None:
+        chunk = min(chunk, part.room(context, wanted))
+        part.spend(context, chunk)
+    budget.spend(context, chunk)
+    return chunk

@@ -1,0 +1,147 @@
+"""A request inside the engine, what ends it, and the rows of live requests.
+
+For: scheduler and engine core. Does not know: KV blocks, steps, or logits. Invariant: a row belongs to at most one
+sequence, and the runner knows exactly the rows that are in use.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..infer_request import FinishReason, InferRequest, ModelInfo
+from ..step import Int32Array, RowTable, Runner
+
+
+class Sequence:
+    """One live request. Sequences are ordered by their key: the smaller is first in everything, and preempted last.
+
+    key                (priority, arrival)
+    row                -1 until it is admitted, and then its row until it ends
+    token_ids          its tokens as int32 [n], from its first turn at the head of the queue until it has a row
+    num_cached_tokens  tokens that the prefix cache had when it was first admitted; -1 before
+    min_total_tokens   tokens, prompt included, before which it does not stop
+    max_total_tokens   tokens, prompt included, at which it ends
+    stop_token_ids     tokens that end it
+    """
+
+    __slots__ = (
+        "key",
+        "max_total_tokens",
+        "min_total_tokens",
+        "num_cached_tokens",
+        "request",
+        "row",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(self, request: InferRequest, arrival: int, info: ModelInfo) -> None:
+        sampling, prompt_len = request.sampling, len(request.prompt_token_ids)
+        self.request = request
+        self.row = -1
+        self.token_ids: Int32Array | None = None
+        self.num_cached_tokens = -1
+        self.key = (request.priority, arrival)
+        self.min_total_tokens = prompt_len + sampling.min_tokens
+        self.max_total_tokens = min(prompt_len + sampling.max_tokens, info.max_model_len)
+        eos = () if sampling.ignore_eos else info.eos_token_ids
+        self.stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
+
+    def __lt__(self, other: Sequence) -> bool:
+        return self.key < other.key
+
+    def finish_reason(self, last_token_id: int, num_tokens: int) -> FinishReason | None:
+        """Why the request ends with `num_tokens` tokens, prompt included, if it does."""
+        if last_token_id in self.stop_token_ids and num_tokens > self.min_total_tokens:
+            return "stop"
+        return "length" if num_tokens >= self.max_total_tokens else None
+
+
+def refusal(request: InferRequest, info: ModelInfo) -> str:
+    """Why this request can never run on this model: a text that names field, value and limit, or "" when it can."""
+    prompt, output = request.prompt_token_ids, request.output_token_ids
+    if not prompt:
+        return "prompt_token_ids is empty, expected at least 1 token"
+    if len(prompt) >= info.max_model_len:
+        return (
+            f"prompt_token_ids has {len(prompt)} tokens, expected at most {info.max_model_len - 1} "
+            f"(max_model_len {info.max_model_len}, one token to generate)"
+        )
+    if request.sampling.max_tokens < 1:
+        return f"max_tokens is {request.sampling.max_tokens}, expected at least 1"
+    capacity = info.num_blocks * info.block_size
+    if len(prompt) + len(output) > capacity:
+        return (
+            f"prompt_token_ids and output_token_ids have {len(prompt) + len(output)} tokens, "
+            f"expected at most {capacity}, the engine's whole KV cache "
+            f"({info.num_blocks} blocks of {info.block_size} tokens)"
+        )
+    for token_id in (min(prompt), max(prompt), min(output, default=0), max(output, default=0)):
+        if not 0 <= token_id < info.vocab_size:
+            return f"token id {token_id} is outside the vocabulary, expected 0 to {info.vocab_size - 1}"
+    return ""
+
+
+class Rows:
+    """Owns the row table and which sequence has which row; tells the runner of rows that change."""
+
+    def __init__(self, table: RowTable, runner: Runner) -> None:
+        self.table = table
+        self._runner = runner
+        self._free = list(range(table.max_num_seqs - 1, -1, -1))
+        self._holder: list[Sequence | None] = [None] * table.max_num_seqs
+        self.max_total_tokens: Int32Array = np.zeros(table.max_num_seqs, np.int32)
+        """[max_num_seqs] Of each row in use: Sequence.max_total_tokens."""
+        self.generation: Int32Array = np.zeros(table.max_num_seqs, np.int32)
+        """[max_num_seqs] Counts up when a row is given or taken back: a step in flight is for one generation."""
+
+    def __getitem__(self, row: int) -> Sequence:
+        sequence = self._holder[row]
+        assert sequence is not None, f"row {row} holds no request"
+        return sequence
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def token_ids(self, sequence: Sequence) -> Int32Array:
+        """All tokens of the sequence known so far, whether it has a row or not."""
+        if sequence.row >= 0:
+            return self.table.token_ids[sequence.row, : self.table.num_tokens[sequence.row]]
+        if sequence.token_ids is None:
+            request = sequence.request
+            sequence.token_ids = np.array(request.prompt_token_ids + request.output_token_ids, np.int32)
+        return sequence.token_ids
+
+    def fill(self, sequence: Sequence) -> str:
+        """Gives the sequence a free row and writes its tokens there. Returns "", or why the runner refuses it."""
+        row, request, table = self._free[-1], sequence.request, self.table
+        try:
+            self._runner.add_row(row, request)
+        except ValueError as error:
+            return str(error)
+        tokens, sequence.token_ids = self.token_ids(sequence), None
+        table.token_ids[row, : len(tokens)] = tokens
+        table.num_tokens[row] = len(tokens)
+        table.num_prompt_tokens[row] = len(request.prompt_token_ids)
+        table.num_computed_tokens[row] = 0
+        self.max_total_tokens[row] = sequence.max_total_tokens
+        self._free.pop()
+        self._holder[row] = sequence
+        self.generation[row] += 1
+        sequence.row = row
+        return ""
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes the row back; the sequence is over."""
+        self._runner.remove_row(sequence.row)
+        self._holder[sequence.row] = None
+        self.generation[sequence.row] += 1
+        self._free.append(sequence.row)
+        sequence.row = -1
+
+    def check(self) -> None:
+        """Raises AssertionError unless every row is either free or held, and not both."""
+        held = [row for row, holder in enumerate(self._holder) if holder is not None]
+        if sorted(held + self._free) != list(range(self.table.max_num_seqs)):
+            raise AssertionError(f"rows are lost or held twice: held {held}, free {self._free}")

@@ -1,0 +1,167 @@
+"""How many tokens of prompts a step may compute beside requests that generate, so that those do not stall.
+
+For: the scheduler, which spends a step's budget, and the engine core, which reports the duration of steps. Does not
+know: rows, blocks, requests. Invariants: a step without requests that generate is limited by its tokens alone; a step
+that computes prompts computes at least MIN_CHUNK tokens of one; budgets change how prompts are cut, never which tokens
+follow.
+
+It measures the time of steps without prompts, and the time that a prompt's token adds to a step, by the context that it
+attends to, with which attention's share grows. Both are running means, in which a measurement counts at most as twice
+and at least as half of the expectation, so that a busy moment of the machine changes little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+MIN_CHUNK = 2
+"""Tokens. Behind many thousands of tokens a CPU computes no more in the time of a step."""
+TILE = 16
+"""Tokens that kernels compute together; longer chunks are multiples of it."""
+FIRST_CHUNK = 32
+"""Tokens of the first chunk beside generating requests, when nothing has been measured."""
+AUTOMATIC_FACTOR = 2.4
+"""Without a target, a step with prompts may take this many times as long as one without."""
+AUTOMATIC_MIN_S = 0.018
+"""Without a target, a step may take at least this long: a reader does not notice shorter gaps."""
+STEPS_BETWEEN_MEASUREMENTS = 32
+"""After this many steps with prompts one is made without, to measure it."""
+
+_NEWS_WEIGHT = 0.4
+_MIN_BUCKET = 9
+"""Contexts below 2**9 tokens count as one, because attention costs little there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes.
+
+    num_decodes  rows that compute one token
+    chunks       (tokens before it, tokens) of each part of a prompt
+    """
+
+    num_decodes: int
+    chunks: tuple[tuple[int, int], ...]
+
+
+class StepBudget:
+    """What is left of a step: tokens, and seconds for prompts."""
+
+    def __init__(self, tokens: int, seconds: float = math.inf, token_s: Callable[[int], float] | None = None) -> None:
+        """token_s: seconds of a token behind a context of tokens; needed where `seconds` is finite."""
+        self.tokens = tokens
+        self._seconds = seconds
+        self._token_s = token_s
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left for prompts."""
+        return self.tokens <= 0 or self._seconds <= 0
+
+    def half(self) -> StepBudget:
+        """A budget of half of what is left, at least one token."""
+        return StepBudget((self.tokens + 1) // 2, self._seconds / 2, self._token_s)
+
+    def room(self, context: int, wanted: int) -> int:
+        """How many of a prompt's next `wanted` tokens fit, behind `context` others."""
+        if self.is_spent:
+            return 0
+        room = min(self.tokens, wanted)
+        if self._seconds < math.inf and self._token_s is not None:
+            fitting = int(self._seconds / self._token_s(context))
+            fitting -= fitting % TILE if fitting > 2 * TILE else 0
+            room = min(room, max(fitting, MIN_CHUNK))
+        return room
+
+    def spend(self, context: int, tokens: int) -> None:
+        """Takes a chunk out of the budget."""
+        self.tokens -= tokens
+        if self._seconds < math.inf and self._token_s is not None:
+            self._seconds -= tokens * self._token_s(context)
+
+
+class StepPacer:
+    """Owner of the measurements of one engine. One thread calls it."""
+
+    def __init__(self, target_s: float | None) -> None:
+        """target_s: longest step; None = AUTOMATIC_FACTOR times a step without prompts, at least AUTOMATIC_MIN_S."""
+        self._target_s = target_s
+        self._decode_s: float | None = None
+        self._token_s: dict[int, float] = {}
+        """By bucket: contexts of about 2**bucket tokens."""
+        self._in_flight: deque[StepWork] = deque()
+        self._steps_since_measured = 0
+
+    def budget(self, tokens: int, num_decodes: int) -> StepBudget:
+        """For the prompts of a step with `tokens` left beside `num_decodes` rows that generate."""
+        if not num_decodes:
+            return StepBudget(tokens)
+        if self._is_measurement_due():
+            return StepBudget(tokens, 0.0)
+        return StepBudget(tokens, self._seconds_for_prompts(), self.token_s)
+
+    def begin(self, work: StepWork) -> None:
+        """A step was launched."""
+        self._in_flight.append(work)
+        self._steps_since_measured = self._steps_since_measured + 1 if work.chunks else 0
+
+    def end(self, step_s: float) -> None:
+        """The oldest launched step took `step_s`."""
+        work = self._in_flight.popleft()
+        if not work.chunks:
+            self._decode_s = step_s if self._decode_s is None else _moved(self._decode_s, step_s)
+            return
+        num_tokens = sum(tokens for _, tokens in work.chunks)
+        if num_tokens < MIN_CHUNK:
+            return
+        prompts_s = max(step_s - (self._decode_s or 0.0), step_s / 10)
+        self._learn(work.chunks, prompts_s, num_tokens)
+
+    def token_s(self, context: int) -> float:
+        """Seconds that a token of a prompt adds to a step, behind `context` others."""
+        expected = self._expected(_bucket(context))
+        return self._seconds_for_prompts() / FIRST_CHUNK if expected is None else expected
+
+    def _is_measurement_due(self) -> bool:
+        if self._decode_s is None:
+            return all(work.chunks for work in self._in_flight)
+        return self._steps_since_measured >= STEPS_BETWEEN_MEASUREMENTS
+
+    def _seconds_for_prompts(self) -> float:
+        decode_s = self._decode_s or 0.0
+        target_s = self._target_s
+        if target_s is None:
+            target_s = max(AUTOMATIC_FACTOR * decode_s, AUTOMATIC_MIN_S)
+        # Where rows that generate take all of the time alone, prompts get their smallest chunk.
+        return max(target_s - decode_s, 1e-6)
+
+    def _learn(self, chunks: Sequence[tuple[int, int]], prompts_s: float, num_tokens: int) -> None:
+        buckets = [_bucket(context) for context, _ in chunks]
+        known = [self._expected(bucket) for bucket in buckets]
+        if any(token_s is None for token_s in known):
+            self._token_s.update(dict.fromkeys(buckets, prompts_s / num_tokens))
+            return
+        expected = [token_s or 0.0 for token_s in known]
+        ratio = prompts_s / sum(tokens * token_s for (_, tokens), token_s in zip(chunks, expected, strict=True))
+        for bucket, token_s in dict(zip(buckets, expected, strict=True)).items():
+            self._token_s[bucket] = _moved(token_s, token_s * ratio)
+
+    def _expected(self, bucket: int) -> float | None:
+        """As measured there, or else at the nearest shorter contexts, or at longer ones."""
+        found = self._token_s.get(bucket)
+        if found is not None or not self._token_s:
+            return found
+        below = [each for each in self._token_s if each < bucket]
+        return self._token_s[max(below) if below else min(self._token_s)]
+
+
+def _bucket(context: int) -> int:
+    return max(context.bit_length(), _MIN_BUCKET)
+
+
+def _moved(mean: float, value: float) -> float:
+    value = min(max(value, mean / 2), mean * 2)
+    return mean + _NEWS_WEIGHT * (value - mean)

@@ -1,0 +1,31 @@
+"""Runs a module of a package that is given by its directory: `<python> boot.py PACKAGE DIRECTORY MODULE ARGUMENT…`.
+
+For: fork servers, and single functions that another interpreter must compute. Does not know: what the module does.
+Invariants: `MODULE.main(*arguments)` runs the host's code, whatever that environment has installed under the package's
+name; this directory is not on sys.path, so that no module here hides one of the environment's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+
+
+def load_package(name: str, directory: str) -> None:
+    spec = importlib.util.spec_from_file_location(
+        name, os.path.join(directory, "__init__.py"), submodule_search_locations=[directory]
+    )
+    assert spec is not None and spec.loader is not None
+    package = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+
+
+if __name__ == "__main__":
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if entry != here]
+    package, package_directory, module, *arguments = sys.argv[1:]
+    sys.argv = [""]
+    load_package(package, package_directory)
+    importlib.import_module(module).main(*arguments)

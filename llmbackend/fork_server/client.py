@@ -1,0 +1,342 @@
+"""The host's end of fork servers: one ForkServer for each kind of child, and a ForkedProcess for each child.
+
+For: engines and stubs of python models. Does not know: what children do, messages. Why: imports take up to seconds,
+which every client would wait for when a child dies; a fork takes milliseconds and shares the imported memory.
+Invariants: the server process is started when it is first needed, and again when it has ended; a thread waits for it
+all its life, because the kernel kills it with the thread that made it; after `close` no process, thread or descriptor
+of it is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from .interpreter import HOST_PACKAGE, command
+from .output import OutputReader
+from .server import ENDS_WITH_SERVER, NUMBER
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S: Final = 5.0
+SERVER_END_TIMEOUT_S: Final = 2.0
+"""How long after the end of file of a child's status socket the server's own end may take."""
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 60.0
+_SERVER_PACKAGE = ("llmbackend_fork_server", str(Path(__file__).parent))
+
+
+def restart_pause_s(num_failures: int) -> float:
+    """How long to wait before the next start, after so many in a row that achieved nothing: 0, then doubling."""
+    return min(FIRST_PAUSE_S * 2.0 ** (num_failures - 1), MAX_PAUSE_S) if num_failures > 0 else 0.0
+
+
+def wait_readable(descriptor: int, timeout_s: float | None) -> bool:
+    """Whether `descriptor` became readable in time; None waits for ever. Takes any number, which select() does not."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1e3))
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a fork server runs.
+
+    children       what they are, for the log: "engines"
+    module         full name of the module that has `prepare(*arguments)`; see server.py
+    arguments      for `prepare`
+    interpreter    path of the Python; "" = the one that runs this
+    environment    variables; None = those of this process
+    package        name and directory of the package that `module` is in
+    ends_children  whether children end when the server does; else they go on
+    """
+
+    children: str
+    module: str
+    arguments: tuple[str, ...] = ()
+    interpreter: str = ""
+    environment: Mapping[str, str] | None = None
+    package: tuple[str, str] = HOST_PACKAGE
+    ends_children: bool = False
+
+
+class ForkServer:
+    """Starts children of one program. Any thread may use it."""
+
+    def __init__(self, program: Program, write: Callable[[str], object]) -> None:
+        """`write` gets each line that the server prints."""
+        self._program = program
+        self._write = write
+        self._lock = threading.Lock()
+        self._server: _Server | None = None
+
+    @property
+    def interpreter(self) -> str:
+        return self._program.interpreter or sys.executable
+
+    def fork(self, order: str, output_fd: int, *descriptors: int) -> ForkedProcess:
+        """Begins to start a child that is given `order` and copies of the descriptors; returns at once.
+
+        output_fd: where the child's output goes. Raises OSError, ValueError or RuntimeError when no server can be
+        started.
+        """
+        self.replace()
+        with self._lock:
+            if self._server is None:
+                self._server = _Server(self._program, self._write)
+            return self._server.fork(order, output_fd, *descriptors)
+
+    def replace(self) -> None:
+        """Starts another server where ours has ended. One that cannot be started is tried again by `fork`."""
+        with self._lock:
+            if self._server is None or not self._server.is_over:
+                return
+            process = self._server.process
+            logger.warning(
+                "the process that %s are forked from (process id %d) ended with %d: another one is started",
+                self._program.children,
+                process.pid,
+                process.returncode,
+            )
+            self._server = None
+            try:
+                self._server = _Server(self._program, self._write)
+            except (OSError, RuntimeError) as error:
+                logger.warning(
+                    "the process that %s are forked from can not be started yet: %s", self._program.children, error
+                )
+
+    def close(self) -> None:
+        """Ends the server; its children have ended."""
+        with self._lock:
+            if self._server is not None:
+                self._server.close()
+                self._server = None
+
+
+class _Server:
+    """One server process, from its start to its end."""
+
+    process: subprocess.Popen[bytes]
+
+    def __init__(self, program: Program, write: Callable[[str], object]) -> None:
+        self.cause = ""
+        """How it ended and what it printed last, once it is over."""
+        self.ends_children = program.ends_children
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._over = threading.Event()
+        started: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._live, args=(program, write, theirs, started), name="fork-server", daemon=True
+        )
+        with theirs:
+            try:
+                self._thread.start()
+                started.result()
+            except BaseException:
+                self._control.close()
+                raise
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def fork(self, order: str, *descriptors: int) -> ForkedProcess:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        message = bytes([len(descriptors) + 1]) + order.encode()
+        with theirs, contextlib.suppress(OSError):  # it has ended: the status socket shows it
+            socket.send_fds(self._control, [message], [theirs.fileno(), *descriptors])
+        return ForkedProcess(self, ours)
+
+    def kill(self) -> None:
+        if not self.is_over:
+            self.process.kill()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it ends in time; then all that it printed is known."""
+        return self._over.wait(timeout_s)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        if not self.wait(CLOSE_TIMEOUT_S):  # it still imports
+            self.kill()
+        self._thread.join()
+
+    def _live(
+        self, program: Program, write: Callable[[str], object], theirs: socket.socket, started: Future[None]
+    ) -> None:
+        try:
+            output_fd, server_output_fd = os.pipe()
+            try:
+                output = OutputReader(output_fd, write, "fork-server-output")
+                self.process = _popen(program, theirs, server_output_fd)
+            finally:
+                os.close(server_output_fd)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        status = self.process.wait()
+        output.wait()
+        self._control.close()
+        by = program.interpreter or sys.executable
+        self.cause = f"{by}, which starts it, {how_it_ended(status)}.\n{output.last_lines}".rstrip()
+        self._over.set()
+
+
+def _popen(program: Program, control: socket.socket, output_fd: int) -> subprocess.Popen[bytes]:
+    end = ENDS_WITH_SERVER if program.ends_children else ""
+    server = command(program.interpreter, f"{_SERVER_PACKAGE[0]}.server", _SERVER_PACKAGE)
+    return subprocess.Popen(
+        [*server, str(control.fileno()), str(os.getpid()), end, *program.package, program.module, *program.arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=output_fd,
+        stderr=output_fd,
+        pass_fds=(control.fileno(),),
+        env=program.environment,
+        start_new_session=True,
+    )
+
+
+class ForkedProcess:
+    """A child that is being started, runs, or has ended. `wait` is for one thread, `kill` for any."""
+
+    def __init__(self, server: _Server, status: socket.socket) -> None:
+        self._server = server
+        self._status = status
+        self._lock = threading.RLock()
+        self._pid = 0
+        self._pidfd = -1
+        """Of a child that outlives its server, which would have reported its end."""
+        self.returncode: int | None = None
+        """The exit code, or minus the signal that ended it; -SIGKILL where the server has ended before."""
+        self.cause = ""
+        """How it ended, as a sentence; "" before."""
+        self.fork_errno = 0
+        """Of a fork that failed; 0 = none."""
+
+    def fileno(self) -> int:
+        """Readable when there is something for `take_status`."""
+        return self._status.fileno()
+
+    @property
+    def has_lost_server(self) -> bool:
+        return self._server.is_over
+
+    @property
+    def pid(self) -> int:
+        """Blocks until the child was forked. 0 when that has failed."""
+        while not self._pid and self.returncode is None:
+            wait_readable(self._descriptor, None)
+            self.take_status()
+        return self._pid
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether the child, and what it started, ends in time."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.returncode is None:
+            if not wait_readable(self._descriptor, None if deadline_s is None else deadline_s - time.monotonic()):
+                return False
+            self.take_status()
+        with self._lock:
+            self._status.close()
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+                self._pidfd = -1
+        return True
+
+    def kill(self, fork_timeout_s: float = 0.0) -> None:
+        """Ends the child and what it started; its server where that does not fork it within `fork_timeout_s`."""
+        with self._lock:
+            if self.returncode is None and wait_readable(self._descriptor, 0.0 if self._pid else fork_timeout_s):
+                self.take_status()
+            if self.returncode is not None:
+                return
+            if not self._pid:
+                self._server.kill()
+            elif self._pidfd >= 0:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            else:
+                self._kill_group()
+
+    def take_status(self) -> None:
+        """Takes one message of the server, if there is one: the process id, later the returncode."""
+        with self._lock:
+            if self.returncode is not None or not wait_readable(self._descriptor, 0.0):
+                return
+            if self._pidfd >= 0:
+                self._end(-signal.SIGKILL)
+                return
+            try:
+                message = self._status.recv(NUMBER.size)
+            except ConnectionResetError:  # it ended with a message unread
+                message = b""
+            if not message:
+                self._lose_server()
+                return
+            (number,) = NUMBER.unpack(message)
+            if self._pid:
+                self._end(number)
+            elif number > 0:
+                self._pid = number
+            else:
+                self._fail(-number)
+
+    @property
+    def _descriptor(self) -> int:
+        return self._status.fileno() if self._pidfd < 0 else self._pidfd
+
+    def _end(self, returncode: int) -> None:
+        self.cause = self.cause or f"It {how_it_ended(returncode)}."
+        self.returncode = returncode
+
+    def _fail(self, fork_errno: int) -> None:
+        self.fork_errno = fork_errno
+        self.cause = f"It could not be started: {os.strerror(fork_errno)}."
+        self._end(1)
+
+    def _lose_server(self) -> None:
+        """The child goes on, or ends with the server; its exit status cannot be known any more."""
+        if not self._server.wait(None if self._pid else SERVER_END_TIMEOUT_S):
+            self._fail(errno.EMFILE)  # the status socket itself did not arrive
+        elif not self._pid:
+            self.cause = self._server.cause
+            self._end(self._server.process.returncode)
+        elif self._server.ends_children:
+            self._kill_group()  # the kernel has killed it, but not what it started
+            self.cause = self._server.cause
+            self._end(-signal.SIGKILL)
+        else:
+            try:
+                self._pidfd = os.pidfd_open(self._pid)
+            except OSError:  # it has ended, too
+                self._end(-signal.SIGKILL)
+
+    def _kill_group(self) -> None:
+        for kill in (os.killpg, os.kill):  # by itself, too: it may not have made its group yet
+            with contextlib.suppress(OSError):
+                kill(self._pid, signal.SIGKILL)
+
+
+def how_it_ended(returncode: int) -> str:
+    if returncode >= 0:
+        return f"ended with exit code {returncode}"
+    try:
+        return f"ended by signal {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"ended by signal {-returncode}"

@@ -1,0 +1,160 @@
+"""The server process: it has imported what its children need, and forks one for each order.
+
+For: boot.py. Does not know: what children do. A module of their package says it: `prepare(*arguments)` imports what
+they share, and returns `run(order, *descriptors)`, which a child runs. Invariants: the server runs no thread and
+none of its children's work; each child has a session of its own and no descriptor of another child; the host is told
+each child's process id and, once the child has ended and its process group is killed, how it ended; the server ends
+with the host, or when the host closes the control socket, and then kills the children that are left. Signals that stop
+the host (SIGINT, SIGTERM, SIGHUP) are ignored by handlers, which a program that a child starts does not inherit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import struct
+from typing import NamedTuple
+
+from .boot import load_package
+
+NUMBER = struct.Struct("<i")
+"""A message on a child's status socket: its process id, or minus the errno of a failed fork; and at its end the exit
+code, or minus the signal."""
+MAX_ORDER_BYTES = 4096
+MAX_DESCRIPTORS = 8
+ENDS_WITH_SERVER = "ends-with-server"
+_HOST_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1
+
+
+class _Child(NamedTuple):
+    """A child as its server knows it.
+
+    pid        process id
+    status_fd  the socket on which the host is told about it
+    """
+
+    pid: int
+    status_fd: int
+
+
+class _Order(NamedTuple):
+    """The task of a new child.
+
+    text         for its `run`
+    descriptors  of its output, then those for its `run`
+    server_pid   its parent
+    """
+
+    text: bytes
+    descriptors: list[int]
+    server_pid: int
+
+
+def main(control_fd: str, host_pid: str, end: str, package: str, directory: str, module: str, *arguments: str) -> None:
+    """`end`: ENDS_WITH_SERVER = the kernel kills the children when the server ends."""
+    end_with(int(host_pid))
+    for number in _HOST_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    control = socket.socket(fileno=int(control_fd))
+    control.set_inheritable(False)
+    load_package(package, directory)
+    program = importlib.import_module(module)
+    run = program.prepare(*arguments)
+    gc.collect()
+    gc.freeze()  # a child's collector must not touch, and so copy, what is shared
+    order = _serve(control)
+    if order is None:
+        return
+    if end == ENDS_WITH_SERVER:
+        end_with(order.server_pid)
+    output_fd, *descriptors = order.descriptors
+    for standard in (1, 2):
+        os.dup2(output_fd, standard)
+    os.close(output_fd)
+    run(order.text, *descriptors)
+
+
+def end_with(parent_pid: int) -> None:
+    """The kernel kills this process when the thread that made it ends, even while it cannot run Python code."""
+    with contextlib.suppress(OSError, AttributeError):  # not on this system: then end of file must do
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before
+        os._exit(1)
+
+
+def _serve(control: socket.socket) -> _Order | None:
+    """Forks and reaps until the host closes the control socket; then None. Returns its order in each child."""
+    children: dict[int, _Child] = {}  # by pidfd
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready in children:
+                poll.unregister(ready)
+                _reap(ready, children.pop(ready))
+                continue
+            message, descriptors, _, _ = socket.recv_fds(control, MAX_ORDER_BYTES, MAX_DESCRIPTORS)
+            if not message:
+                for child in children.values():
+                    _kill_group(child.pid)
+                return None
+            order = _fork(message, descriptors, control, children)
+            if order is not None:
+                return order
+            for pidfd in children:
+                poll.register(pidfd, select.POLLIN)
+
+
+def _fork(message: bytes, descriptors: list[int], control: socket.socket, children: dict[int, _Child]) -> _Order | None:
+    """The order in the child; None in the server, which adds the child and tells the host."""
+    count, text, server_pid = message[0], message[1:], os.getpid()
+    has_all = len(descriptors) == count  # those that cannot be opened here do not arrive
+    pid = _try_fork() if has_all else -errno.EMFILE
+    if pid == 0:
+        control.close()
+        for pidfd, child in children.items():
+            os.close(pidfd)
+            os.close(child.status_fd)
+        os.close(descriptors[0])
+        os.setsid()
+        return _Order(text, descriptors[1:], server_pid)
+    if descriptors:
+        _tell(descriptors[0], pid)
+    if pid > 0:
+        children[os.pidfd_open(pid)] = _Child(pid, descriptors[0])
+    for descriptor in descriptors[1:] if pid > 0 else descriptors:
+        os.close(descriptor)
+    return None
+
+
+def _try_fork() -> int:
+    """The process id, 0 in the child, minus an errno when there is none."""
+    try:
+        return os.fork()
+    except OSError as error:
+        return -(error.errno or errno.EAGAIN)
+
+
+def _reap(pidfd: int, child: _Child) -> None:
+    _kill_group(child.pid)  # before the wait, while its group's number cannot be another's
+    _tell(child.status_fd, os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]))
+    os.close(child.status_fd)
+    os.close(pidfd)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _tell(status_fd: int, number: int) -> None:
+    with contextlib.suppress(OSError):  # the host has closed it
+        os.write(status_fd, NUMBER.pack(number))

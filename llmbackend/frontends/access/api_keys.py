@@ -1,0 +1,225 @@
+"""API keys: where they come from, and the account of the key that a request presents.
+
+For: the access checks of HTTP and gRPC. Does not know: protocols. Invariants: keys are kept as SHA-256 digests and
+never shown, not even in errors; a look-up takes the same time whichever key is right; while a key file cannot be read
+or parsed, the keys read last stay valid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from .permissions import Role
+from .rate_limit import Account, Clock, Limits
+
+log = logging.getLogger(__name__)
+
+NO_KEY: Final = (
+    "You didn't provide an API key. Provide it in an Authorization header: 'Authorization: Bearer YOUR_KEY'."
+)
+WRONG_KEY: Final = "Incorrect API key provided."
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_KEY: Final = re.compile(r"[!-~]{1,512}")
+_MAX_FILE_BYTES: Final = 1 << 20
+_CHECK_EVERY_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key: its name, which is shown, and its SHA-256 digest."""
+
+    name: str
+    digest: bytes
+    limits: Limits
+    role: Role = Role.USER
+
+
+def digest_of(key: str) -> bytes:
+    """SHA-256."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def parse_keys(text: str, defaults: Limits, separator: str = "\n") -> list[ApiKey]:
+    """One key per line: `name:key [role=user|operator] [rpm=N] [tpm=N] [concurrency=N]`. Blank lines and lines that
+    begin with # are skipped.
+
+    Raises ValueError, whose text names the line and never shows a key.
+    """
+    keys: list[ApiKey] = []
+    for number, line in enumerate(text.split(separator), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        try:
+            keys.append(_parse_line(words, defaults))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    return keys
+
+
+def unnamed_keys(keys: Iterable[str], defaults: Limits) -> list[ApiKey]:
+    """Keys given without a name (vLLM's --api-key): users named api-key-1, api-key-2 and so on. Raises ValueError."""
+    return [ApiKey(f"api-key-{number}", _digest(key), defaults) for number, key in enumerate(keys, 1)]
+
+
+def _parse_line(words: list[str], defaults: Limits) -> ApiKey:
+    name, colon, key = words[0].partition(":")
+    if not colon or not _NAME.fullmatch(name):
+        raise ValueError("expected name:key, a name is up to 64 letters, digits and . _ -")
+    limits = {"rpm": defaults.requests, "tpm": defaults.tokens, "concurrency": defaults.concurrency}
+    role = Role.USER
+    for word in words[1:]:
+        what, _, value = word.partition("=")
+        if what == "role" and value in set(Role):
+            role = Role(value)
+        elif what in limits and value.isascii() and value.isdecimal():
+            limits[what] = int(value)
+        else:
+            raise ValueError("expected rpm=N, tpm=N, concurrency=N or role=user|operator after the key")
+    return ApiKey(name, _digest(key), Limits(limits["rpm"], limits["tpm"], limits["concurrency"]), role)
+
+
+def _digest(key: str) -> bytes:
+    if not _KEY.fullmatch(key):
+        raise ValueError("a key is 1 to 512 visible ASCII characters")
+    return digest_of(key)
+
+
+def check_distinct(keys: Iterable[ApiKey]) -> None:
+    """Raises ValueError when two keys have one name, or are the same key."""
+    names: set[str] = set()
+    digests: set[bytes] = set()
+    for key in keys:
+        if key.name in names:
+            raise ValueError(f"the name '{key.name}' is given twice")
+        if key.digest in digests:
+            raise ValueError(f"the key of '{key.name}' is given twice")
+        names.add(key.name)
+        digests.add(key.digest)
+
+
+class KeyFile:
+    """A file of keys that is read again when it has changed."""
+
+    def __init__(self, path: Path, defaults: Limits) -> None:
+        self.path = path
+        self._defaults = defaults
+        self._seen: tuple[int, ...] = ()
+
+    def has_changed(self) -> bool:
+        """True once per change. Removing the file is a change, too."""
+        seen = self._signature()
+        changed, self._seen = seen != self._seen, seen
+        return changed
+
+    def read(self) -> list[ApiKey]:
+        """Raises ValueError, whose text names the file, when it cannot be read or holds no key."""
+        try:
+            with self.path.open("rb") as file:
+                text = file.read(_MAX_FILE_BYTES + 1)
+            if len(text) > _MAX_FILE_BYTES:
+                raise ValueError(f"larger than {_MAX_FILE_BYTES} bytes")
+            keys = parse_keys(text.decode(), self._defaults)
+            if not keys:
+                raise ValueError("it holds no key")
+        except OSError as error:
+            raise ValueError(f"API key file '{self.path}': {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"API key file '{self.path}': it is not UTF-8 text") from None
+        except ValueError as error:
+            raise ValueError(f"API key file '{self.path}': {error}") from None
+        return keys
+
+    def _signature(self) -> tuple[int, ...]:
+        try:
+            status = self.path.stat()
+        except OSError:
+            return ()
+        return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+class KeyRing:
+    """All valid keys and their accounts. Used on the event loop alone.
+
+    The file is checked for changes when a key is presented, at most once a second. An account survives a reload that
+    changes neither its limits nor its role.
+    """
+
+    def __init__(
+        self,
+        fixed: Iterable[ApiKey],
+        file: KeyFile | None = None,
+        clock: Clock = time.monotonic,
+        *,
+        shares_caches: bool = False,
+    ) -> None:
+        """Raises ValueError when a key is given twice or the file is not valid."""
+        self._shares_caches = shares_caches
+        self._fixed = tuple(fixed)
+        self._file = file
+        self._clock = clock
+        self._checked_at_s = clock()
+        self._entries: tuple[tuple[bytes, Account], ...] = ()
+        if file is not None:
+            file.has_changed()
+        self._install(file.read() if file is not None else [])
+
+    def find(self, presented: bytes) -> Account | None:
+        """The account of a key. Compares with every key, so that the time does not depend on the result."""
+        self._refresh()
+        digest = hashlib.sha256(presented).digest()
+        found: Account | None = None
+        for known, account in self._entries:
+            if hmac.compare_digest(digest, known):
+                found = account
+        return found
+
+    @property
+    def has_operator(self) -> bool:
+        return any(account.role is Role.OPERATOR for _, account in self._entries)
+
+    def reload(self) -> None:
+        """Reads the file again, whether it has changed or not. Raises ValueError."""
+        if self._file is not None:
+            self._file.has_changed()
+            self._install(self._file.read())
+
+    def _refresh(self) -> None:
+        now_s = self._clock()
+        if self._file is None or now_s - self._checked_at_s < _CHECK_EVERY_S:
+            return
+        self._checked_at_s = now_s
+        if not self._file.has_changed():
+            return
+        try:
+            self._install(self._file.read())
+            log.info("API keys read again: %d keys", len(self._entries))
+        except ValueError as error:
+            log.error("%s; the keys read before stay in force", error)
+
+    def _install(self, from_file: list[ApiKey]) -> None:
+        keys = (*self._fixed, *from_file)
+        check_distinct(keys)
+        accounts = {account.name: account for _, account in self._entries}
+        self._entries = tuple((key.digest, self._account(key, accounts.get(key.name))) for key in keys)
+        for _, account in self._entries:
+            account.is_only_one = len(keys) == 1
+
+    def _account(self, key: ApiKey, before: Account | None) -> Account:
+        if before is not None and (before.limits, before.role) == (key.limits, key.role):
+            return before
+        return Account(key.name, key.limits, self._clock, role=key.role, shares_caches=self._shares_caches)
+
+
+def bearer_token(headers: Mapping[str, bytes]) -> bytes | None:
+    """The key in the Authorization header; None without one of the Bearer scheme."""
+    scheme, _, token = headers.get("authorization", b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else None

@@ -1,0 +1,131 @@
+"""The host as the holders of API keys see it: each request has its key's tenant, limits and token counters.
+
+For: servers with API keys; frontends use it as any InferenceServer. Does not know: protocols, the keys themselves.
+Invariants: a request that comes by a protocol has its key's tenant, whichever the client names; a request without an
+identity, which the process itself makes, is passed on unchanged; a client sees no tensor that it did not ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback, Tenant
+from llmbackend.core.tensors import RawTensor, Tensor
+
+from .request_identity import REQUEST_IDENTITY, RequestIdentity
+
+_PROMPT_TOKENS: Final = "num_input_tokens"
+_GENERATED_TOKENS: Final = "num_output_tokens"
+_SWITCHES: Final = {f"return_{name}": name for name in (_PROMPT_TOKENS, _GENERATED_TOKENS)}
+
+
+class KeyedServer(InferenceServer):
+    """The host of a server with API keys."""
+
+    def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
+        """As InferenceServer's; also raises LimitReachedError when the key has not as many prompts left."""
+        identity = REQUEST_IDENTITY.get()
+        if identity is None:
+            return super().infer_async(request, callback)
+        description = self.model_description(request.model_name, request.model_version)
+        refusal = identity.use(_prompts(request, description.batches))
+        if refusal is not None:
+            raise refusal.error()
+        names = [tensor.name for tensor in description.inputs]
+        if request.raw_input is not None or not _counts_tokens(names):
+            return super().infer_async(replace(request, tenant=identity.account.tenant), callback)
+        return super().infer_async(*_metered(request, callback, identity, description.batches))
+
+    def cancel_requests(
+        self, model_name: str, version: int = -1, request_id: str = "", by: Tenant | None = None
+    ) -> int:
+        """As InferenceServer's, for the key that asks."""
+        identity = REQUEST_IDENTITY.get()
+        return super().cancel_requests(
+            model_name, version, request_id, by if identity is None else identity.account.tenant
+        )
+
+
+def _prompts(request: InferenceRequest, batches: bool) -> int:
+    """How many prompts the request counts as: the rows of its batch. The host refuses a wrong shape."""
+    if not batches or not request.inputs:
+        return 1
+    shape = request.inputs[0].shape
+    return max(shape[0], 1) if shape else 1
+
+
+def _counts_tokens(inputs: Collection[str]) -> bool:
+    """Whether a model with these inputs counts a request's tokens, by num_input_tokens and num_output_tokens of
+    vllm_backend's interface. Requests to a model that does not are charged no tokens."""
+    return _SWITCHES.keys() <= set(inputs)
+
+
+def _metered(
+    request: InferenceRequest, callback: ResponseCallback, identity: RequestIdentity, batches: bool
+) -> tuple[InferenceRequest, ResponseCallback]:
+    """`request` on behalf of the key's tenant, with both counts asked for; and a callback that charges them and takes
+    out again what the client did not ask for."""
+    inputs = {tensor.name: tensor for tensor in request.inputs if not _is_false(tensor)}
+    hidden = frozenset(
+        name
+        for switch, name in _SWITCHES.items()
+        if switch not in inputs or (request.requested_outputs and name not in request.requested_outputs)
+    )
+    shape = (1, 1) if batches else (1,)
+    for switch in _SWITCHES:
+        inputs.setdefault(switch, Tensor.of(switch, np.ones(shape, np.bool_)))
+    outputs = request.requested_outputs and tuple({*request.requested_outputs, *_SWITCHES.values()})
+    counts = frozenset(_SWITCHES.values())
+    request = replace(
+        request,
+        inputs=tuple(inputs.values()),
+        requested_outputs=outputs,
+        classes={name: count for name, count in request.classes.items() if name not in counts},  # they stay numbers
+        tenant=identity.account.tenant,
+    )
+    return request, _Meter(identity, callback, hidden)
+
+
+def _is_false(tensor: Tensor | RawTensor) -> bool:
+    """Whether this is a well-formed switch that is off. (A malformed one stays, and the host refuses it.)"""
+    if tensor.name not in _SWITCHES or tensor.datatype != "BOOL":
+        return False
+    return tensor.raw == b"\0" if isinstance(tensor, RawTensor) else not tensor.data.any()
+
+
+class _Meter:
+    """A callback around a request's own: charges the counts of every response. Called by one thread at a time."""
+
+    def __init__(self, identity: RequestIdentity, callback: ResponseCallback, hidden: frozenset[str]) -> None:
+        self._account = identity.account
+        self._prompt_tokens, self._generated_tokens = identity.token_counters()
+        self._callback = callback
+        self._hidden = hidden
+        self._prompt_is_charged = False
+
+    def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        if response is not None and response.outputs:
+            self._charge(response.outputs)
+            if self._hidden:
+                shown = tuple(tensor for tensor in response.outputs if tensor.name not in self._hidden)
+                response = replace(response, outputs=shown)
+        self._callback(response, flags)
+
+    def _charge(self, outputs: Iterable[Tensor]) -> None:
+        """Every response repeats the prompt's count; the count of generated tokens is the response's own."""
+        prompt = generated = 0
+        for tensor in outputs:
+            if tensor.name == _GENERATED_TOKENS:
+                generated = int(tensor.data.sum())
+            elif tensor.name == _PROMPT_TOKENS and not self._prompt_is_charged:
+                prompt = int(tensor.data.sum())
+                self._prompt_is_charged = True
+        self._account.charge(prompt + generated)
+        self._prompt_tokens.inc(prompt)
+        self._generated_tokens.inc(generated)

@@ -1,0 +1,179 @@
+"""Which endpoint is in which of Triton's categories, and what it requires: headers of restricted APIs, roles of keys.
+
+For: the access checks of HTTP and gRPC, the key file, the command line. Does not know: what is behind a path or an RPC.
+Invariants: every route of the HTTP application has a category (a test walks them all); a category is in one restricted
+group at most. Source: Triton's restricted_features.h and ParseRestrictedFeatureOption, with their texts;
+HTTPAPIServer::Handle; for /v1, the endpoint mapping of Triton's OpenAI frontend.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final, Literal
+
+
+class Category(StrEnum):
+    """Triton's groups of endpoints, by the names of its flags."""
+
+    HEALTH = "health"
+    METADATA = "metadata"
+    INFERENCE = "inference"
+    SHARED_MEMORY = "shared-memory"
+    MODEL_CONFIG = "model-config"
+    MODEL_REPOSITORY = "model-repository"
+    STATISTICS = "statistics"
+    TRACE = "trace"
+    LOGGING = "logging"
+
+
+class Role(StrEnum):
+    """Of an API key: operators may also load models and change settings."""
+
+    USER = "user"
+    OPERATOR = "operator"
+
+
+GRPC_HEADER_PREFIX: Final = "triton-grpc-protocol-"
+_FLAG: Final = {"api": "http-restricted-api", "protocol": "grpc-restricted-protocol"}
+
+OPERATOR_CATEGORIES: Final = frozenset({Category.TRACE, Category.LOGGING, Category.SHARED_MEMORY})
+"""Only operators may call these. Of the model repository users may read the index; loading and unloading is for
+operators."""
+
+OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready", "/health", "/health/ready", "/ping"})
+"""Probes, which need no API key."""
+
+_MODEL: Final = r"/v2/models/[^/]+(/versions/[^/]+)?"
+_INDEX: Final = re.compile(r"/v2/repository(/[^/]+)?/index\n?")
+_STOP: Final = re.compile(rf"{_MODEL}/(stop|stopInfer)\n?", re.DOTALL)
+_CATEGORIES: Final = tuple(
+    # A router's "$" also matches before a final newline; these must too, or such a path would have no category.
+    (re.compile(rf"({pattern})\n?", re.DOTALL), category)
+    for pattern, category in (
+        (rf"{_MODEL}/(infer|generate|generate_stream|stop|stopInfer)", Category.INFERENCE),
+        (r"/v2/health/(live|ready)|/health(/ready)?|/ping", Category.HEALTH),
+        (r"/load|/metrics", Category.STATISTICS),
+        (r"/v2/models/stats", Category.STATISTICS),
+        (r"/v2/logging", Category.LOGGING),
+        (rf"({_MODEL}|/v2)/trace/setting", Category.TRACE),
+        (r"/v2/.*sharedmemory/.*", Category.SHARED_MEMORY),
+        (r"/v2/repository(/.*)?", Category.MODEL_REPOSITORY),
+        (rf"{_MODEL}/config", Category.MODEL_CONFIG),
+        (rf"{_MODEL}/stats", Category.STATISTICS),
+        (rf"{_MODEL}/ready", Category.HEALTH),
+        (_MODEL, Category.METADATA),
+        (r"/v2|/openapi\.json|/version", Category.METADATA),
+        (r"/v1/models(/.*)?", Category.MODEL_REPOSITORY),
+        (r"/v1/.*", Category.INFERENCE),
+    )
+)
+
+_SERVICE: Final = "/inference.GRPCInferenceService/"
+_RPCS: Final = {
+    Category.HEALTH: ("ServerLive", "ServerReady", "ModelReady"),
+    Category.METADATA: ("ServerMetadata", "ModelMetadata"),
+    Category.INFERENCE: ("ModelInfer", "ModelStreamInfer"),
+    Category.SHARED_MEMORY: tuple(
+        f"{kind}SharedMemory{action}" for kind in ("System", "Cuda") for action in ("Status", "Register", "Unregister")
+    ),
+    Category.MODEL_CONFIG: ("ModelConfig",),
+    Category.MODEL_REPOSITORY: ("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"),
+    Category.STATISTICS: ("ModelStatistics",),
+    Category.TRACE: ("TraceSetting",),
+    Category.LOGGING: ("LogSettings",),
+}
+_HEALTH_SERVICE: Final = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch")
+CATEGORY_OF_RPC: Final = {
+    f"{_SERVICE}{rpc}": category for category, rpcs in _RPCS.items() for rpc in rpcs
+} | dict.fromkeys(_HEALTH_SERVICE, Category.HEALTH)
+OPEN_RPCS: Final = frozenset({f"{_SERVICE}ServerLive", f"{_SERVICE}ServerReady", *_HEALTH_SERVICE})
+OPERATOR_RPCS: Final = frozenset(
+    f"{_SERVICE}{rpc}"
+    for rpc in (
+        "RepositoryModelLoad",
+        "RepositoryModelUnload",
+        *(name for category in OPERATOR_CATEGORIES for name in _RPCS[category]),
+    )
+)
+
+
+def category_of(path: str) -> Category | None:
+    """The category of an HTTP path; None for a path that is no route, which the application answers with 404."""
+    return next((category for pattern, category in _CATEGORIES if pattern.fullmatch(path)), None)
+
+
+def needs_operator(path: str, category: Category | None) -> bool:
+    """Whether only operators may call this path."""
+    if category is Category.MODEL_REPOSITORY:
+        return path.startswith("/v2/") and _INDEX.fullmatch(path) is None
+    return category in OPERATOR_CATEGORIES
+
+
+def is_stop(path: str) -> bool:
+    """Whether requests to this HTTP path stop an inference."""
+    return _STOP.fullmatch(path) is not None
+
+
+def role_needed(name: str, role: Role, needed: Role = Role.OPERATOR) -> str:
+    """The text of the refusal for the key `name`, which has `role`."""
+    return f"This needs an API key with the role '{needed}'; the key '{name}' has the role '{role}'"
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """What a request of a restricted category must carry."""
+
+    header: str
+    """In lower case, as the names it is compared with."""
+    value: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Restrictions:
+    """The restricted categories of one port."""
+
+    of: Mapping[Category, Restriction] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.of)
+
+    def missing_header(self, category: Category | None, headers: Mapping[str, bytes]) -> str | None:
+        """The header that a request of `category` lacks or has wrong; None when it may pass. Compared in constant
+        time."""
+        restriction = None if category is None else self.of.get(category)
+        if restriction is None:
+            return None
+        given = headers.get(restriction.header)
+        passes = given is not None and hmac.compare_digest(given, restriction.value)
+        return None if passes else restriction.header
+
+
+NO_RESTRICTIONS: Final = Restrictions()
+
+
+def parse_restrictions(items: Iterable[str], kind: Literal["api", "protocol"]) -> Restrictions:
+    """`<name>,<name>:<key>=<value>` each. Raises ValueError with Triton's text."""
+    of: dict[Category, Restriction] = {}
+    prefix = GRPC_HEADER_PREFIX if kind == "protocol" else ""
+    for item in items:
+        names, key, value = _split(item, _FLAG[kind])
+        for name in names.split(","):
+            if name not in set(Category):
+                raise ValueError(f"unknown restricted {kind} '{name}'")
+            if Category(name) in of:
+                raise ValueError(f"restricted {kind} '{name}' can not be specified in multiple config groups")
+            of[Category(name)] = Restriction((prefix + key).lower(), value.encode())
+    return Restrictions(of)
+
+
+def _split(item: str, flag: str) -> tuple[str, str, str]:
+    names, _, setting = item.partition(":")
+    key, _, value = setting.partition("=")
+    if not names or not key or not value:
+        shown = item.rpartition("=")[0] or item  # what is behind "=" is a secret
+        raise ValueError(f"--{flag} option format is '<config name>:<setting>=<value>'. Got {shown}")
+    return names, key, value

@@ -1,0 +1,99 @@
+"""The identity of the current request: the account of its API key, and what of its rate limit it has taken.
+
+For: the access checks, which set it; KeyedServer and InferenceGate, which read it. Does not know: protocols beyond
+their names. Invariant: it is a context variable, which follows its request into every task and thread made for it, and
+into no other request.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Final, Literal
+
+from prometheus_client import CollectorRegistry, Counter
+from starlette.types import Scope
+
+from ..http.request_body import address_of
+from .rate_limit import Account, Refusal
+
+Protocol = Literal["http", "grpc"]
+Outcome = Literal["accepted", "rate_limited", "restricted", "forbidden", "unauthenticated"]
+
+
+class AccessMetrics:
+    """Requests by decision, and tokens by key. The label key_name is "" where there is no valid key."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "llmbackend:api_requests",
+            "Requests to endpoints that are not open to every client, by the decision of access control",
+            ["key_name", "protocol", "outcome"],
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "llmbackend:api_tokens",
+            "Tokens of requests with an API key",
+            ["key_name", "kind"],
+            registry=registry,
+        )
+
+    def decided(self, account: Account | None, protocol: Protocol, outcome: Outcome) -> None:
+        self._requests.labels("" if account is None else account.name, protocol, outcome).inc()
+
+    def token_counters(self, account: Account) -> tuple[Counter, Counter]:
+        """The counters of prompt and of generated tokens. Looking them up costs more than counting, so a request does
+        it once."""
+        return self._tokens.labels(account.name, "prompt"), self._tokens.labels(account.name, "generated")
+
+
+class RequestIdentity:
+    """One HTTP request or RPC of a key. Prompts are taken from the rate limit in two steps: `take_first` takes one
+    before the body is read, `take` and `use` take the others once the body shows how many there are. One thread at a
+    time uses it."""
+
+    __slots__ = ("_is_decided", "_metrics", "_taken", "account", "protocol")
+
+    def __init__(self, account: Account, protocol: Protocol, metrics: AccessMetrics) -> None:
+        self.account = account
+        self.protocol: Protocol = protocol
+        self._metrics = metrics
+        self._taken = 0
+        self._is_decided = False
+
+    def take_first(self) -> Refusal | None:
+        """Takes the first prompt in advance, or returns why not."""
+        return self.take(1)
+
+    def take(self, prompts: int) -> Refusal | None:
+        """Takes prompts in advance until `prompts` are taken in all, all or none."""
+        if prompts <= self._taken:
+            return None
+        refusal = self.account.admit(prompts, self._taken)
+        if refusal is None:
+            self._taken = prompts
+        if refusal is not None or not self._is_decided:
+            self._is_decided = refusal is None
+            self._metrics.decided(self.account, self.protocol, "accepted" if refusal is None else "rate_limited")
+        return refusal
+
+    def use(self, prompts: int) -> Refusal | None:
+        """Uses prompts that were taken in advance, and takes those that are missing. Each request of a stream takes its
+        own."""
+        if not self._taken:
+            self._is_decided = False
+        refusal = self.take(prompts)
+        if refusal is None:
+            self._taken -= prompts
+        return refusal
+
+    def token_counters(self) -> tuple[Counter, Counter]:
+        return self._metrics.token_counters(self.account)
+
+
+REQUEST_IDENTITY: Final[ContextVar[RequestIdentity | None]] = ContextVar("request_identity", default=None)
+
+
+def body_owner(scope: Scope) -> str:
+    """The client that holds a request's body: its key, or its address where there are no keys."""
+    identity = REQUEST_IDENTITY.get()
+    return address_of(scope) if identity is None else f"key {identity.account.name}"

@@ -1,0 +1,69 @@
+"""Refusals that every frontend shares and Triton has no code for, and how bugs are logged.
+
+Does not know: statuses and bodies of a protocol, which each frontend maps from these types. The whole tree of
+exceptions is drawn in core/errors.py. Invariant: no text that a client sent reaches the log above debug level, since
+the text of an unexpected exception, which may quote it, is logged at that level alone (`--log-verbose=1`).
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Final
+
+from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.server_log import CAUSE, cause_of
+
+RETRY_AFTER_S: Final = "1"
+"""Retry-After of a refusal for lack of room: one decoding step later there may be some."""
+log = logging.getLogger(__name__)
+
+
+class LimitReachedError(TritonError):
+    """The server has as much to do as it is allowed to accept: HTTP 429, gRPC RESOURCE_EXHAUSTED.
+
+    Where only Triton's codes exist, it is UNAVAILABLE. `kind` is OpenAI's type of the error.
+    """
+
+    def __init__(self, message: str, retry_after: str = RETRY_AFTER_S, kind: str = "requests") -> None:
+        super().__init__(message, ErrorCode.UNAVAILABLE)
+        self.retry_after = retry_after
+        self.kind = kind
+
+
+class PermissionDeniedError(TritonError):
+    """The client may not do this: HTTP 403, gRPC PERMISSION_DENIED. Where only Triton's codes exist, UNAVAILABLE."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, ErrorCode.UNAVAILABLE)
+
+
+class BodyTooLargeError(TritonError):
+    """An HTTP body, packed or unpacked, is longer than --http-max-input-size. INVALID_ARG."""
+
+    def __init__(self, size_bytes: int, max_bytes: int) -> None:
+        super().__init__(
+            f"request JSON size of {size_bytes} bytes exceeds the maximum allowed input size of {max_bytes} bytes. "
+            "Use --http-max-input-size to increase the limit.",
+            ErrorCode.INVALID_ARG,
+        )
+
+
+class MalformedError(TritonError):
+    """A gRPC message that is no message of its method. INTERNAL."""
+
+
+def log_bug(what: str, error: BaseException) -> None:
+    """Logs the frames of `error` and of its causes as one line of level error, once a minute for each cause."""
+    places = "".join(
+        f"{type(cause).__name__}:\n{''.join(traceback.format_tb(cause.__traceback__))}" for cause in _chain(error)
+    )
+    log.error("%s: %s", what, places.rstrip(), extra={CAUSE: cause_of(error)})
+    log.debug("%s: %s", what, error)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    return chain[::-1]

@@ -1,0 +1,1 @@
+"""KServe v2 over gRPC: unary RPCs, ModelStreamInfer, and the standard health service."""

@@ -1,0 +1,178 @@
+"""The gRPC server: its channel arguments and port, how its services read their messages, and the health service.
+
+For: the frontend server. Does not know: backends, what RPCs do, how models become ready. Invariants: handlers of unary
+RPCs see well-formed messages only; watchers of the health service cost one look at readiness a second, however many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.server_log import ServerLog
+
+from ..http.request_body import MAX_CONTROL_BYTES, too_large
+from ..inference_gate import InferenceGate
+from ..limits import GrpcLimits
+from ..operations.probes import ReadinessProbes
+from ..protocol_options import DEFAULT_OPTIONS, ProtocolOptions
+from .messages import UNPARSABLE, Malformed, parse_or_keep
+from .rpc import Context
+from .service import InferenceServicer
+
+INT32_MAX: Final = (1 << 31) - 1
+_LARGE_MESSAGES: Final = {
+    "ModelInfer": parse_or_keep,
+    "ModelStreamInfer": parse_or_keep,
+    "RepositoryModelLoad": pb.RepositoryModelLoadRequest.FromString,
+}
+SERVICES: Final = frozenset({"", "inference.GRPCInferenceService"})
+_ASK_EVERY_S: Final = 1.0
+Status = health_pb2.HealthCheckResponse
+
+
+async def create_grpc_server(
+    server: InferenceServer,
+    *,
+    address: str,
+    options: Sequence[tuple[str, Any]] = (),
+    gate: InferenceGate | None = None,
+    limits: GrpcLimits | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    credentials: grpc.ServerCredentials | None = None,
+    protocol: ProtocolOptions | None = None,
+    log: ServerLog | None = None,
+) -> tuple[grpc.aio.Server, int]:
+    """A server for `server` on `address` ("host:port", port 0 = any), not yet started, and the port it is bound to.
+
+    `options` are gRPC channel arguments, after those of `limits`; `gate` is the one of all frontends of `server`;
+    `interceptors` see an RPC first; with `credentials` the port has TLS; `log` is the process's log, which LogSettings
+    changes. To be awaited on the event loop that will run the server. Raises RuntimeError when the address cannot be
+    bound.
+    """
+    limits, protocol = limits or GrpcLimits(), protocol or DEFAULT_OPTIONS
+    arguments = [
+        ("grpc.max_send_message_length", INT32_MAX),
+        ("grpc.so_reuseport", int(protocol.grpc_reuse_port)),
+        *limits.channel_arguments(),
+    ]
+    grpc_server = grpc.aio.server(interceptors=list(interceptors), options=[*arguments, *options])
+    servicer = InferenceServicer(server, gate or InferenceGate(server), limits.write_timeout_s, protocol, log)
+    services = TolerantServices(grpc_server, _LARGE_MESSAGES)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), services)
+    try:
+        if credentials is not None:
+            return grpc_server, grpc_server.add_secure_port(address, credentials)
+        return grpc_server, grpc_server.add_insecure_port(address)
+    except RuntimeError:
+        await grpc_server.start()  # gRPC releases a server's descriptors and threads only if it was started
+        await grpc_server.stop(None)
+        raise
+
+
+class _Oversized:
+    """Takes the place of a request that is too large."""
+
+
+class TolerantServices:
+    """A server for a generated `add_…Servicer_to_server`: passes the handlers on, each with a parser that does not
+    raise.
+
+    Bytes that are no message end as INTERNAL "Unable to parse request", as in Triton, where grpc.aio would answer
+    UNKNOWN and log a traceback for a client's mistake. Handlers are wrapped once, here; an interceptor would wrap them
+    for each call. The generated function adds them twice; they are passed on once, as generic handlers: for each
+    registered method grpc.aio keeps a task of its own, and looks at all of them for every call (with 24 methods a
+    seventh of a small RPC's time)."""
+
+    def __init__(self, server: grpc.aio.Server, parsers: Mapping[str, Callable[[bytes], Any]]) -> None:
+        """`parsers`: for methods whose messages may be large; they raise DecodeError."""
+        self._server = server
+        self._parsers = parsers
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        """Ignored: the same handlers come through `add_registered_method_handlers`."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        tolerant = {name: _tolerant(handler, self._parsers.get(name)) for name, handler in handlers.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, tolerant),))
+
+
+def _tolerant(handler: Any, parse: Callable[[bytes], Any] | None) -> Any:
+    changes: dict[str, Any] = {"request_deserializer": _marking(parse or _parsing_small(handler.request_deserializer))}
+    if handler.unary_unary is not None:
+        changes["unary_unary"] = _refusing(handler.unary_unary)
+    return handler._replace(**changes)
+
+
+def _parsing_small(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    return lambda data: parse(data) if len(data) <= MAX_CONTROL_BYTES else _Oversized()
+
+
+def _marking(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parse_or_mark(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError:
+            return Malformed()
+
+    return parse_or_mark
+
+
+def _refusing(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def refuse_malformed(request: Any, context: Any) -> Any:
+        if isinstance(request, Malformed):
+            await context.abort(grpc.StatusCode.INTERNAL, UNPARSABLE)
+        if isinstance(request, _Oversized):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, too_large().message)
+        return await handler(request, context)
+
+    return refuse_malformed
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """grpc.health.v1. A watcher is told of each change within two seconds.
+
+    Source: Triton's Check answers every service name alike (golden 30); Watch, which Triton lacks, follows
+    grpc/doc/health-checking.md: for an unknown service it sends SERVICE_UNKNOWN and stays open."""
+
+    def __init__(self, server: InferenceServer) -> None:
+        self._server = server
+        self._probes = ReadinessProbes(server)
+        self._answer: asyncio.Task[Any] | None = None
+        self._asked_at_s = 0.0
+
+    async def Check(self, request: Any, context: Context) -> Any:
+        return Status(status=await self._ask())
+
+    async def Watch(self, request: Any, context: Context) -> None:
+        """Sends the status, and each change of it, until the client cancels or the server stops."""
+        if request.service not in SERVICES:
+            await context.write(Status(status=Status.SERVICE_UNKNOWN))
+            await asyncio.get_running_loop().create_future()  # services never change: waits until the call ends
+        sent = None
+        while True:
+            status = await self._shared_answer()
+            if status != sent:
+                await context.write(Status(status=status))
+                sent = status
+            await asyncio.sleep(_ASK_EVERY_S)
+
+    async def _shared_answer(self) -> Any:
+        """The status of the last second, or a new one; all watchers share it."""
+        now_s = asyncio.get_running_loop().time()
+        if self._answer is None or now_s - self._asked_at_s >= _ASK_EVERY_S:
+            self._answer, self._asked_at_s = asyncio.create_task(self._ask()), now_s
+        return await asyncio.shield(self._answer)
+
+    async def _ask(self) -> Any:
+        ready = not self._server.is_exiting and await self._probes.server_is_ready()
+        return Status.SERVING if ready else Status.NOT_SERVING

@@ -1,0 +1,1 @@
+"""HTTP itself, shared by KServe and OpenAI: connections, bodies, JSON, errors, responses."""

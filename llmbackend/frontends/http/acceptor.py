@@ -1,0 +1,234 @@
+"""Accepts the connections of one listening socket, as many as the endpoint may have, in all and per address.
+
+For: HttpEndpoint. Does not know: HTTP, beyond the bytes of a refusal. Invariants: a connection is counted from the
+moment it is accepted, before its TLS handshake, until it is lost; one for which there is no descriptor outside the
+reserve, or no place, is closed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from ..limits import Network
+from .errors import refusal_bytes
+
+log = logging.getLogger(__name__)
+
+_ACCEPTED_AT_ONCE: Final = 64
+"""How many connections are accepted in one turn of the event loop."""
+_PAUSE_S: Final = 0.5
+_WARN_EVERY_S: Final = 60.0
+_SHUTDOWN_TIMEOUT_S: Final = 5.0
+_REFUSAL: Final = refusal_bytes("", 503, "the server has no room for another connection")
+_MAX_REFUSED: Final = 64
+"""How many connections beyond the limit may be open at once while they are refused with a response."""
+_PEER_PREFIX_V6: Final = 64
+"""An IPv6 host usually has a whole /64."""
+
+
+class Acceptor:
+    """Has those methods of an asyncio server that uvicorn calls when it shuts down.
+
+    The event loop's own server accepts every connection, and reports one only after its handshake. Here the handshake
+    ends in time, and a machine that lacks descriptors or memory makes the acceptor pause, not spin or fail."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        places: Places,
+        make_protocol: Callable[[Place], asyncio.Protocol],
+        tls: Callable[[], ssl.SSLContext | None],
+        handshake_timeout_s: float,
+        first_reserved: int,
+    ) -> None:
+        """`tls` is called for each connection. `first_reserved`: the lowest descriptor that no connection may have."""
+        self._listener = listener
+        self._places = places
+        self._make_protocol = make_protocol
+        self._tls = tls
+        self._handshake_timeout_s = handshake_timeout_s
+        self._first_reserved = first_reserved
+        self._loop = asyncio.get_running_loop()
+        self._beginning: set[asyncio.Task[None]] = set()
+        self._resuming: asyncio.TimerHandle | None = None
+        self._warned_at_s = -_WARN_EVERY_S
+
+    def start(self) -> None:
+        self._listener.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        """Stops accepting, and cancels handshakes that are running."""
+        self._pause()
+        for task in self._beginning:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(*self._beginning, return_exceptions=True)
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _pause(self) -> None:
+        if self._resuming is not None:
+            self._resuming.cancel()
+            self._resuming = None
+        self._loop.remove_reader(self._listener.fileno())
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._warn(f"no connection can be accepted: {error}")
+                self._pause()
+                self._resuming = self._loop.call_later(_PAUSE_S, self._resume)
+                return
+            self._take(connection, address[0])
+
+    def _take(self, connection: socket.socket, address: str) -> None:
+        connection.setblocking(False)
+        if connection.fileno() >= self._first_reserved:
+            self._warn("connections are refused: the descriptors that are left are kept for engines and files")
+            self._refuse(connection)
+            return
+        place = self._places.enter(address)
+        if place is None:
+            self._warn("connections are refused: the server is at its limit")
+            self._refuse(connection)
+            return
+        task = self._loop.create_task(self._begin(connection, place))
+        self._beginning.add(task)
+        task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, connection: socket.socket, place: Place) -> None:
+        context = self._tls()
+        options: dict[str, Any] = {}
+        if context is not None:
+            options = {
+                "ssl": context,
+                "ssl_handshake_timeout": self._handshake_timeout_s,
+                "ssl_shutdown_timeout": _SHUTDOWN_TIMEOUT_S,
+            }
+        try:
+            await self._loop.connect_accepted_socket(lambda: self._make_protocol(place), connection, **options)
+        except OSError as error:  # the handshake failed or took too long, or the client is gone
+            place.leave()
+            connection.close()
+            log.debug("a connection did not begin: %s", error)
+        except BaseException:
+            place.leave()
+            connection.close()
+            raise
+
+    def _refuse(self, connection: socket.socket) -> None:
+        """Closes without waiting for the request, so that the connection takes up nothing."""
+        with connection, contextlib.suppress(OSError):
+            if self._tls() is None:
+                with contextlib.suppress(BlockingIOError):
+                    connection.recv(1 << 16)  # closing with unread data would reset it, and the response would be lost
+                connection.send(_REFUSAL)
+
+    def _warn(self, text: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._warned_at_s >= _WARN_EVERY_S:
+            self._warned_at_s = now_s
+            log.warning("%s (said at most once a minute)", text)
+
+
+class Place:
+    """What one connection counts as: for the address `peer`, and as refused where `refusal` says why ("" = served)."""
+
+    __slots__ = ("_places", "peer", "refusal")
+
+    def __init__(self, places: Places | None, peer: str, refusal: str) -> None:
+        self._places = places
+        self.peer = peer
+        self.refusal = refusal
+
+    def reconsider(self) -> str:
+        """`refusal`, determined again when the client has sent a request: other connections may have ended."""
+        if self.refusal and self._places is not None:
+            self._places.reconsider(self)
+        return self.refusal
+
+    def leave(self) -> None:
+        """Idempotent."""
+        places, self._places = self._places, None
+        if places is not None:
+            places.left(self)
+
+
+class Places:
+    """The connections of one endpoint; those that are refused with a response are counted and bounded, too. Used on
+    its event loop alone."""
+
+    def __init__(self, limit: int, limit_per_peer: int, trusted: Sequence[Network] = ()) -> None:
+        """`limit_per_peer` 0: no limit. It does not hold for `trusted` addresses, from which many clients come."""
+        self._limit = limit
+        self._limit_per_peer = limit_per_peer
+        self._trusted = trusted
+        self._served = 0
+        self._refused = 0
+        self._of_peer: Counter[str] = Counter()
+
+    @property
+    def count(self) -> int:
+        return self._served + self._refused
+
+    def enter(self, address: str) -> Place | None:
+        """A place for a connection from `address`; None when there is no room even to refuse it with a response."""
+        peer = self._peer_of(address) if self._limit_per_peer else ""
+        refusal = self._refusal(peer)
+        if refusal and self._refused >= _MAX_REFUSED:
+            return None
+        place = Place(self, peer, refusal)
+        self._count(place, 1)
+        return place
+
+    def reconsider(self, place: Place) -> None:
+        self._count(place, -1)
+        place.refusal = self._refusal(place.peer)
+        self._count(place, 1)
+
+    def left(self, place: Place) -> None:
+        self._count(place, -1)
+
+    def _count(self, place: Place, change: int) -> None:
+        if place.refusal:
+            self._refused += change
+            return
+        self._served += change
+        if place.peer:
+            self._of_peer[place.peer] += change
+            if not self._of_peer[place.peer]:
+                del self._of_peer[place.peer]
+
+    def _refusal(self, peer: str) -> str:
+        if self._served >= self._limit:
+            return f"the server is at its limit of {self._limit} connections"
+        if peer and self._of_peer[peer] >= self._limit_per_peer:
+            return f"the server is at its limit of {self._limit_per_peer} connections from one address"
+        return ""
+
+    def _peer_of(self, text: str) -> str:
+        """The address that the connection counts for; "" for a trusted one."""
+        address = ipaddress.ip_address(text.partition("%")[0])
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        if any(address in network for network in self._trusted):
+            return ""
+        if address.version == 6:
+            return str(ipaddress.IPv6Network((address, _PEER_PREFIX_V6), strict=False))
+        return str(address)

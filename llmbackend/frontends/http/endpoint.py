@@ -1,0 +1,114 @@
+"""One ASGI application on one listening socket.
+
+For: the frontend server. Does not know: what is served. Invariants: the port belongs to this process from
+`claimed_port` on, and answers from `start` on. Nothing here wakes an idle process: of uvicorn's server only the
+graceful shutdown is used, not the main loop, which ticks ten times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any, Final
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..errors import log_bug
+from ..limits import HttpLimits
+from .acceptor import Acceptor, Place, Places
+from .errors import STOPPING, refusing
+from .protocol import GuardedProtocol
+
+_BACKLOG: Final = 2048
+
+
+def claimed_port(host: str, port: int, reuse_port: bool) -> socket.socket:
+    """A socket that is bound and does not listen: clients are refused, and so is another server. Raises OSError."""
+    claim = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if claim.family == socket.AF_INET6:
+            claim.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        claim.bind((host, port))
+    except OSError as error:
+        claim.close()
+        raise OSError(error.errno, f"{error.strerror or error}: {host}:{port}") from None
+    return claim
+
+
+class HttpEndpoint:
+    """An application on a port: claimed first, started when it shall answer, stopped or closed."""
+
+    def __init__(self, app: ASGIApp, claim: socket.socket, tls: Callable[[], ssl.SSLContext | None]) -> None:
+        """`tls` is called for each connection."""
+        self._socket = claim
+        self._tls = tls
+        self.port: int = claim.getsockname()[1]
+        self._config = uvicorn.Config(
+            _with_errors_handled(app),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # nothing reads the client's address from headers
+            date_header=False,
+        )
+        self._config.load()
+        self._server = uvicorn.Server(self._config)
+        self._server.servers = []
+        self._server.lifespan = self._config.lifespan_class(self._config)
+
+    async def start(self, limits: HttpLimits, protocol: type[GuardedProtocol], first_reserved: int) -> None:
+        """Raises OSError when another process has begun to listen on the port."""
+        self._config.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # seconds for call_later
+        loop = asyncio.get_running_loop()
+
+        def make_protocol(place: Place) -> asyncio.Protocol:
+            options: dict[str, Any] = {"config": self._config, "server_state": self._server.server_state}
+            return protocol(limits, place, app_state={}, _loop=loop, **options)
+
+        self._socket.listen(_BACKLOG)
+        acceptor = Acceptor(
+            self._socket,
+            Places(limits.max_connections, limits.max_connections_per_peer, limits.trusted_proxies),
+            make_protocol,
+            self._tls,
+            limits.handshake_timeout_s,
+            first_reserved,
+        )
+        acceptor.start()
+        self._server.servers = [acceptor]  # type: ignore[list-item]  # it has the methods that are called
+        self._server.started = True
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops listening, then waits up to `grace_s` for running responses; those still running are cancelled."""
+        self._config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
+        await self._server.shutdown(sockets=[self._socket])
+
+    def close(self) -> None:
+        """Frees the socket of an endpoint that was never started."""
+        self._socket.close()
+
+
+def _with_errors_handled(app: ASGIApp) -> ASGIApp:
+    """`app` with its exceptions logged as bugs: Starlette raises them again after its 500, and uvicorn would log their
+    text. A request that is cancelled when the server ends gets a response."""
+
+    async def logged(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        except asyncio.CancelledError:
+            with contextlib.suppress(RuntimeError):  # a response has begun
+                await refusing(503, STOPPING)(scope, receive, send)
+        except Exception as error:
+            log_bug(f"{scope['method']} {scope['path']} failed", error)
+
+    return logged

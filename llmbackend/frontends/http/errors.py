@@ -1,0 +1,157 @@
+"""Errors on HTTP: which status a Triton code has, and the shape of an error body, in Triton's form or OpenAI's by path.
+
+For: every handler, access control, and refusals that come from the connection. Does not know: requests, models.
+Invariant: under /v1/ an error body is OpenAI's, elsewhere `{"error": "<text>"}`, also under content type text/plain,
+which Triton sends where its handler has set no type yet (health, the checks before an /infer body).
+Source: Triton's HttpCodeFromError; content types as recorded from Triton 2.51.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Final
+
+import orjson
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llmbackend.core.errors import ErrorCode, TritonError
+
+from ..errors import RETRY_AFTER_S, LimitReachedError, PermissionDeniedError
+from .responses import JSON, TEXT, plain
+
+INVALID_REQUEST: Final = "invalid_request_error"
+"""OpenAI's type of an error that the client can mend."""
+
+HTTP_STATUS: Final[Mapping[ErrorCode, int]] = {
+    ErrorCode.UNKNOWN: 400,
+    ErrorCode.INTERNAL: 500,
+    ErrorCode.NOT_FOUND: 404,
+    ErrorCode.INVALID_ARG: 400,
+    ErrorCode.UNAVAILABLE: 503,
+    ErrorCode.UNSUPPORTED: 501,
+    ErrorCode.ALREADY_EXISTS: 400,
+    ErrorCode.CANCELLED: 400,
+}
+
+_OPENAI_KINDS: Final = {429: ("requests", "rate_limit_exceeded"), 503: ("service_unavailable_error", "unavailable")}
+"""Type and code of refusals that come from the connection, by status."""
+
+ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
+
+_PLAIN_405: Final = re.compile(r"/(live|ready|infer|metrics)/?$")
+"""Paths whose handlers refuse a method before they set a content type."""
+STOPPING: Final = "Server is stopping"
+
+
+def error_body(message: str) -> bytes:
+    """`{"error": message}`; lone surrogates, which a backend's message may hold, become '?'."""
+    return orjson.dumps({"error": message.encode("utf-8", "replace").decode()})
+
+
+def is_openai(path: str) -> bool:
+    """Whether errors on `path` have the shape that OpenAI's clients parse."""
+    return path.startswith("/v1/")
+
+
+def openai_error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
+    """`{"error": {"message", "type", "param", "code"}}`; lone surrogates become '?'."""
+    text = message.encode("utf-8", "replace").decode()
+    return orjson.dumps({"error": {"message": text, "type": kind, "param": param, "code": code}})
+
+
+def error_response(error: TritonError, content_type: str = JSON, headers: Mapping[str, str] | None = None) -> Response:
+    """`error` as a response with the status of its code; with Retry-After where the request may succeed later."""
+    status = _status(error)
+    response = plain(error_body(error.message), status, content_type)
+    if status in (429, 503):
+        response.headers["retry-after"] = getattr(error, "retry_after", RETRY_AFTER_S)
+    response.headers.update(headers or {})
+    return response
+
+
+def _status(error: TritonError) -> int:
+    if isinstance(error, LimitReachedError):
+        return 429
+    return 403 if isinstance(error, PermissionDeniedError) else HTTP_STATUS[error.code]
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Makes `app` answer a raised TritonError, an unknown path, a wrong method and any other exception in Triton's
+    shape."""
+    for kind, handler in _HANDLERS:
+        app.add_exception_handler(kind, handler)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def response_to(request: Request, error: Exception) -> tuple[Response, Exception | None]:
+    """The response of such an app to `error`, and `error` itself if it is a bug, to be raised after the response."""
+    for kind, handler in _HANDLERS:
+        if isinstance(error, kind):
+            return await handler(request, error), None
+    return await _on_bug(request, error), error
+
+
+async def _on_triton_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TritonError)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return plain(error_body("Not Found"), 404)
+    if error.status_code == 405:
+        content_type = TEXT if _PLAIN_405.search(request.url.path) else JSON
+        return plain(error_body("Method Not Allowed"), 405, content_type)
+    return plain(error_body(str(error.detail)), error.status_code, JSON)
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return plain(status=400)  # the client is gone
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The error is raised again after this response, and then logged; the client sees no details."""
+    return plain(error_body("internal error, see the server's log"), 500, JSON)
+
+
+_HANDLERS: Final[tuple[tuple[type[Exception], ErrorHandler], ...]] = (
+    (TritonError, _on_triton_error),
+    (HTTPException, _on_http_exception),
+    (ClientDisconnect, _on_disconnect),
+)
+
+
+def refusing(status: int, message: str) -> ASGIApp:
+    """An application that refuses every request with `status` and `message`, and closes the connection."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(_body(scope["path"], status, message), status, _headers(status))(scope, receive, send)
+
+    return app
+
+
+def refusal_bytes(path: str, status: int, message: str) -> bytes:
+    """The same refusal as bytes, for a request that has not reached an application. `path` "": not known yet."""
+    body = _body(path, status, message)
+    headers = {**_headers(status), "content-length": str(len(body))}
+    lines = (f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {text}" for name, text in headers.items()))
+    return "\r\n".join((*lines, "", "")).encode() + body
+
+
+def _headers(status: int) -> dict[str, str]:
+    retry = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else {}
+    return {"content-type": JSON, "connection": "close", **retry}
+
+
+def _body(path: str, status: int, message: str) -> bytes:
+    if not is_openai(path):
+        return error_body(message)
+    kind, code = _OPENAI_KINDS.get(status, (INVALID_REQUEST, None))
+    return openai_error_body(message, kind, code)

@@ -1,0 +1,363 @@
+"""One HTTP connection, with the limits that uvicorn's own protocol lacks.
+
+For: the HTTP endpoints. Does not know: what is served. Invariants: a connection that makes no progress ends, in each
+of its states (header, body, a response that the client does not read, silence between requests); what it can make the
+server hold is bounded; a request sees a disconnect when its client is gone, pipelined or not. It builds on names of
+uvicorn that are not public: tests/frontends/test_uvicorn_seams.py lists them, and pyproject.toml bounds the version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from ..limits import HttpLimits
+from .acceptor import Place
+from .errors import STOPPING, refusal_bytes, refusing
+from .request_scope import PRESENCE, SENT_NAMES, ClientPresence
+
+log = logging.getLogger(__name__)
+
+_MAX_FRAMING_BYTES: Final = 1 << 20
+"""Of one body: what is not content (chunk sizes, chunk extensions, trailers). 64 MiB in chunks of 1 KiB take half of
+it."""
+_MAX_DISCARDED_BYTES: Final = 64 << 20
+"""Of a body whose request was answered before the body was read: that much of the rest is read and dropped."""
+_RESET: Final = struct.pack("ii", 1, 0)
+"""A value of SO_LINGER: close at once, with a reset."""
+_CROWDED_HEADER_TIMEOUT_S: Final = 2.0
+"""How long a connection beyond the limit has to send a header, so that it can be refused in its path's protocol."""
+
+
+_NOT_JOINED_BYTES: Final = 64 << 10
+"""The beginning of a body that is this large is written by itself: copying it would cost more than one write less."""
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol within `limits`. A connection has no timer while its response runs.
+
+    uvicorn pauses `send` while more than the transport's high-water mark (64 KiB) waits for the client, and stops
+    reading a body past 64 KiB until the application asks for more; so beyond these marks a connection holds one chunk
+    at a time."""
+
+    def __init__(self, limits: HttpLimits, place: Place, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._place = place
+        self._clock = _Clock(self.loop)
+        self._write_clock = _Clock(self.loop)
+        self._receiving: str | None = "header"
+        """Which part of a request is being received; None between requests and once one is complete."""
+        self._framing_bytes = 0
+        self._discarded_bytes = 0
+        self._piece_bytes = 0
+        self._progress_s = 0.0
+        self._body_began_s = 0.0
+        self._body_bytes = 0
+        self._unsent_bytes = 0
+        self._running: RequestResponseCycle | None = None
+        self._closes_when_received = False
+
+    # --- connection -------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._presence = ClientPresence()
+        timeout_s = _CROWDED_HEADER_TIMEOUT_S if self._place.refusal else self._limits.header_timeout_s
+        self._clock.start(timeout_s, self._header_timed_out)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._place.leave()
+        self._unset_keepalive_if_required()
+        self._clock.stop()
+        self._write_clock.stop()
+        running, self._running = self._running, None
+        if running is not None and not running.response_complete:  # uvicorn tells only the newest request
+            running.disconnected = True
+            running.message_event.set()
+        self._presence.lost()
+        self.pipeline.clear()
+
+    # --- receiving --------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        self._piece_bytes = len(data)
+        self._framing_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        receiving = self._receiving
+        if receiving is None:
+            if self.timeout_keep_alive_task is None and not self._is_busy:
+                self._await_header()  # bytes that begin no request
+            else:
+                self._clock.stop()
+        elif receiving == "header":
+            self._await_header()
+            if self._framing_bytes > self._limits.max_header_bytes + self._limits.max_url_bytes:
+                self._end(431, "the request's header is too large")
+        else:
+            self._clock.start_once(self._limits.body_timeout_s, self._body_looked_at)
+            if self._framing_bytes > _MAX_FRAMING_BYTES or self._discarded_bytes > _MAX_DISCARDED_BYTES:
+                self._end(413, "the request's body has too much around or behind it")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._receiving = "header"
+        self._framing_bytes = self._piece_bytes
+        self._discarded_bytes = 0
+        scope: Any = self.scope
+        scope[PRESENCE] = self._presence
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._receiving == "header":  # a trailer would grow the header of a request that runs
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._receiving = "body"
+        self._clock.stop()
+        self._begin_measuring()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes -= len(body)
+        self._body_bytes += len(body)
+        self._progress_s = self.loop.time()
+        if self.cycle.response_complete:
+            self._discarded_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._receiving = None
+        self._clock.stop()
+        super().on_message_complete()
+        if self._closes_when_received:
+            self.transport.close()
+
+    @property
+    def _may_answer(self) -> bool:
+        """Whether the request that is being received has no response yet, and no earlier one is running."""
+        if self._receiving == "body":
+            return self._running is self.cycle and not self.cycle.response_started
+        return not self._is_busy
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    def _await_header(self) -> None:
+        self._clock.start_once(self._limits.header_timeout_s, self._header_timed_out)
+
+    def _header_timed_out(self) -> None:
+        if self._is_busy:  # a pipelined request must not end the one before it
+            self._clock.start(self._limits.header_timeout_s, self._header_timed_out)
+        elif self._receiving is None or not self._framing_bytes:
+            self.transport.close()
+        else:
+            self._end(408, "the request's header did not arrive in time")
+
+    def _begin_measuring(self) -> None:
+        self._progress_s = self._body_began_s = self.loop.time()
+        self._body_bytes = 0
+
+    def _body_looked_at(self) -> None:
+        if self._receiving != "body":
+            return
+        is_pipelined = self._is_busy and self._running is not self.cycle
+        if self.flow.read_paused or is_pipelined:  # the application does not read
+            self._begin_measuring()
+        now_s, limits = self.loop.time(), self._limits
+        left_s = self._progress_s + limits.body_timeout_s - now_s
+        due_bytes = limits.min_body_bytes_per_s * (now_s - self._body_began_s - limits.body_timeout_s)
+        if left_s <= 0:
+            self._end(408, "the request's body did not arrive in time")
+        elif self._body_bytes < due_bytes:
+            self._end(408, f"the request's body arrived with less than {limits.min_body_bytes_per_s} bytes per second")
+        else:
+            self._clock.start(left_s, self._body_looked_at)
+
+    def _close_when_received(self) -> None:
+        """Closes once the rest of the body has come, for `linger_s` at most: closing while a client sends its body
+        resets the connection, and the client might never read the response."""
+        if self._receiving == "body":
+            self._closes_when_received = True
+        else:
+            self.transport.close()
+
+    def _end_of_lingering(self) -> None:
+        if self._receiving == "body" and self.cycle.response_complete:
+            self.transport.close()
+            self._watch_closing()
+
+    def _end(self, status: int, message: str) -> None:
+        """Sends a refusal unless a response has begun, and closes; a handler that reads the body sees a disconnect."""
+        self._clock.stop()
+        if self._may_answer:
+            path = self.scope["path"] if self._receiving == "body" else ""
+            self.transport.write(refusal_bytes(path, status, message))
+        self.transport.close()
+        self._watch_closing()
+
+    def shutdown(self) -> None:
+        """A request whose body is still arriving cannot be served any more."""
+        if self._receiving == "body" and self._may_answer:
+            self._end(503, STOPPING)
+        else:
+            super().shutdown()
+
+    # --- answering --------------------------------------------------------------------------------------------------
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        cycle.transport = HeadJoined(self.transport, self.loop, self._close_when_received)
+        super()._start_asgi_task(cycle, self._refusal(cycle.scope) or app)
+
+    def _refusal(self, scope: Any) -> Any | None:
+        """The application that refuses a request which is not served; None for one that is."""
+        limits = self._limits
+        if message := self._place.reconsider():
+            return refusing(429, message)
+        if len(scope["raw_path"]) + len(scope["query_string"]) > limits.max_url_bytes:
+            return refusing(414, f"the request's URL is longer than {limits.max_url_bytes} bytes")
+        headers = scope["headers"]
+        if len(headers) > limits.max_headers:
+            return refusing(431, f"the request has more than {limits.max_headers} header fields")
+        if sum(len(name) + len(value) for name, value in headers) > limits.max_header_bytes:
+            return refusing(431, f"the request's header is longer than {limits.max_header_bytes} bytes")
+        if (hosts := sum(name == b"host" for name, _ in headers)) > 1:
+            return refusing(400, f"the request has {hosts} Host header fields, expected one")
+        return None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._write_clock.stop()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._receiving == "body" and self.cycle.response_complete:  # its client may go on sending for a while
+            self._clock.start(self._limits.linger_s, self._end_of_lingering)
+        self._watch_closing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch_closing()
+
+    def _watch_closing(self) -> None:
+        """A transport that is closing waits until its client has read the rest, which may never happen."""
+        if self.transport.is_closing() and self.transport.get_write_buffer_size():
+            self._watch_writing()
+
+    def _watch_writing(self) -> None:
+        self._unsent_bytes = self.transport.get_write_buffer_size()
+        self._write_clock.start(self._limits.write_timeout_s, self._writing_looked_at)
+
+    def _writing_looked_at(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unsent_bytes:
+            self._watch_writing()
+            return
+        log.warning("a client took nothing for %g s: its connection is cut", self._limits.write_timeout_s)
+        # Without this the kernel would keep what it holds for the client, megabytes, for as long as the client stays.
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.transport.abort()
+
+
+class _Clock:
+    """At most one timer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self, seconds: float, callback: Callable[[], None]) -> None:
+        self.stop()
+        self._timer = self._loop.call_later(seconds, self._run, callback)
+
+    def start_once(self, seconds: float, callback: Callable[[], None]) -> None:
+        """As `start`, but leaves a timer that is running as it is."""
+        if self._timer is None:
+            self.start(seconds, callback)
+
+    def _run(self, callback: Callable[[], None]) -> None:
+        self._timer = None
+        callback()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class CaseKeepingProtocol(GuardedProtocol):
+    """Also keeps header names as the client wrote them: uvicorn keeps them in lower case alone, and Triton forwards
+    them as they came (golden 60)."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._names: list[bytes] = []
+        scope: Any = self.scope
+        scope[SENT_NAMES] = self._names
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        before = len(self.headers)
+        super().on_header(name, value)
+        if len(self.headers) > before:
+            self._names.append(name)
+
+
+class HeadJoined(asyncio.Transport):
+    """The transport of a connection as the response to one request sees it: header and beginning of the body leave in
+    one write, which waits no longer than the current turn of the event loop; after it nothing waits.
+
+    uvicorn writes the header by itself, and each write is a packet, a system call and a wake-up of the client: a tenth
+    of the time of a small request."""
+
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, close: Callable[[], None]
+    ) -> None:
+        """`close` ends the connection once the response is written."""
+        self._transport = transport
+        self._loop = loop
+        self._close = close
+        self._is_first = True
+        self._head: bytes | None = None
+        self._flushing: asyncio.Handle | None = None
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]  # as uvicorn calls it
+        if self._is_first:
+            self._is_first = False
+            self._head = data
+            self._flushing = self._loop.call_soon(self._flush)
+        elif self._head is None:
+            self._transport.write(data)
+        elif len(data) >= _NOT_JOINED_BYTES:
+            self._flush()
+            self._transport.write(data)
+        else:
+            self._head += data
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _flush(self) -> None:
+        head, self._head = self._head, None
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        if head is not None and not self._transport.is_closing():
+            self._transport.write(head)

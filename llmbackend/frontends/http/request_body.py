@@ -1,0 +1,199 @@
+"""Request bodies: read within a limit, decompressed within the same limit, and counted while the server holds them.
+
+For: every handler that takes a body; each request of the HTTP application has a BodyLease in its scope. Does not know:
+what is in a body. Invariant: never more than `max_bytes` of one body are held, whether the client announces a length,
+sends chunks or a compressed bomb.
+Source: Triton's --http-max-input-size and its compression rules (gzip and deflate; not for generate).
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, Literal
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Scope
+
+from llmbackend.core.errors import TritonError, invalid_argument, unavailable
+
+from ..errors import BodyTooLargeError
+from ..workers.pool import WorkThreads
+from .request_scope import header
+
+MAX_CONTROL_BYTES: Final = 1 << 20
+"""Of requests that control the server; only the files of a load request may make a body larger."""
+BODY_LEASE: Final = "llmbackend.body_lease"
+"""Key of the scope; absent under an application other than this package's."""
+_MIN_BODIES_HELD: Final = 4
+"""At least this many bodies of the largest size fit: one that is being unpacked is held twice, which is half of it."""
+Encoding = Literal["gzip", "deflate"]
+ENCODINGS: Final[tuple[Encoding, ...]] = ("gzip", "deflate")
+IDENTITY: Final = "identity"
+_PACKED_PIECE_BYTES: Final = 64 << 10
+_PIECE_BYTES: Final = 1 << 20
+_AUTO_HEADER_WBITS: Final = 47
+"""zlib's "recognise a gzip or a zlib header" window setting."""
+
+
+def address_of(scope: Scope) -> str:
+    """The client of a request where nothing but its address is known."""
+    return f"address {(scope.get('client') or [''])[0]}"
+
+
+class BodyBudget:
+    """The memory that the request bodies of one server may take, packed and unpacked, from their first byte on.
+    Thread-safe.
+
+    No client holds more than what it leaves free: one gets a half, two get a third each, and a new one always finds
+    room."""
+
+    def __init__(self, max_bytes: int, owner_of: Callable[[Scope], str] = address_of) -> None:
+        """`owner_of` names the client of a request."""
+        self._max_bytes = max_bytes
+        self.owner_of = owner_of
+        self._held: Counter[str] = Counter()
+        self._held_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    def make_room_for(self, body_bytes: int) -> None:
+        """Raises the budget until a body of that size fits while there is no other one."""
+        self._max_bytes = max(self._max_bytes, _MIN_BODIES_HELD * body_bytes)
+
+    def take(self, owner: str, size_bytes: int) -> None:
+        """Raises TritonError UNAVAILABLE when it would be too much, and then takes nothing."""
+        with self._lock:
+            held = self._held[owner] + size_bytes
+            if size_bytes > 0 and held > self._max_bytes - self._held_bytes - size_bytes:
+                raise unavailable(
+                    f"the server has no room for more of this request's body: of {self._max_bytes} bytes for all that "
+                    f"arrive at once, {self._held_bytes} are taken, {self._held[owner]} of them by this client"
+                )
+            self._held_bytes += size_bytes
+            self._held[owner] = held
+            if not held:
+                del self._held[owner]
+
+
+class BodyLease:
+    """What one request's body holds of the budget, until the request ends at the latest. Used by one thread at a
+    time."""
+
+    __slots__ = ("_budget", "_owner", "_size_bytes")
+
+    def __init__(self, budget: BodyBudget | None) -> None:
+        """Without a budget it only counts."""
+        self._budget = budget
+        self._owner = ""
+        self._size_bytes = 0
+
+    @classmethod
+    def of(cls, request: Request) -> BodyLease:
+        """The request's lease, in the name of its client."""
+        lease: BodyLease = request.scope.get(BODY_LEASE) or cls(None)
+        if not lease._owner:
+            lease._owner = address_of(request.scope) if lease._budget is None else lease._budget.owner_of(request.scope)
+        return lease
+
+    def grow(self, size_bytes: int) -> None:
+        """Raises TritonError UNAVAILABLE when there is no room. Negative gives some back."""
+        if self._budget is not None:
+            self._budget.take(self._owner, size_bytes)
+            self._size_bytes += size_bytes
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._size_bytes:
+            self.grow(-self._size_bytes)
+
+
+def content_encoding(request: Request) -> str:
+    """In lower case; "identity" where there is none."""
+    return header(request, b"content-encoding").strip().lower() or IDENTITY
+
+
+async def read_content(request: Request, max_bytes: int, threads: WorkThreads) -> bytes:
+    """As `read_body`, unpacked on one of `threads`; the encoding must be one of ENCODINGS, or IDENTITY."""
+    body = await read_body(request, max_bytes)
+    if content_encoding(request) == IDENTITY:
+        return body
+    return await threads.run(_decompress, body, max_bytes, BodyLease.of(request))
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body, read once.
+
+    Raises BodyTooLargeError as soon as it is known to be longer than `max_bytes`, TritonError UNAVAILABLE when the
+    bodies that arrive at once have no room for it, ClientDisconnect when the rest of it will not come.
+    """
+    announced = header(request, b"content-length")
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise BodyTooLargeError(int(announced), max_bytes)
+    lease = BodyLease.of(request)
+    body = io.BytesIO()
+    is_more = True
+    while is_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
+        if body.tell() + len(chunk) > max_bytes:
+            raise BodyTooLargeError(body.tell() + len(chunk), max_bytes)
+        lease.grow(len(chunk))
+        body.write(chunk)
+        is_more = message.get("more_body", False)
+    return body.getvalue()  # not a copy
+
+
+def too_large() -> TritonError:
+    """The refusal of a control request beyond MAX_CONTROL_BYTES."""
+    return invalid_argument(f"the request has more than {MAX_CONTROL_BYTES} bytes, at most so many are accepted here")
+
+
+async def read_control(request: Request) -> bytes:
+    """As `read_body`, but TritonError INVALID_ARG beyond MAX_CONTROL_BYTES."""
+    try:
+        return await read_body(request, MAX_CONTROL_BYTES)
+    except BodyTooLargeError:
+        raise too_large() from None
+
+
+def release_body(request: Request) -> None:
+    """To be called when the body has been decoded and the result handed on: its bytes are held no longer."""
+    BodyLease.of(request).release()
+
+
+def _decompress(body: bytes, max_bytes: int, lease: BodyLease) -> bytes:
+    """`body` unpacked, piece by piece.
+
+    Raises TritonError INVALID_ARG when it is not a complete gzip or deflate stream, BodyTooLargeError when it unpacks
+    to more than `max_bytes`, UNAVAILABLE as `read_body`.
+    """
+    unpacker = zlib.decompressobj(_AUTO_HEADER_WBITS)
+    content = io.BytesIO()
+    packed = memoryview(body)
+    try:
+        while packed and not unpacker.eof:
+            rest = packed[:_PACKED_PIECE_BYTES].tobytes()
+            packed = packed[_PACKED_PIECE_BYTES:]
+            while rest and not unpacker.eof:
+                piece = unpacker.decompress(rest, _PIECE_BYTES)
+                rest = unpacker.unconsumed_tail
+                if content.tell() + len(piece) > max_bytes:
+                    raise BodyTooLargeError(content.tell() + len(piece), max_bytes)
+                lease.grow(len(piece))
+                content.write(piece)
+        content.write(unpacker.flush())
+    except zlib.error as error:
+        raise invalid_argument(f"failed to decompress the request body: {error}") from None
+    if not unpacker.eof:
+        raise invalid_argument("failed to decompress the request body: the compressed data is incomplete")
+    lease.grow(-len(body))
+    return content.getvalue()

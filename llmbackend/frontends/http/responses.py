@@ -1,0 +1,136 @@
+"""Responses with exactly the headers that are given: bytes, JSON, several buffers, or chunks as they come; compression.
+
+For: handlers. Does not know: what the bytes mean. Invariant: neither a whole large body nor a large part of it is
+copied at once, so others on the event loop run between the pieces; the client's pace holds the sending back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..errors import RETRY_AFTER_S
+from .json_reader import dump
+from .request_body import Encoding
+
+JSON: Final = "application/json"
+TEXT: Final = "text/plain"
+PIECE_BYTES: Final = 256 << 10
+_NOT_WORTH_A_THREAD_BYTES: Final = 16 << 10
+_GZIP_WBITS: Final = 31
+"""zlib's "write a gzip header" window setting."""
+
+
+def plain(
+    content: bytes = b"", status: int = 200, content_type: str = TEXT, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A response whose content type is exactly `content_type` (Starlette alone would add a charset)."""
+    return Response(content, status, {"content-type": content_type, **(headers or {})})
+
+
+def json_response(value: Any) -> Response:
+    """A 200 with `value` as compact JSON."""
+    return plain(dump(value), content_type=JSON)
+
+
+def pieces(part: bytes | memoryview) -> Iterator[bytes]:
+    """`part` in copies of at most PIECE_BYTES."""
+    view = memoryview(part)
+    for start in range(0, len(view), PIECE_BYTES):
+        yield bytes(view[start : start + PIECE_BYTES])
+
+
+class PartsResponse(Response):
+    """A 200 with `parts` one after the other as its body."""
+
+    def __init__(self, parts: Sequence[bytes | memoryview], headers: Mapping[str, str]) -> None:
+        self.status_code = 200
+        self.background = None
+        self._parts = parts
+        self.init_headers({**headers, "content-length": str(sum(map(len, parts)))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts:
+            for piece in pieces(part):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class StreamedBody(Response):
+    """A response whose body is sent chunk by chunk as `chunks` yields.
+
+    However it ends, `chunks` is closed and `on_close` is called (closing a generator that has not started runs none of
+    its code).
+
+    Not sse-starlette's EventSourceResponse, which ends open streams as soon as the server is told to stop (they must
+    drain), polls for that twice a second, watches for disconnects only from its own call on (they must be noticed while
+    the first response is awaited), adds headers of its own, and takes twice the time per event.
+    """
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        status_code: int,
+        headers: Mapping[str, str],
+        on_close: Callable[[], None],
+    ) -> None:
+        self.status_code = status_code
+        retry = {"retry-after": RETRY_AFTER_S} if status_code == 503 else {}
+        self.background = None
+        self._chunks = chunks
+        self._on_close = on_close
+        self.init_headers({**headers, **retry})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in self._chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._on_close()
+            await self._chunks.aclose()
+
+
+async def compress(parts: Sequence[bytes | memoryview], encoding: Encoding) -> bytes:
+    """`parts` as one body, off the event loop, unless a thread would cost more than the work."""
+    if sum(map(len, parts)) <= _NOT_WORTH_A_THREAD_BYTES:
+        return _compress(parts, encoding)
+    return await asyncio.to_thread(_compress, parts, encoding)
+
+
+def _compress(parts: Sequence[bytes | memoryview], encoding: Encoding) -> bytes:
+    packer = zlib.compressobj(wbits=_GZIP_WBITS if encoding == "gzip" else zlib.MAX_WBITS)
+    packed = [packer.compress(part) for part in parts]
+    return b"".join([*packed, packer.flush()])
+
+
+def response_encoding(accept_encoding: str) -> Encoding | None:
+    """The encoding in `Accept-Encoding` with the highest quality, the first of equals; None: none, which a client may
+    prefer by naming `identity`."""
+    if not accept_encoding:
+        return None
+    known: dict[str, Encoding | None] = {"identity": None, "gzip": "gzip", "deflate": "deflate"}
+    best: tuple[float, Encoding | None] = (0.0, None)
+    for item in accept_encoding.split(","):
+        name, _, quality = item.partition(";")
+        name, weight = name.strip().lower(), _quality(quality)
+        if name in known and weight > best[0]:
+            best = (weight, known[name])
+    return best[1]
+
+
+def _quality(text: str) -> float:
+    key, _, value = text.strip().partition("=")
+    if key.strip().lower() != "q":
+        return 1.0
+    try:
+        return float(value)
+    except ValueError:
+        return 0.0

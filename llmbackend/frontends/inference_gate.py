@@ -1,0 +1,214 @@
+"""Where frontends submit inferences to the host: within the limits, and with large bodies off the event loop.
+
+For: HTTP and gRPC handlers. Does not know: formats. Invariant: the open inferences of the server, and of each API key,
+are counted and never more than its limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pickle import PickleBuffer
+from typing import Any, Final, TypeVar
+
+from starlette.requests import Request
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, held_bytes
+from llmbackend.core.requests.request_bounds import string_count_bound
+from llmbackend.core.tensors import RawTensor, Tensor
+from llmbackend.core.tracing.trace import RequestTrace
+
+from .access.permissions import Role, role_needed
+from .access.rate_limit import Account, KeyShares
+from .access.request_identity import REQUEST_IDENTITY, body_owner
+from .errors import LimitReachedError, PermissionDeniedError
+from .http.request_body import BodyBudget, read_content
+from .inference import Backlog, Inference, Mailbox
+from .limits import InferenceLimits
+from .workers.pool import WorkerPool, WorkThreads
+
+T = TypeVar("T")
+LARGE_BODY_BYTES: Final = 256 << 10
+"""About 50,000 words or 40,000 token ids; parsed in 1 to 7 ms."""
+MANY_STRINGS: Final = 4096
+"""Decoded in about 1 ms."""
+
+_LARGE_ELEMENTS: Final = 16 << 10
+_LARGE_BYTES: Final = 256 << 10
+"""Above one of these, making JSON of tensors takes more than 2 to 5 ms."""
+
+
+class InferenceGate:
+    """Submits requests to the host, counts open inferences, and runs the work on large bodies in threads and processes.
+
+    The frontends of one event loop share one gate, and so its limits and its mailbox.
+    """
+
+    def __init__(self, server: InferenceServer, limits: InferenceLimits | None = None) -> None:
+        self.server = server
+        self._limits = limits or InferenceLimits()
+        self._mailbox: Mailbox | None = None
+        self._open = 0
+        self._shares = KeyShares()
+        self.bodies = BodyBudget(self._limits.max_body_memory_bytes, body_owner)
+        self._large_body = asyncio.Lock()
+        self._threads = WorkThreads(2, "large-requests")
+        self._workers = WorkerPool()
+
+    def close(self) -> None:
+        """Ends the threads and processes; after the last request."""
+        self._threads.close()
+        self._workers.close()
+
+    @property
+    def open_inferences(self) -> int:
+        return self._open
+
+    def new_backlog(self) -> Backlog:
+        """The backlog of one client; a client that reads several inferences through one connection shares one."""
+        return Backlog(self._limits.max_stream_buffer_bytes)
+
+    def check_room(self, count: int = 1) -> None:
+        """Raises LimitReachedError when `count` more inferences would be too many for the server or for the API key."""
+        most = self._limits.max_concurrent_requests
+        if self._open + count > most:
+            raise LimitReachedError(f"the server is at its limit of {most} concurrent requests")
+        identity = REQUEST_IDENTITY.get()
+        if identity is not None:
+            self._shares.check(identity.account, count, most - self._open - count)
+
+    def admit(self, count: int) -> None:
+        """Admits all of a body's `count` prompts, each of which becomes an inference, or none. Raises LimitReachedError
+        when there is no room for them, or when the API key has fewer prompts left in this minute."""
+        self.check_room(count)
+        identity = REQUEST_IDENTITY.get()
+        refusal = None if identity is None else identity.take(count)
+        if refusal is not None:
+            raise refusal.error()
+
+    async def decode_in_process(self, size_bytes: int, decode: Callable[..., T], body: bytes, *arguments: Any) -> T:
+        """`decode(body, *arguments)`. size_bytes: how much of the body is to be parsed; above LARGE_BODY_BYTES it runs
+        in a worker process (see WorkerPool for what may be passed), so that no parser holds the interpreter's lock for
+        long.
+
+        Raises what `decode` raises, and TritonError UNAVAILABLE when no process can be started or it dies meanwhile.
+        """
+        if size_bytes <= LARGE_BODY_BYTES:
+            return decode(body, *arguments)
+        return await self._workers.run(decode, PickleBuffer(body), *arguments)
+
+    async def encode(
+        self, as_json: Sequence[Tensor], encode: Callable[..., T], response: InferenceResponse, *arguments: Any
+    ) -> T:
+        """`encode(response, *arguments)`, which makes JSON of the outputs `as_json` and copies the others; in a worker
+        process for much JSON, in a thread for much to copy."""
+        if not are_large(response.outputs):
+            return encode(response, *arguments)
+        if are_large(as_json):
+            return await self._workers.run(encode, response, *arguments)
+        return await self._threads.run(encode, response, *arguments)
+
+    async def read_content(self, request: Request, max_bytes: int) -> bytes:
+        """The body of `request`, unpacked. Raises as `request_body.read_content` does."""
+        return await read_content(request, max_bytes, self._threads)
+
+    async def decode_in_thread(self, body_bytes: int, decode: Callable[[], T]) -> T:
+        """`decode()`; for a body above LARGE_BODY_BYTES in a thread, one body at a time.
+
+        JSON parsers hold the interpreter's lock, so this bounds a stall to the longest single call (measured, 8 MiB:
+        a list of numbers 190 ms instead of 600), and the memory of several large bodies does not add up.
+        """
+        if body_bytes <= LARGE_BODY_BYTES:
+            return decode()
+        async with self._large_body:
+            return await self._threads.run(decode)
+
+    async def with_shared_inputs(self, request: InferenceRequest) -> InferenceRequest:
+        """`request` with its inputs read from shared memory; large ones in a thread. Raises TritonError as
+        SharedMemoryManager.with_inputs does, and PermissionDeniedError for an API key that is no operator's."""
+        identity = REQUEST_IDENTITY.get()
+        uses_regions = bool(request.shared_inputs or request.shared_outputs)
+        if uses_regions and identity is not None and identity.account.role is not Role.OPERATOR:
+            raise PermissionDeniedError(role_needed(identity.account.name, identity.account.role))
+        if not request.shared_inputs:
+            return request
+        read = partial(self.server.shared_memory.with_inputs, request)
+        if sum(item.memory_range.byte_size for item in request.shared_inputs) <= LARGE_BODY_BYTES:
+            return read()
+        return await self._threads.run(read)
+
+    async def send(
+        self, request: InferenceRequest, backlog: Backlog | None = None, trace: RequestTrace | None = None
+    ) -> Inference:
+        """As `submit`; in a thread for a request with many strings, each of which becomes an object, or with large raw
+        tensors, which may have to be copied."""
+        if trace is not None:
+            request = replace(request, trace=trace)
+        raw_bytes = sum(len(tensor.raw) for tensor in request.inputs if isinstance(tensor, RawTensor))
+        if raw_bytes <= LARGE_BODY_BYTES and string_count_bound(request.inputs) <= MANY_STRINGS:
+            return self.submit(request, backlog)
+        self.check_room()
+        inference = self._new_inference(backlog)
+        leave = self._enter()
+        accepting = asyncio.ensure_future(self._threads.run(self.server.infer_async, request, inference))
+        accepting.add_done_callback(partial(_leave_if_refused, leave))
+        try:
+            return inference.accepted(await asyncio.shield(accepting), leave)
+        except asyncio.CancelledError:
+            accepting.add_done_callback(partial(_close_accepted, inference, leave))
+            raise
+
+    def submit(
+        self,
+        request: InferenceRequest,
+        backlog: Backlog | None = None,
+        on_response: Callable[[], None] | None = None,
+    ) -> Inference:
+        """Sends `request` to the host. `on_response` is called on the event loop for each response that can be popped.
+
+        Raises TritonError when the host refuses it, LimitReachedError when there is no room.
+        """
+        self.check_room()
+        inference = self._new_inference(backlog, on_response)
+        return inference.accepted(self.server.infer_async(request, inference), self._enter())
+
+    def _enter(self) -> Callable[[], None]:
+        """Counts one more open inference; the returned function uncounts it."""
+        self._open += 1
+        identity = REQUEST_IDENTITY.get()
+        if identity is None:
+            return self._leave
+        self._shares.enter(identity.account)
+        return partial(self._leave, identity.account)
+
+    def _leave(self, account: Account | None = None) -> None:
+        self._open -= 1
+        if account is not None:
+            self._shares.leave(account)
+
+    def _new_inference(self, backlog: Backlog | None, on_response: Callable[[], None] | None = None) -> Inference:
+        loop = asyncio.get_running_loop()
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return Inference(self._mailbox, backlog or self.new_backlog(), on_response)
+
+
+def _leave_if_refused(leave: Callable[[], None], accepting: asyncio.Future[InferenceHandle]) -> None:
+    if accepting.cancelled() or accepting.exception() is not None:
+        leave()
+
+
+def _close_accepted(
+    inference: Inference, leave: Callable[[], None], accepting: asyncio.Future[InferenceHandle]
+) -> None:
+    """The request was accepted after its client had left."""
+    if not accepting.cancelled() and accepting.exception() is None:
+        inference.accepted(accepting.result(), leave).close()
+
+
+def are_large(tensors: Sequence[Tensor]) -> bool:
+    """Whether making JSON of them, or copying them, takes more than a few milliseconds."""
+    return sum(tensor.data.size for tensor in tensors) > _LARGE_ELEMENTS or held_bytes(tensors) > _LARGE_BYTES

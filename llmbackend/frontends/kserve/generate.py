@@ -1,0 +1,130 @@
+"""POST …/generate and …/generate_stream: one flat JSON object in, one object or a stream of server-sent events out.
+
+For: the HTTP application. Does not know: LLMs (any model can be served so). Invariants: the status is that of the first
+response, which is awaited before any header is sent; responses that are ready together are sent in one write; a client
+that disconnects cancels its request.
+Source: Triton's generate extension, as recorded from Triton 2.51.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Final
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from llmbackend.core.errors import ErrorCode, invalid_argument
+from llmbackend.core.messages import InferenceResponse, ModelMetadata
+from llmbackend.core.tracing.trace import RequestTrace
+
+from ..http.errors import error_body
+from ..http.request_body import read_body, release_body
+from ..http.responses import JSON, StreamedBody, pieces
+from ..http.tracing import received, sampled, traced
+from ..inference import Inference
+from ..inference_gate import InferenceGate
+from ..operations.metrics import load_headers
+from .generate_codec import decode_request, encode_response
+from .model_paths import MODEL_PATHS, model_of
+
+EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
+_NOT_ONE_RESPONSE: Final = (
+    "generate expects model to produce exactly 1 response, "
+    "use generate stream for model that generates various number of responses"
+)
+
+
+class GenerateEndpoints:
+    """POST …/generate and …/generate_stream of every model.
+
+    As in Triton, a /generate that gets no response, or more than one, from the model answers 200 with an error body,
+    and an error as the first response is a 400 for every code. By design different: UNAVAILABLE is a 503 with
+    Retry-After, because a backend's full queue is a refusal like any other."""
+
+    def __init__(self, gate: InferenceGate, max_body_bytes: int) -> None:
+        self._gate = gate
+        self._max_body_bytes = max_body_bytes
+
+    def add_to(self, router: APIRouter) -> None:
+        for path in MODEL_PATHS:
+            router.add_route(f"{path}/generate", self.generate, methods=["POST"])
+            router.add_route(f"{path}/generate_stream", self.generate_stream, methods=["POST"])
+
+    async def generate(self, request: Request) -> Response:
+        model = self._model(request)
+        trace = sampled(self._gate.server, model.name, request)
+        return await traced(trace, self._generate(request, model, trace))
+
+    async def generate_stream(self, request: Request) -> Response:
+        model = self._model(request)
+        trace = sampled(self._gate.server, model.name, request)
+        return await traced(trace, self._generate_stream(request, model, trace))
+
+    async def _generate(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Response:
+        inference = await self._submit(request, model, trace)
+        try:
+            responses = await inference.collect(at_most=2)
+        finally:
+            inference.close()
+        body = (
+            await self._gate.encode(responses[0].outputs, _json, responses[0])
+            if len(responses) == 1
+            else error_body(_NOT_ONE_RESPONSE)
+        )
+        return StreamedBody(_once(body), _status(responses), self._headers(request, JSON), inference.close)
+
+    async def _generate_stream(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Response:
+        inference = await self._submit(request, model, trace)
+        try:
+            first = await inference.next_responses()
+            headers = self._headers(request, EVENT_STREAM)
+        except BaseException:
+            inference.close()
+            raise
+        return StreamedBody(self._events(inference, first), _status(first), headers, inference.close)
+
+    async def _events(self, inference: Inference, responses: list[InferenceResponse]) -> AsyncGenerator[bytes, None]:
+        while responses:
+            jsons = [await self._gate.encode(one.outputs, _json, one) for one in responses]
+            yield b"".join(b"data: %b\n\n" % json for json in jsons)
+            responses = await inference.next_responses()
+
+    def _headers(self, request: Request, content_type: str) -> dict[str, str]:
+        load = load_headers(self._gate.server, request, request.path_params["name"])
+        return {"content-type": content_type} | load
+
+    def _model(self, request: Request) -> ModelMetadata:
+        """The model in the path. Raises TritonError before the body is read where the request cannot be served."""
+        name, version = model_of(request)
+        if request.headers.get("content-encoding", "identity") not in ("", "identity"):
+            raise invalid_argument("Unsupported content-encoding, only 'identity' is supported.")
+        metadata = self._gate.server.model_metadata(name, version)
+        self._gate.check_room()
+        return metadata
+
+    async def _submit(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Inference:
+        body = await read_body(request, self._max_body_bytes)
+        received(trace)
+        version = model_of(request)[1]
+        message = await self._gate.decode_in_process(len(body), decode_request, body, model, version)
+        inference = await self._gate.send(message, trace=trace)
+        release_body(request)
+        inference.cancel_on_disconnect(request)
+        return inference
+
+
+def _status(responses: list[InferenceResponse]) -> int:
+    error = responses[0].error if responses else None
+    if error is None:
+        return 200
+    return 503 if error.code is ErrorCode.UNAVAILABLE else 400
+
+
+def _json(response: InferenceResponse) -> bytes:
+    return error_body(response.error.message) if response.error is not None else encode_response(response)
+
+
+async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
+    for piece in pieces(body):
+        yield piece

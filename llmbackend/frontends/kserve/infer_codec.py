@@ -1,0 +1,284 @@
+"""The /infer messages of KServe v2: JSON with raw tensors behind it, in and out.
+
+For: the /infer handler. Does not know: HTTP, the event loop, regions of shared memory. Invariants: every raw byte of a
+request belongs to exactly one input; each input has exactly one source of data, each requested output one destination.
+Source: KServe v2 inference protocol, Triton's extensions for binary data, shared memory and classification; texts as
+recorded from Triton 2.51.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from llmbackend.core.errors import internal, invalid_argument
+from llmbackend.core.messages import InferenceRequest, InferenceResponse
+from llmbackend.core.requests.request_bounds import (
+    MAX_PARAMETERS,
+    MAX_TENSORS,
+    check_count,
+    check_dimensions,
+    check_id,
+)
+from llmbackend.core.tensors import (
+    NUMPY_DTYPE,
+    RawTensor,
+    SharedInput,
+    SharedRange,
+    Tensor,
+    check_size,
+    wire_view,
+)
+
+from ..http.json_reader import (
+    array_member,
+    as_array,
+    as_bool,
+    as_object,
+    as_string,
+    as_unsigned,
+    dump,
+    parse,
+    parsing,
+    string_member,
+)
+from .json_tensors import has_nan_or_inf, json_from_tensor, tensor_from_json
+from .request_parameters import (
+    CLASSIFICATION,
+    REGION,
+    check_output_parameters,
+    classes_from_json,
+    options_from_json,
+    shared_range_from_json,
+)
+
+_NONE: dict[str, Any] = {}
+_ONE_SOURCE: Final = (
+    "Input must set only one of the following fields: 'data', 'binary_data_size' in 'parameters', "
+    "'shared_memory_region' in 'parameters'. But "
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputForm:
+    """In which form each output is sent: as JSON, as raw bytes, or not at all."""
+
+    binary_by_default: bool = False
+    """Whether an output that is not in `binary` is sent as raw bytes."""
+    binary: Mapping[str, bool] = field(default_factory=dict)
+    """Whether the outputs named here are."""
+    in_shared_memory: frozenset[str] = frozenset()
+    """Outputs that are written to shared memory and not sent."""
+
+    def is_binary(self, name: str) -> bool:
+        return self.binary.get(name, self.binary_by_default)
+
+    def in_json(self, response: InferenceResponse) -> list[Tensor]:
+        """The outputs that are sent as JSON."""
+        return [
+            tensor
+            for tensor in response.outputs
+            if tensor.name not in self.in_shared_memory and not self.is_binary(tensor.name)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class InferBody:
+    """A request's body, split."""
+
+    json: bytes | None
+    """None: the whole body is one raw tensor."""
+    raw: memoryview
+    """The raw tensors behind the JSON."""
+
+    @classmethod
+    def split(cls, body: bytes, json_length: int) -> InferBody:
+        """`json_length` is Inference-Header-Content-Length, in bytes; 0: no JSON at all."""
+        return cls(body[:json_length] if json_length else None, memoryview(body)[json_length:])
+
+
+def decode_content(content: bytes, json_length: int, name: str, version: int) -> tuple[InferenceRequest, OutputForm]:
+    """`decode_request` of a whole body, see `InferBody.split`."""
+    return decode_request(InferBody.split(content, json_length), name, version)
+
+
+def decode_request(body: InferBody, name: str, version: int) -> tuple[InferenceRequest, OutputForm]:
+    """The request in `body`. Raises TritonError naming the field that is wrong."""
+    if body.json is None:
+        raw = InferenceRequest(name, version, raw_input=bytes(body.raw))
+        return raw, OutputForm(binary_by_default=True)
+    document = parse(body.json)
+    request_id = _optional_string(document, "id")
+    parameters = document.get("parameters", {}) if isinstance(document, dict) else {}
+    with parsing("parameters"):
+        as_object(parameters)
+    items = array_member(document, "inputs")
+    check_id(request_id)
+    check_count("parameters", parameters, MAX_PARAMETERS)
+    check_count("inputs", items, MAX_TENSORS)
+    options = options_from_json(parameters)
+    inputs = Inputs(name, body.raw)
+    inputs.read(items)
+    outputs = RequestedOutputs.read(document)
+    request = InferenceRequest(
+        model_name=name,
+        model_version=version,
+        id=request_id,
+        inputs=tuple(inputs.sent),
+        requested_outputs=tuple(outputs.names),
+        parameters=options.parameters,
+        correlation_id=options.correlation_id,
+        flags=options.flags,
+        priority=options.priority,
+        timeout_us=options.timeout_us,
+        shared_inputs=tuple(inputs.shared),
+        shared_outputs=outputs.shared,
+        classes=outputs.classes,
+    )
+    return request, OutputForm(options.binary_data_output, outputs.binary, frozenset(outputs.shared))
+
+
+def _optional_string(document: Any, key: str) -> str:
+    if not isinstance(document, dict) or key not in document:
+        return ""
+    with parsing(key):
+        return as_string(document[key])
+
+
+def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[bytes, list[memoryview]]:
+    """The JSON, and the raw bytes of the outputs that are not in it.
+
+    Raises TritonError for an output that JSON cannot represent.
+    """
+    document: dict[str, Any] = {"id": response.request_id} if response.request_id else {}
+    document |= {"model_name": response.model_name, "model_version": str(response.model_version)}
+    if response.parameters:
+        document["parameters"] = dict(response.parameters)
+    raws: list[memoryview] = []
+    outputs: list[dict[str, Any]] = []
+    for tensor in response.outputs:
+        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        outputs.append(output)
+        if tensor.name in form.in_shared_memory:
+            continue  # its data is written there
+        if form.is_binary(tensor.name):
+            raws.append(wire_view(tensor))
+            output["parameters"] = {"binary_data_size": raws[-1].nbytes}
+        else:
+            output["data"] = json_from_tensor(tensor)
+    document["outputs"] = outputs
+    json = dump(document, has_nan_or_inf=has_nan_or_inf(form.in_json(response)))
+    return json, raws
+
+
+def single_response(responses: list[InferenceResponse]) -> InferenceResponse:
+    """The one response of a request that must have one. Raises its error, or INTERNAL for any other number."""
+    if len(responses) != 1:
+        raise internal(f"expected a single response, got {'more than one' if responses else 'none'}")
+    if responses[0].error is not None:
+        raise responses[0].error
+    return responses[0]
+
+
+class Inputs:
+    """Reads the inputs in order; each one takes its raw bytes from the front of the rest."""
+
+    def __init__(self, model_name: str, raw: memoryview) -> None:
+        self.sent: list[Tensor | RawTensor] = []
+        self.shared: list[SharedInput] = []
+        self._model_name = model_name
+        self._raw = raw
+
+    def read(self, items: list[Any]) -> None:
+        """Into `sent` and `shared`. Raises TritonError naming the field that is wrong."""
+        for item in items:
+            self._add(item)
+        if self._raw.nbytes:
+            raise invalid_argument(f"unexpected additional input data for model '{self._model_name}'")
+
+    def _add(self, item: Any) -> None:
+        name = string_member(item, "name")
+        datatype = string_member(item, "datatype")
+        if datatype not in NUMPY_DTYPE:
+            raise invalid_argument(f"invalid datatype for input {name}")
+        dims = array_member(item, "shape")
+        check_dimensions(name, dims)
+        with parsing("shape"):
+            shape = tuple(map(as_unsigned, dims))
+        check_size(name, datatype, shape)
+        parameters = _parameters_of(item)
+        _check_one_source(item, parameters)
+        if REGION in parameters:
+            self.shared.append(SharedInput(name, datatype, shape, shared_range_from_json(parameters)))
+        elif "data" in item:
+            with parsing("data"):
+                as_array(item["data"])
+            self.sent.append(tensor_from_json(name, datatype, shape, item["data"]))
+        else:
+            with parsing("binary_data_size"):
+                size = as_unsigned(parameters["binary_data_size"])
+            self.sent.append(RawTensor(name, datatype, shape, self._take(name, size)))
+
+    def _take(self, name: str, size: int) -> memoryview:
+        missing = size - self._raw.nbytes
+        if missing > 0:
+            raise invalid_argument(
+                f"unexpected size for input '{name}', expecting {missing} additional bytes "
+                f"for model '{self._model_name}'"
+            )
+        taken, self._raw = self._raw[:size], self._raw[size:]
+        return taken
+
+
+def _parameters_of(item: Any) -> Mapping[str, Any]:
+    parameters = item.get("parameters", _NONE) if type(item) is dict else _NONE
+    if type(parameters) is dict:
+        return parameters
+    with parsing("parameters"):
+        return as_object(parameters)
+
+
+def _check_one_source(item: Any, parameters: Mapping[str, Any]) -> None:
+    if ("data" in item) + ("binary_data_size" in parameters) + (REGION in parameters) == 1:
+        return
+    sources = ["data"] if "data" in item else []
+    sources += [key for key in ("binary_data_size", REGION) if key in parameters]
+    if not sources:
+        raise invalid_argument(_ONE_SOURCE + "no field is set")
+    raise invalid_argument(_ONE_SOURCE + "set " + " ".join(f"'{source}'" for source in sources))
+
+
+class RequestedOutputs:
+    """The outputs that the client asks for, in its order; `binary` holds those it wants as raw bytes (True) or as JSON
+    (False)."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.binary: dict[str, bool] = {}
+        self.shared: dict[str, SharedRange] = {}
+        self.classes: dict[str, int] = {}
+
+    @classmethod
+    def read(cls, document: Any) -> RequestedOutputs:
+        """Raises TritonError naming the field that is wrong."""
+        with parsing("outputs"):
+            items = as_array(document.get("outputs", []))
+        check_count("requested outputs", items, MAX_TENSORS)
+        outputs = cls()
+        for item in items:
+            outputs._add(item)
+        return outputs
+
+    def _add(self, item: Any) -> None:
+        parameters = _parameters_of(item)
+        check_output_parameters(parameters)
+        name = string_member(item, "name")
+        self.names.append(name)
+        if CLASSIFICATION in parameters and (count := classes_from_json(parameters)):
+            self.classes[name] = count
+        if REGION in parameters:
+            self.shared[name] = shared_range_from_json(parameters)
+        elif "binary_data" in parameters:
+            with parsing("binary_data"):
+                self.binary[name] = as_bool(parameters["binary_data"])

@@ -1,0 +1,122 @@
+"""POST …/infer: one request, one response.
+
+For: the HTTP application. Does not know: the format of bodies (infer_codec does). Invariants: a decoupled model, which
+may send any number of responses, is refused before the body is read; a client that disconnects cancels its request.
+Source: Triton's http_server; content types as recorded from Triton 2.51: errors before the body is parsed, and errors
+of the model, are text/plain; errors about the body are application/json.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Final
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from llmbackend.core.errors import TritonError, invalid_argument, unsupported
+from llmbackend.core.messages import InferenceRequest
+from llmbackend.core.tracing.trace import RequestTrace
+
+from ..http.errors import error_response
+from ..http.request_body import ENCODINGS, IDENTITY, content_encoding
+from ..http.request_scope import header, headers_as_sent
+from ..http.responses import JSON, PIECE_BYTES, TEXT, PartsResponse, compress, response_encoding
+from ..http.tracing import received, sampled, traced
+from ..inference_gate import InferenceGate
+from ..operations.metrics import load_headers
+from .infer_codec import OutputForm, decode_content, encode_response, single_response
+from .model_paths import MODEL_PATHS, model_of
+from .request_parameters import HeaderForward
+
+_INTEGER: Final = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
+_JSON_LENGTH: Final = b"inference-header-content-length"
+
+
+class InferEndpoint:
+    """POST …/infer of every model that is not decoupled."""
+
+    def __init__(self, gate: InferenceGate, max_body_bytes: int, forward: HeaderForward) -> None:
+        self._gate = gate
+        self._max_body_bytes = max_body_bytes
+        self._forward = forward
+
+    def add_to(self, router: APIRouter) -> None:
+        for path in MODEL_PATHS:
+            router.add_route(f"{path}/infer", self.infer, methods=["POST"])
+
+    async def infer(self, request: Request) -> Response:
+        name, version = model_of(request)
+        try:
+            self._refuse_decoupled(name, version)
+            self._gate.check_room()
+        except TritonError as error:
+            return error_response(error, TEXT)
+        if content_encoding(request) not in (*ENCODINGS, IDENTITY):
+            accepted = {"accept-encoding": ", ".join(ENCODINGS)}
+            return error_response(unsupported("Unsupported compression type"), TEXT, headers=accepted)
+        trace = sampled(self._gate.server, name, request)
+        return await traced(trace, self._answer(request, name, version, trace))
+
+    async def _answer(self, request: Request, name: str, version: int, trace: RequestTrace | None) -> Response:
+        content = await self._gate.read_content(request, self._max_body_bytes)
+        received(trace)
+        try:
+            json_length = _json_length(request, len(content))
+        except TritonError as error:
+            return error_response(error, TEXT)
+        message, form = await self._gate.decode_in_process(
+            json_length, decode_content, content, json_length, name, version
+        )
+        return await self._run(request, message, form, trace)
+
+    def _refuse_decoupled(self, name: str, version: int) -> None:
+        if self._gate.server.is_decoupled(name, version):
+            raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
+
+    async def _run(
+        self, request: Request, message: InferenceRequest, form: OutputForm, trace: RequestTrace | None
+    ) -> Response:
+        if self._forward:
+            parameters = self._forward.added(message.parameters, headers_as_sent(request.scope))
+            message = replace(message, parameters=parameters)
+        message = await self._gate.with_shared_inputs(message)
+        inference = await self._gate.send(message, trace=trace)
+        inference.cancel_on_disconnect(request)
+        try:
+            response = single_response(await inference.collect(at_most=2))
+        except TritonError as error:
+            return error_response(error, TEXT)
+        finally:
+            inference.close()
+        json, raws = await self._gate.encode(form.in_json(response), encode_response, response, form)
+        return await _http_response(request, json, raws, load_headers(self._gate.server, request, message.model_name))
+
+
+def _json_length(request: Request, body_bytes: int) -> int:
+    """The length of the JSON part in bytes. As in Triton 2.51 a header that is no number reads as 0 (one raw tensor).
+
+    Raises TritonError INVALID_ARG for a length beyond the body.
+    """
+    text = header(request, _JSON_LENGTH, str(body_bytes))
+    length = int(text) if _INTEGER.fullmatch(text) else 0
+    if not 0 <= length <= body_bytes:
+        raise invalid_argument(f"inference header size should be in range (0, {body_bytes}), got: {text}")
+    return length
+
+
+async def _http_response(
+    request: Request, json: bytes, raws: list[memoryview], added_headers: dict[str, str]
+) -> Response:
+    headers = {"content-type": "application/octet-stream" if raws else JSON} | added_headers
+    if raws:
+        headers[_JSON_LENGTH.decode()] = str(len(json))
+    parts: list[bytes | memoryview] = [json, *raws]
+    encoding = response_encoding(header(request, b"accept-encoding"))
+    if encoding is not None:
+        headers["content-encoding"] = encoding
+        parts = [await compress(parts, encoding)]
+    if sum(map(len, parts)) > PIECE_BYTES:
+        return PartsResponse(parts, headers)
+    return Response(b"".join(parts), headers=headers)

@@ -1,0 +1,192 @@
+"""Which of the host's models speak the OpenAI API, and which inputs each of them takes.
+
+For: the router and generations. Does not know: what a model does with its tensors. Invariant: a model is listed exactly
+as long as the host has a READY version of it that is a language model: one where some prompt, with the other inputs
+that this frontend can send, is all that it requires. Only inputs that it declares are sent, each in its declared rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import ModelMetadata, TensorMetadata
+from llmbackend.core.tensors import Tensor
+
+from .errors import JsonObject, OpenAIError, model_not_found
+from .tensors import INPUT_IDS, MESSAGES, OPTION_INPUTS, PROMPT_INPUTS, TEXT_INPUT, TEXT_OUTPUT
+
+_ENDPOINT_OF_INPUT = {MESSAGES: "/v1/chat/completions", TEXT_INPUT: "/v1/completions"}
+"""A model needs one of these inputs; `input_ids` is another form of a completion's prompt."""
+MAX_MODEL_LEN_FAMILY = "llmbackend:max_model_len_tokens"
+"""The metric in which a model reports the length of its context, with the label `model`."""
+LORA_NAMES = "lora_names"
+"""The parameter of a model's configuration that lists its LoRA adapters, separated by commas."""
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageModel:
+    """What a model that speaks the LLM tensor interface declares."""
+
+    ranks: Mapping[str, int]
+    """Number of dimensions of each input that the model takes and this frontend can send."""
+    fingerprint: str
+    """OpenAI's `system_fingerprint`; "" when the host has none."""
+
+    @classmethod
+    def of(cls, metadata: ModelMetadata) -> LanguageModel | None:
+        """None for a model that is no language model, or that requires inputs which this frontend does not know."""
+        outputs = {tensor.name: tensor.datatype for tensor in metadata.outputs}
+        known = {tensor.name: tensor for tensor in metadata.inputs if _is_known(tensor)}
+        required = {tensor.name for tensor in metadata.inputs} - metadata.optional_inputs
+        prompts = [
+            name for name in PROMPT_INPUTS if name in known and required - {name} <= OPTION_INPUTS.keys() & known.keys()
+        ]
+        if outputs.get(TEXT_OUTPUT) != "BYTES" or not any(name in prompts for name in _ENDPOINT_OF_INPUT):
+            return None
+        usable = {name: len(tensor.shape) for name, tensor in known.items() if name in OPTION_INPUTS or name in prompts}
+        return cls(usable, f"fp_{metadata.fingerprint}" if metadata.fingerprint else "")
+
+    def takes(self, name: str) -> bool:
+        return name in self.ranks
+
+    def fitted(self, tensor: Tensor) -> Tensor:
+        """`tensor`, which has one dimension, in the rank that the model declares: batches are of one."""
+        shape = (1,) * (self.ranks[tensor.name] - 1) + tensor.shape
+        if shape == tensor.shape:
+            return tensor
+        return dataclasses.replace(tensor, shape=shape, data=tensor.data.reshape(shape))
+
+
+def _is_known(tensor: TensorMetadata) -> bool:
+    """Whether this frontend has an input of this name and datatype, and the model takes one value of it."""
+    expected = PROMPT_INPUTS.get(tensor.name) or OPTION_INPUTS.get(tensor.name)
+    sizes = tensor.shape[:-1] if tensor.name == INPUT_IDS else tensor.shape
+    return expected == tensor.datatype and len(tensor.shape) > 0 and all(size in (-1, 1) for size in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a request's `model` names."""
+
+    name: str
+    """The host's model."""
+    lora_name: str
+    """One of its LoRA adapters, or ""."""
+    model: LanguageModel
+
+
+class ModelCatalog:
+    """The models that clients may name."""
+
+    def __init__(self, server: InferenceServer, lora_separator: str = "") -> None:
+        """lora_separator: stands between a model and its adapter (Triton's --lora-separator); "": no adapter has a
+        name here."""
+        self._server = server
+        self._separator = lora_separator
+        self._created_s = int(time.time())
+        self._known: dict[str, tuple[object, LanguageModel | None]] = {}
+        self._owner = "llmbackend"
+
+    def names(self) -> list[str]:
+        ready = dict.fromkeys(row.name for row in self._server.repository_index(ready_only=True))
+        served = [name for name in ready if self._language_model(name) is not None]
+        return [*served, *(f"{name}{self._separator}{lora}" for name in served for lora in self._loras(name))]
+
+    def list(self) -> JsonObject:
+        lengths = self._context_lengths()
+        return {"object": "list", "data": [self._describe(name, lengths) for name in self.names()]}
+
+    def get(self, model: str) -> JsonObject:
+        """Raises OpenAIError as `require`."""
+        name, _ = self._split(model)
+        if self._language_model(name) is None:
+            raise self._absent(name)
+        return self._describe(model, self._context_lengths())
+
+    def require(self, model: str, prompt_input: str) -> Target:
+        """Raises OpenAIError: 404 for a model not served here, 503 while it loads or when it could not be loaded, 400
+        when it lacks `prompt_input` or the adapter."""
+        name, lora_name = self._split(model)
+        found = self._language_model(name)
+        if found is None:
+            raise self._absent(name)
+        if not found.takes(prompt_input):
+            raise _lacks(name, prompt_input)
+        return Target(name, lora_name, found)
+
+    def _split(self, model: str) -> tuple[str, str]:
+        """Model and adapter. A model whose own name holds the separator is itself."""
+        name, separator, lora_name = model.partition(self._separator) if self._separator else (model, "", "")
+        if not separator or self._language_model(model) is not None:
+            return model, ""
+        if lora_name not in self._loras(name):
+            raise OpenAIError(f"Unknown LoRA: {lora_name}; for model: {name}", param="model")
+        return name, lora_name
+
+    def _loras(self, name: str) -> Sequence[str]:
+        if not self._separator or self._language_model(name) is None:
+            return ()
+        parameters = self._server.model_parameters(name)
+        return parameters[LORA_NAMES].split(",") if LORA_NAMES in parameters else ()
+
+    def _language_model(self, name: str) -> LanguageModel | None:
+        """None when no version of it is READY or it is not a language model.
+
+        One whose engine is down for the moment is still served: its requests are answered with 503, not with 404.
+        """
+        try:
+            metadata = self._server.model_metadata(name)
+        except TritonError as error:
+            if error.code in (ErrorCode.NOT_FOUND, ErrorCode.UNAVAILABLE, ErrorCode.INVALID_ARG):
+                self._known.pop(name, None)
+                return None
+            raise
+        read_from, found = self._known.get(name, (None, None))
+        if read_from is not metadata.inputs:  # made once per load
+            found = LanguageModel.of(metadata)
+            self._known[name] = metadata.inputs, found
+        return found
+
+    def _absent(self, name: str) -> OpenAIError:
+        """Why there is no such model: it is unknown, it loads, or it could not be loaded, with the reason."""
+        rows = [row for row in self._server.repository_index() if row.name == name]
+        reasons = [row.reason for row in rows if row.state == "UNAVAILABLE" and row.reason not in ("", "unloaded")]
+        if not self._server.is_exiting and reasons:
+            return _not_now(f"the model '{name}' could not be loaded: {'; '.join(dict.fromkeys(reasons))}")
+        if self._server.is_exiting or any(row.state == "LOADING" for row in rows):
+            return _not_now(f"the model '{name}' is not ready")
+        return model_not_found(name)
+
+    def _context_lengths(self) -> dict[str, int]:
+        """Of the models that report theirs, the number of tokens that prompt and answer may have together."""
+        samples = self._server.metric_samples(MAX_MODEL_LEN_FAMILY)
+        return {sample.labels.get("model", ""): int(sample.value) for sample in samples}
+
+    def _describe(self, model: str, context_lengths: Mapping[str, int]) -> JsonObject:
+        """`root` is the model that computes: an adapter's is its parent."""
+        name, lora_name = self._split(model)
+        return {
+            "id": model,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": self._owner,
+            "root": name,
+            "parent": name if lora_name else None,
+            "max_model_len": context_lengths.get(name),
+        }
+
+
+def _not_now(message: str) -> OpenAIError:
+    return OpenAIError(message, status=503, kind="service_unavailable_error", code="unavailable", param="model")
+
+
+def _lacks(name: str, prompt_input: str) -> OpenAIError:
+    if prompt_input == INPUT_IDS:
+        return OpenAIError(f"the model '{name}' takes no token ids as prompt", param="prompt")
+    endpoint = _ENDPOINT_OF_INPUT[prompt_input]
+    return OpenAIError(f"the model '{name}' has no input '{prompt_input}', which {endpoint} needs", param="model")

@@ -1,0 +1,119 @@
+"""The endpoints under /v1 in OpenAPI's words.
+
+For: `frontends/openapi.py`. Does not know: handlers. Invariant: requests are documented by the models that read
+them (schema.py); responses, which are written by hand, have their forms here (`make fuzz` compares them).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+from pydantic_core import core_schema
+
+from ..http.openapi_parts import array, body, closed, operation, optional, ref, refusals
+from .errors import JsonObject
+from .schema import ChatCompletionRequest, CompletionRequest
+
+_STRING: Final = {"type": "string"}
+_COUNT: Final = {"type": "integer", "minimum": 0}
+_NULL: Final = {"type": "null"}
+_USAGE: Final = closed(
+    {
+        "prompt_tokens": _COUNT,
+        "completion_tokens": _COUNT,
+        "total_tokens": _COUNT,
+        "prompt_tokens_details": closed({"cached_tokens": _COUNT}),
+    },
+    required=["prompt_tokens", "completion_tokens", "total_tokens"],
+)
+
+
+class _PlainJsonSchema(GenerateJsonSchema):
+    """Without titles, which repeat names, and defaults, which are all null."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonObject:
+        return self.generate_inner(schema["schema"])
+
+
+def schemas() -> JsonObject:
+    """All components of the document, by name."""
+    requests: Any = [(model, "validation") for model in (ChatCompletionRequest, CompletionRequest)]
+    _, documented = models_json_schema(requests, ref_template=ref("{model}")["$ref"], schema_generator=_PlainJsonSchema)
+    models: JsonObject = documented["$defs"]
+    for schema in models.values():
+        schema.pop("title", None)
+    return _RESPONSES | models
+
+
+def _completion(kind: str, choice: JsonObject) -> JsonObject:
+    shared = {
+        "index": _COUNT,
+        "logprobs": {"type": ["object", "null"]},
+        "finish_reason": {"enum": ["stop", "length"]},
+    }
+    return closed(
+        {
+            "id": _STRING,
+            "object": {"const": kind},
+            "created": _COUNT,
+            "model": _STRING,
+            "system_fingerprint": optional(_STRING),
+            "choices": array(closed(shared | choice)),
+            "usage": {"anyOf": [_USAGE, {"type": "null", "description": "The model counts no tokens."}]},
+        }
+    )
+
+
+_RESPONSES: Final[JsonObject] = {
+    "OpenAIError": closed(
+        {"error": closed({"message": _STRING, "type": _STRING, "param": optional(_STRING), "code": optional(_STRING)})}
+    ),
+    "Model": closed(
+        {
+            "id": _STRING,
+            "object": {"const": "model"},
+            "created": _COUNT,
+            "owned_by": _STRING,
+            "root": _STRING,
+            "parent": optional(_STRING),
+            "max_model_len": optional(_COUNT),
+        }
+    ),
+    "ModelList": closed({"object": {"const": "list"}, "data": array(ref("Model"))}),
+    "ChatCompletion": _completion(
+        "chat.completion",
+        {"message": closed({"role": {"const": "assistant"}, "content": _STRING, "refusal": _NULL})},
+    ),
+    "Completion": _completion("text_completion", {"text": _STRING}),
+}
+
+
+def _answer(schema: str) -> JsonObject:
+    return {
+        "200": {
+            "description": "The whole answer, or with `stream` one event per chunk and then `data: [DONE]`.",
+            "content": {"application/json": {"schema": ref(schema)}, "text/event-stream": {}},
+        }
+    }
+
+
+def _models(schema: str) -> JsonObject:
+    return {"200": {"description": "The models.", "content": {"application/json": {"schema": ref(schema)}}}}
+
+
+_REFUSED: Final = refusals("OpenAIError", 400, 404, 413, 415, 429, 503)
+
+OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
+    ("GET", "/v1/models"): operation("The models served here", _models("ModelList")),
+    ("GET", "/v1/models/{model}"): operation("One model", _models("Model") | refusals("OpenAIError", 400, 404, 503)),
+    ("POST", "/v1/chat/completions"): operation(
+        "Answer a conversation", _answer("ChatCompletion") | _REFUSED, body=body("ChatCompletionRequest")
+    ),
+    ("POST", "/v1/completions"): operation(
+        "Continue a text", _answer("Completion") | _REFUSED, body=body("CompletionRequest")
+    ),
+}

@@ -1,0 +1,229 @@
+"""The request bodies of the OpenAI API: one set of models for validation, for errors and for /openapi.json.
+
+For: requests.py, which reads bodies, and openapi.py, which documents them. Does not know: HTTP, tensors, the host.
+Invariant: a field reaches the model, or is known to change nothing, or is refused by name; null is the same as a field
+left out; true is not 1, and 1.0 is no integer. Tools and structured output become fields here that are acted on, the
+Responses API a further model.
+Source: OpenAI's API reference for names and ranges, vLLM's SamplingParams for the extras.
+"""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from .errors import JsonObject, OpenAIError, refuse
+from .messages import Message
+from .validation import (
+    AnyObject,
+    ClosedObject,
+    Expected,
+    Flag,
+    IsTokenIds,
+    Items,
+    NonEmpty,
+    Only,
+    Range,
+    TokenIds,
+)
+
+MAX_PROMPTS = 64
+
+
+class StreamOptions(ClosedObject):
+    include_usage: Flag | None = Field(None, description="One last chunk has the usage.")
+    continuous_usage_stats: Flag | None = Field(
+        None, description="With include_usage: every chunk has the usage so far (a vLLM extra)."
+    )
+    include_obfuscation: Annotated[Any, Only(False)] = None
+
+
+def _check_token_bias(value: object) -> object:
+    """In Python, since a call in C for hundreds of thousands of items keeps the interpreter's lock too long."""
+    if not isinstance(value, dict):
+        raise refuse("logit_bias", "an object", value)
+    for token, bias in value.items():
+        if not (token.isascii() and token.isdigit()):
+            raise refuse("logit_bias", "token ids as keys", token)
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise refuse(f"logit_bias.{token}", "a number from -100 to 100", bias)
+    return value
+
+
+_TokenBias = Annotated[
+    dict[str, float],
+    PlainValidator(_check_token_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "description": "Token id, below the model's vocabulary size, to bias.",
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
+    ),
+]
+
+
+class Sampling(ClosedObject):
+    """How tokens are chosen: fields that reach the model under the same name, unless they were left out."""
+
+    temperature: Annotated[float, Range(0, 2)] | None = None
+    top_p: Annotated[float, Range(0, 1, is_above=True)] | None = None
+    top_k: Annotated[int, Range(-1)] | None = Field(None, description="0 or -1: off.")
+    min_p: Annotated[float, Range(0, 1)] | None = None
+    presence_penalty: Annotated[float, Range(-2, 2)] | None = None
+    frequency_penalty: Annotated[float, Range(-2, 2)] | None = None
+    repetition_penalty: Annotated[float, Range(0, 100, is_above=True)] | None = None
+    logit_bias: _TokenBias | None = None
+    seed: Annotated[int, Range(-(2**63), 2**63 - 1)] | None = None
+    stop: (
+        Annotated[NonEmpty | Annotated[list[NonEmpty], Items()], Expected("a non-empty string or a list of them")]
+        | None
+    ) = None
+    stop_token_ids: TokenIds | None = None
+    min_tokens: Annotated[int, Range(0)] | None = Field(None, description="At most max_tokens.")
+    ignore_eos: Flag | None = None
+    include_stop_str_in_output: Flag | None = None
+    skip_special_tokens: Flag | None = None
+    cache_salt: NonEmpty | None = Field(None, description="Only requests with the same one share cached prefixes.")
+
+    def chosen_sampling(self) -> JsonObject:
+        """What the client sent; what it left out is not here, so that the model's defaults hold."""
+        fields = self.__dict__
+        chosen = {name: fields[name] for name in Sampling.__pydantic_fields__ if fields[name] is not None}
+        if isinstance(self.stop, str):
+            chosen["stop"] = [self.stop]
+        if self.top_k == -1:  # vLLM's older spelling of "off"
+            chosen["top_k"] = 0
+        return chosen
+
+
+class _Request(Sampling):
+    """The fields that the two endpoints share."""
+
+    model: str
+    stream: Flag | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Range(1)] | None = Field(
+        None, description="At most what the model's context has room for behind the prompt."
+    )
+    # About the caller: they ask nothing of the model.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    metadata: AnyObject | None = None
+    parallel_tool_calls: Flag | None = None
+    # Not acted on.
+    n: Annotated[Any, Only(1)] = None
+    best_of: Annotated[Any, Only(1)] = None
+    store: Annotated[Any, Only(False)] = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
+    use_beam_search: Annotated[Any, Only(False)] = None
+    length_penalty: Annotated[Any, Only(1, 1.0)] = None
+    spaces_between_special_tokens: Annotated[Any, Only(True)] = None
+    response_format: Annotated[Any, Only({"type": "text"})] = None
+    structured_outputs: Annotated[Any, Only()] = None
+    guided_json: Annotated[Any, Only()] = None
+    guided_regex: Annotated[Any, Only()] = None
+    guided_choice: Annotated[Any, Only()] = None
+    guided_grammar: Annotated[Any, Only()] = None
+    truncate_prompt_tokens: Annotated[Any, Only()] = None
+    prompt_logprobs: Annotated[Any, Only()] = None
+    allowed_token_ids: Annotated[Any, Only()] = None
+    bad_words: Annotated[Any, Only([])] = None
+    priority: Annotated[Any, Only(0)] = None
+    return_token_ids: Annotated[Any, Only(False)] = None
+    return_tokens_as_token_ids: Annotated[Any, Only(False)] = None
+
+
+def _needs(field: str, *alternatives: JsonObject) -> JsonObject:
+    """JSON Schema: where `field` is sent, and not null, one of `alternatives` holds."""
+    return {field: {"anyOf": [{"properties": {field: {"enum": [False, None]}}}, *alternatives]}}
+
+
+def _is_true(field: str) -> JsonObject:
+    return {"properties": {field: {"const": True}}, "required": [field]}
+
+
+_STREAM_OPTIONS_NEED_STREAM = _needs("stream_options", _is_true("stream"))
+_TEXTS: JsonObject = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+
+
+class ChatCompletionRequest(_Request):
+    model_config = ConfigDict(
+        defer_build=False,
+        json_schema_extra={
+            "dependentSchemas": _STREAM_OPTIONS_NEED_STREAM | _needs("top_logprobs", _is_true("logprobs"))
+        },
+    )
+    default_max_tokens: ClassVar[int | None] = None
+    """As many as the context has room for."""
+    messages: Annotated[list[Message], Items(1)]
+    max_completion_tokens: Annotated[int, Range(1)] | None = Field(None, description="As max_tokens.")
+    logprobs: Flag | None = None
+    top_logprobs: Annotated[int, Range(0, 20)] | None = None
+    add_generation_prompt: Flag | None = None
+    chat_template_kwargs: AnyObject | None = Field(
+        None, json_schema_extra={"propertyNames": {"not": {"enum": ["messages", "self"]}}}
+    )
+    # Not acted on.
+    tools: Annotated[Any, Only([])] = None
+    tool_choice: Annotated[Any, Only("none")] = None
+    functions: Annotated[Any, Only([])] = None
+    function_call: Annotated[Any, Only("none")] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    audio: Annotated[Any, Only()] = None
+    prediction: Annotated[Any, Only()] = None
+    reasoning_effort: Annotated[Any, Only()] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    web_search_options: Annotated[Any, Only()] = None
+    moderation: Annotated[Any, Only()] = None
+    continue_final_message: Annotated[Any, Only(False)] = None
+    echo: Annotated[Any, Only(False)] = None
+    chat_template: Annotated[Any, Only()] = None
+    documents: Annotated[Any, Only()] = None
+
+
+def _check_count(prompt: object) -> object:
+    if isinstance(prompt, list) and len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
+        message = f"'prompt' holds {len(prompt)} prompts, expected at most {MAX_PROMPTS} in one request"
+        raise OpenAIError(message, param="prompt", code="invalid_value")
+    return prompt
+
+
+_NonEmptyIds = Annotated[list[int], IsTokenIds(1)]
+_Prompt = Annotated[
+    Annotated[
+        NonEmpty
+        | Annotated[list[NonEmpty], Items(1, MAX_PROMPTS)]
+        | _NonEmptyIds
+        | Annotated[list[_NonEmptyIds], Items(1, MAX_PROMPTS)],
+        Expected("a non-empty string, a list of strings, a list of token ids, or a list of such lists"),
+    ],
+    BeforeValidator(_check_count),
+    Field(description="Text, token ids, or a list of either; one choice for each."),
+]
+
+
+class CompletionRequest(_Request):
+    model_config = ConfigDict(
+        defer_build=False,
+        json_schema_extra={
+            "dependentSchemas": _STREAM_OPTIONS_NEED_STREAM
+            | _needs("echo", {"properties": {"logprobs": {"type": "null"}, "prompt": _TEXTS}})
+        },
+    )
+    default_max_tokens: ClassVar[int | None] = 16
+    prompt: _Prompt
+    logprobs: Annotated[int, Range(0, 5)] | None = None
+    echo: Flag | None = None
+    # Not acted on.
+    suffix: Annotated[Any, Only("")] = None
+    prompt_embeds: Annotated[Any, Only()] = None
+    add_special_tokens: Annotated[Any, Only(True)] = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        return [prompt] if isinstance(prompt[0], int) else prompt

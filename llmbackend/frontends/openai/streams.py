@@ -1,0 +1,181 @@
+"""Responses as streams of server-sent events: their chunks, and the HTTP response that sends them.
+
+For: the router. Does not know: the host. Invariant: id, created and model are the same bytes in every chunk; each
+choice gets its text, then exactly one finish chunk; the usage comes last. The hot path is bytes: what is the same in
+every chunk is encoded once, and a token costs one orjson call for its text.
+
+A stream is Starlette's StreamingResponse, not sse-starlette's EventSourceResponse: that one costs twice the CPU per
+event, ends every open stream as soon as the server is told to exit (this server drains them), and once used wakes the
+loop twice a second for ever, which an idle server must not do. The Responses API gets a writer of its own next to
+ChunkWriter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from .errors import JsonObject, OpenAIError
+from .generation import Arrival, Generation
+from .requests import GenerationRequest
+from .responses import DEFAULT_FINISH_REASON, CompletionLogprobs, Identity, Usage, chat_logprobs
+from .schema import StreamOptions
+from .tensors import Delta, TokenEntries
+
+T = TypeVar("T")
+QUIET_S = 15.0
+"""Seconds without an event after which a stream sends a ping, so that proxies keep the connection; also how long the
+status line waits for the first response, which may be an error."""
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Where the text stands in a choice: chat puts it in `delta`, completions in `text`."""
+
+    kind: str
+    text_open: bytes
+    text_close: bytes
+    without_text: bytes
+
+
+_CHAT = _Shape("chat.completion.chunk", b'"delta":{"content":', b"}", b'"delta":{}')
+_COMPLETION = _Shape("text_completion", b'"text":', b"", b'"text":""')
+_ROLE = b'"delta":{"role":"assistant","content":""}'
+
+
+class ChunkWriter:
+    """The chunks of one stream, in order: `begin`, `delta` for each delta, `end`."""
+
+    def __init__(self, request: GenerationRequest, identity: Identity, options: StreamOptions) -> None:
+        self._shape = _CHAT if request.is_chat else _COMPLETION
+        self._head = b"data: " + orjson.dumps(identity.fields(self._shape.kind))[:-1] + b',"choices":['
+        self._has_usage = bool(options.include_usage)
+        self._has_continuous_usage = self._has_usage and bool(options.continuous_usage_stats)
+        self._tail = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
+        self._usage = Usage()
+        self._echo = request.echo
+        self._finished = [False] * len(request.prompts)
+        self._logprobs = [_logprobs_renderer(request) for _ in request.prompts]
+
+    def begin(self) -> bytes:
+        """One chunk per choice with the role (chat), or with the prompt (completions with `echo`)."""
+        if self._shape is _CHAT:
+            return b"".join(self._chunk(index, _ROLE) for index in range(len(self._finished)))
+        return b"".join(self._chunk(index, self._text(text)) for index, text in enumerate(self._echo) if text)
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """The chunk of new text, the finish chunk, both, or nothing (where a stop string may have begun)."""
+        self._usage.add(index, delta)
+        chunk = b""
+        if delta.text or delta.logprobs:
+            render = self._logprobs[index]
+            logprobs = b"null" if render is None else orjson.dumps(render(delta.logprobs))
+            chunk = self._chunk(index, self._text(delta.text), logprobs)
+        if (delta.finish_reason or delta.is_final) and not self._finished[index]:
+            self._finished[index] = True
+            reason = orjson.dumps(delta.finish_reason or DEFAULT_FINISH_REASON)
+            chunk += self._chunk(index, self._shape.without_text, finish_reason=reason)
+        return chunk
+
+    def end(self) -> bytes:
+        if not self._has_usage:
+            return DONE
+        return self._head + b'],"usage":' + orjson.dumps(self._usage.total()) + b"}\n\n" + DONE
+
+    def _text(self, text: str) -> bytes:
+        return self._shape.text_open + orjson.dumps(text) + self._shape.text_close
+
+    def _chunk(self, index: int, text: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null") -> bytes:
+        tail = self._tail
+        if self._has_continuous_usage:
+            tail = b'],"usage":' + orjson.dumps(self._usage.as_json()) + b"}\n\n"
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._head, index, text, logprobs, finish_reason, tail,
+        )  # fmt: skip
+
+
+def _logprobs_renderer(request: GenerationRequest) -> Callable[[list[TokenEntries]], JsonObject] | None:
+    top = request.top_logprobs
+    if top is None:
+        return None
+    if not request.is_chat:
+        return CompletionLogprobs(top).render
+    return lambda positions: chat_logprobs(positions, top)
+
+
+async def first_arrival(receive: Receive, generation: Generation) -> Arrival | None:
+    """The first response of a stream, None after QUIET_S without one. Awaited before the status line is sent, since it
+    may be an error, which is raised. Raises ClientDisconnect when the client goes away."""
+    await unless_disconnected(receive, generation.wait(QUIET_S))
+    return generation.pop()
+
+
+async def events(generation: Generation, arrival: Arrival | None, writer: ChunkWriter) -> AsyncGenerator[bytes, None]:
+    """The stream's events; all that are ready go into one write. An error is the last event, without [DONE] after
+    it."""
+    parts = [writer.begin()]
+    try:
+        while True:
+            while arrival is not None:
+                parts.append(writer.delta(*arrival))
+                arrival = generation.pop()
+            if generation.is_over:
+                break
+            if any(parts):
+                yield b"".join(parts)
+            parts = [] if await generation.wait(QUIET_S) else [PING]
+            arrival = generation.pop()
+        parts.append(writer.end())
+    except Exception as error:
+        parts.append(OpenAIError.of(error).event())
+    yield b"".join(parts)
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; cancels it and raises ClientDisconnect when the client goes away first."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Sends ready-made server-sent events. `on_close` is called once when the stream is over, however it ends."""
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None], more_headers: Mapping[str, str]
+    ) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **more_headers}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._events = events
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_disconnected(receive, self.stream_response(send))
+        except (ClientDisconnect, OSError):
+            return
+        finally:
+            self._on_close()
+            await self._events.aclose()

@@ -1,0 +1,1 @@
+"""What operators use, over any protocol: metrics, probes, log and trace settings."""

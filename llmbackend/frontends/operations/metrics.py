@@ -1,0 +1,125 @@
+"""Metrics as operators read them: Prometheus' text format, the metrics port, and a model's load in a header (ORCA).
+
+For: the frontend server, /infer, generate and the OpenAI API. Does not know: what is counted. Invariants: rendering
+never blocks the event loop (collectors may ask backends); a request that does not ask for its model's load costs one
+look at its headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Final
+
+import orjson
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from llmbackend.core.inference_server import InferenceServer
+
+from ..http.errors import error_body
+from ..http.request_scope import header
+from ..http.responses import TEXT, plain
+
+_TYPES: Final = frozenset({"counter", "gauge", "histogram", "summary"})
+PROMETHEUS_TEXT: Final = "text/plain; charset=utf-8"
+FORMAT_HEADER: Final = b"endpoint-load-metrics-format"
+LOAD_HEADER: Final = "endpoint-load-metrics"
+KV_CACHE_FAMILY: Final = "nv_trt_llm_kv_cache_block_metrics"
+_BLOCK_TYPE: Final = "kv_cache_block_type"
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """The metrics page, in Prometheus' format 0.0.4, with whole numbers without a fraction as Triton prints them.
+
+    The name on HELP and TYPE is that of the family's samples, so that a scraper knows their type: prometheus_client's
+    own renderer appends `_total` there to every counter, also to those that Triton prints without it, like
+    nv_inference_request_success."""
+    lines: list[str] = []
+    for metric in registry.collect():
+        name = _family_name(metric)
+        kind = metric.type if metric.type in _TYPES else "untyped"
+        lines.append(f"# HELP {name} {_escape(metric.documentation)}")
+        lines.append(f"# TYPE {name} {kind}")
+        for sample in metric.samples:
+            if not sample.name.endswith("_created"):
+                lines.append(f"{sample.name}{_labels(sample.labels)} {_number(float(sample.value))}")
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _family_name(metric: Metric) -> str:
+    """The name of the samples: prometheus_client's own Counter objects are named `x` and their samples `x_total`."""
+    total = f"{metric.name}_total"
+    is_client_counter = metric.type == "counter" and any(sample.name == total for sample in metric.samples)
+    return total if is_client_counter else metric.name
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    """Sorted by name, with a bucket's bound or a quantile last."""
+    if not labels:
+        return ""
+    names = sorted(labels, key=lambda name: (name in ("le", "quantile"), name))
+    pairs = ",".join(f'{name}="{_escape(labels[name], quote=True)}"' for name in names)
+    return f"{{{pairs}}}"
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
+
+
+def _escape(text: str, quote: bool = False) -> str:
+    escaped = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return escaped.replace('"', '\\"') if quote else escaped
+
+
+def create_metrics_app(registry: CollectorRegistry) -> ASGIApp:
+    """The application of the metrics port. As in Triton, any other path gets an empty 200."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "GET":
+            response = plain(error_body("Method Not Allowed"), 405, TEXT)
+        elif scope["path"] in ("/metrics", "/metrics/"):
+            response = plain(await asyncio.to_thread(render, registry), content_type=PROMETHEUS_TEXT)
+        else:
+            response = plain(content_type=PROMETHEUS_TEXT)
+        await response(scope, receive, send)
+
+    return app
+
+
+def load_headers(server: InferenceServer, request: Request, model: str) -> dict[str, str]:
+    """The load header, when `request` asks for it and the model reports its load; else nothing.
+
+    Source: Triton's orca_http.cc: request header `endpoint-load-metrics-format: text|json`. By design different: the
+    load is that of the request's own model, where Triton takes the model that it happens to read last."""
+    style = header(request, FORMAT_HEADER)
+    text = _load(server, model, style.lower()) if style else ""
+    return {LOAD_HEADER: text} if text else {}
+
+
+def _load(server: InferenceServer, model: str, style: str) -> str:
+    if style not in ("text", "json"):
+        return ""
+    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for sample in server.metric_samples(KV_CACHE_FAMILY):
+        if sample.labels.get("model", model) == model and _BLOCK_TYPE in sample.labels:
+            found[sample.labels.get("version", "")][sample.labels[_BLOCK_TYPE]] = sample.value
+    versions = [blocks for blocks in found.values() if {"tokens_per", "used", "max"} <= blocks.keys()]
+    if not versions:
+        return ""
+    most = sum(blocks["max"] for blocks in versions)
+    utilization = sum(blocks["used"] for blocks in versions) / most if most else 0.0
+    capacity = int(sum(blocks["max"] * blocks["tokens_per"] for blocks in versions))
+    if style == "json":
+        named = {"kv_cache_utilization": utilization, "max_token_capacity": capacity}
+        return f"JSON {orjson.dumps({'named_metrics': named}).decode()}"
+    prefix = "named_metrics."
+    return f"TEXT {prefix}kv_cache_utilization={utilization:f}, {prefix}max_token_capacity={capacity}"

@@ -1,0 +1,140 @@
+"""Probes: readiness asked of backends without blocking, and the paths of vLLM's server that probes and dashboards use.
+
+For: the HTTP application, KServe's health endpoints and gRPC's health service. Does not know: why a model is not ready,
+what is counted. Invariant: an answer is never older than the request for it, so a client that has loaded a model finds
+it loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
+
+import orjson
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from llmbackend import __version__
+from llmbackend.core.errors import unavailable
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import ModelIndex
+
+from ..http.errors import error_response
+from ..http.openapi_parts import Json, closed, json_response, operation, plain_response, refusals
+from ..http.responses import JSON, TEXT, plain
+from ..inference_gate import InferenceGate
+from .metrics import PROMETHEUS_TEXT, render
+
+T = TypeVar("T")
+_HEALTH: Final = {"200": plain_response("It does.", TEXT)} | refusals("Error", 503)
+SCHEMAS: Json = {
+    "Version": closed({"version": {"type": "string"}}),
+    "Load": closed({"server_load": {"type": "integer", "minimum": 0}}),
+}
+OPERATIONS: dict[tuple[str, str], Json] = {
+    ("GET", "/health"): operation("Does the server take work?", _HEALTH),
+    ("GET", "/health/ready"): operation("Does the server take work?", _HEALTH),
+    ("GET", "/ping"): operation("Does the server take work?", _HEALTH),
+    ("POST", "/ping"): operation("Does the server take work?", _HEALTH),
+    ("GET", "/version"): operation("The server's release", {"200": json_response("Version")}),
+    ("GET", "/load"): operation("How many inferences run", {"200": json_response("Load")}),
+    ("GET", "/metrics"): operation("Metrics", {"200": plain_response("Prometheus' text format.", PROMETHEUS_TEXT)}),
+}
+
+
+class ReadinessProbes:
+    """Questions that may wait for a backend: readiness, and the index, which shows it. One object per event loop.
+
+    Each question is asked on one thread at a time, so many probes of a slow model cost one thread, and nothing else
+    waits for a model that hangs."""
+
+    def __init__(self, server: InferenceServer) -> None:
+        self._server = server
+        self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
+        self._next: dict[Hashable, asyncio.Future[Any]] = {}
+        """For questions that came while the same one was being asked: it is asked once more for all of them."""
+
+    async def server_is_ready(self) -> bool:
+        return await self._answer("server", self._server.is_ready)
+
+    async def model_is_ready(self, name: str, version: int) -> bool:
+        return await self._answer((name, version), lambda: self._server.model_is_ready(name, version))
+
+    async def repository_index(self, ready_only: bool) -> list[ModelIndex]:
+        return await self._answer(("index", ready_only), lambda: self._server.repository_index(ready_only))
+
+    async def _answer(self, question: Hashable, ask: Callable[[], T]) -> T:
+        before = self._under_way.get(question)
+        if before is None:
+            return await asyncio.shield(self._start(question, ask))
+        following = self._next.get(question)
+        if following is None:
+            following = self._next[question] = asyncio.ensure_future(self._after(before, question, ask))
+        answer: T = await asyncio.shield(following)
+        return answer
+
+    async def _after(self, before: asyncio.Future[Any], question: Hashable, ask: Callable[[], T]) -> T:
+        await asyncio.wait([before])
+        del self._next[question]
+        answer: T = await asyncio.shield(self._under_way.get(question) or self._start(question, ask))
+        return answer
+
+    def _start(self, question: Hashable, ask: Callable[[], T]) -> asyncio.Future[T]:
+        answer = self._under_way[question] = asyncio.wrap_future(_on_a_thread(ask))
+        answer.add_done_callback(lambda _: self._under_way.pop(question))
+        return answer
+
+
+def _on_a_thread(ask: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(ask())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="readiness-probe", daemon=True).start()
+    return future
+
+
+class ProbeEndpoints:
+    """The paths of vLLM's server for probes. /health, /health/ready and /ping say what /v2/health/ready says, in vLLM's
+    statuses. `has_metrics`: whether the metrics page is served here, too.
+
+    Source: vLLM's api_server (/health, /ping, /version, /load, /metrics), /health/ready of Triton's OpenAI frontend."""
+
+    def __init__(self, gate: InferenceGate, has_metrics: bool) -> None:
+        self._gate = gate
+        self._probes = ReadinessProbes(gate.server)
+        self._has_metrics = has_metrics
+
+    def add_to(self, router: APIRouter) -> None:
+        router.add_api_route("/health", self.health, methods=["GET"])
+        router.add_api_route("/health/ready", self.health, methods=["GET"])
+        router.add_api_route("/ping", self.health, methods=["GET", "POST"])  # SageMaker's probe
+        router.add_api_route("/version", self.version, methods=["GET"])
+        router.add_api_route("/load", self.load, methods=["GET"])
+        if self._has_metrics:
+            router.add_api_route("/metrics", self.metrics, methods=["GET"])
+
+    async def health(self, request: Request) -> Response:
+        """An empty 200 while the server takes work, else 503."""
+        server = self._gate.server
+        if server.is_exiting or not await self._probes.server_is_ready():
+            return error_response(unavailable("Server exiting" if server.is_exiting else "not ready"), TEXT)
+        return plain()
+
+    async def version(self, request: Request) -> Response:
+        return plain(orjson.dumps({"version": __version__}), content_type=JSON)
+
+    async def load(self, request: Request) -> Response:
+        """How many inferences are running, over all protocols."""
+        return plain(orjson.dumps({"server_load": self._gate.open_inferences}), content_type=JSON)
+
+    async def metrics(self, request: Request) -> Response:
+        page = await asyncio.to_thread(render, self._gate.server.metrics_registry)
+        return plain(page, content_type=PROMETHEUS_TEXT)

@@ -1,0 +1,1 @@
+"""A server process: start, announce, drain, end."""

@@ -1,0 +1,202 @@
+"""The life of a server process: start, announce, drain, stop.
+
+For: `llmbackend serve`. Does not know: protocols or models. Invariant: SIGTERM and SIGINT lead to one drain that
+refuses new work, lets running requests finish within the exit timeout, stops every engine and exits 0 (1 when requests
+were cut off or something did not end), also while models still load; a second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import sys
+import time
+from collections.abc import Mapping
+
+import uvloop
+
+from llmbackend.core.errors import StartupError, TritonError
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.settings import exposure
+from llmbackend.frontends.http_app import create_http_app
+from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.openai import create_openai_router
+
+from ..core.server_log import ServerLog
+from .frontend_server import FrontendServer, raise_limit
+from .process_end import exit_now, in_thread, kill_children, reload_on_hangup, stop_on_signal
+from .settings import ServerSettings
+from .start_failure import as_flags, failure_summary, print_error
+from .terminal import announce, load_bars
+
+log = logging.getLogger(__name__)
+
+LOAD_GRACE_S = 2.0
+"""Time for a running load to end by itself when the server is stopped; then its engine is killed."""
+GC_THRESHOLD_OBJECTS = 10_000
+"""How many new objects start a collection of the youngest generation. Objects of requests are freed without it;
+Python's default of 700 costs a thirtieth of a small request's time."""
+CLOSE_GRACE_S = 1.0
+"""Time for clients to read their last bytes after every request has ended."""
+
+
+def run_server(settings: ServerSettings) -> int:
+    """Serves until a signal; returns the process's exit code."""
+    server_log = ServerLog(settings.log)
+    try:
+        server_log.install()
+    except OSError as error:
+        print_error(
+            f"--log-file '{settings.log.file}' can not be written: {error.strerror}. Name another file, or none."
+        )
+        return 1
+    raise_limit(settings.limits.connections)
+    gc.set_threshold(GC_THRESHOLD_OBJECTS)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings, server_log))
+
+
+async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
+    began_s = time.monotonic()
+    stop = stop_on_signal()
+    try:
+        access = AccessControl(settings.access)
+    except ValueError as error:
+        print_error(str(error))
+        return 1
+    reload_on_hangup(stop, access.reload)
+    server = access.host(settings.options)
+    frontends = _frontends(server, settings, access, server_log)
+    try:
+        frontends.bind()
+    except OSError as error:
+        print_error(f"cannot listen: {error}. Stop what has the port, or choose another one.")
+        return 1
+    loading = in_thread(server.start)
+    with load_bars():
+        is_over = await _ends_before(loading, stop)
+    if not is_over:
+        return await _stop_while_loading(server, loading, settings.exit_timeout_s)
+    try:
+        await loading
+    except TritonError as error:
+        print(f"error: creating server: {error.code.value} - {error.message}", file=sys.stderr)  # as Triton's main
+        if isinstance(error, StartupError):
+            print_error(f"\n{failure_summary(reasons_with_flags(error.reasons, settings.flag_model))}")
+        return 1
+    try:
+        await frontends.start()
+    except (OSError, RuntimeError) as error:
+        log.error("cannot listen: %s", error)
+        await in_thread(server.stop, settings.exit_timeout_s)
+        return 1
+    _log_endpoints(frontends, settings)
+    announce(server, _urls(frontends, settings), time.monotonic() - began_s)
+    if warning := exposure(
+        settings.access, http_address=settings.http.address_or_none, grpc_address=settings.grpc.address_or_none
+    ):
+        log.warning("%s", warning)
+    await stop.wait()
+    return await _drain(server, frontends, settings.exit_timeout_s)
+
+
+def reasons_with_flags(reasons: Mapping[str, str], flag_model: str) -> dict[str, str]:
+    """The reasons, where that of the model of `--model` names flags instead of engine arguments."""
+    return {name: as_flags(reason) if name == flag_model else reason for name, reason in reasons.items()}
+
+
+def _frontends(
+    server: InferenceServer, settings: ServerSettings, access: AccessControl, server_log: ServerLog
+) -> FrontendServer:
+    limit_bytes = settings.http_max_input_size_bytes
+    gate = InferenceGate(server, settings.limits.inference)
+    routers = (
+        create_openai_router(
+            server, settings.openai_max_input_size_bytes, gate, settings.protocols.openai_lora_separator
+        ),
+    )
+    return FrontendServer(
+        server,
+        http_address=settings.http.address,
+        http_port=settings.http.port_or_none,
+        grpc_address=settings.grpc.address,
+        grpc_port=settings.grpc.port_or_none,
+        metrics_address=settings.metrics.address,
+        metrics_port=settings.metrics.port_or_none,
+        http_reuse_port=settings.http.reuse_port,
+        http_app=create_http_app(
+            server,
+            max_input_size_bytes=limit_bytes,
+            routers=routers,
+            gate=gate,
+            options=settings.protocols,
+            log=server_log,
+        ),
+        access=access,
+        gate=gate,
+        limits=settings.limits,
+        protocols=settings.protocols,
+        log=server_log,
+    )
+
+
+async def _ends_before(loading: asyncio.Future[None], stop: asyncio.Event) -> bool:
+    """Waits for the end of loading or for a signal. True: loading ended first."""
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    return loading.done()
+
+
+async def _stop_while_loading(server: InferenceServer, loading: asyncio.Future[None], timeout_s: float) -> int:
+    """Nothing is served yet: the engine of a load that does not end soon is killed, which ends the load."""
+    log.info("stopping while models are loading")
+    stopping = in_thread(server.stop, timeout_s)
+    await asyncio.wait((stopping, loading), timeout=LOAD_GRACE_S, return_when=asyncio.ALL_COMPLETED)
+    if not stopping.done():
+        log.warning("killing the engines that are still loading")
+        kill_children()
+    if not await stopping:
+        exit_now(1)
+    with contextlib.suppress(TritonError):  # it says that the server is stopping
+        await loading
+    log.info("server stopped")
+    return 0
+
+
+async def _drain(server: InferenceServer, frontends: FrontendServer, timeout_s: float) -> int:
+    """Refuses new work, waits for running requests, unloads, closes the ports."""
+    log.info("shutting down: waiting up to %g s for running requests", timeout_s)
+    is_clean = await in_thread(server.stop, timeout_s)
+    await frontends.stop(grace_s=CLOSE_GRACE_S)
+    if not is_clean:
+        log.error("server stopped before all of its work was done")
+        exit_now(1)
+    log.info("server stopped")
+    return 0
+
+
+def _log_endpoints(frontends: FrontendServer, settings: ServerSettings) -> None:
+    """Triton's lines, which tools wait for."""
+    started = (
+        ("GRPCInferenceService", settings.grpc.address, frontends.grpc_port),
+        ("HTTPService", settings.http.address, frontends.http_port),
+        ("Metrics Service", settings.metrics.address, frontends.metrics_port),
+    )
+    for name, address, port in started:
+        if port is not None:
+            log.info("Started %s at %s:%d", name, address, port)
+
+
+def _urls(frontends: FrontendServer, settings: ServerSettings) -> dict[str, str]:
+    """Where each open endpoint listens, by protocol."""
+    scheme = "http" if settings.access.http_tls is None else "https"
+    found = {
+        "http": (scheme + "://{}:{}", settings.http.address, frontends.http_port),
+        "grpc": ("{}:{}", settings.grpc.address, frontends.grpc_port),
+        "metrics": ("http://{}:{}/metrics", settings.metrics.address, frontends.metrics_port),
+    }
+    return {name: form.format(address, port) for name, (form, address, port) in found.items() if port is not None}

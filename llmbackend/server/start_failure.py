@@ -1,0 +1,99 @@
+"""What a server that did not start says at the end: one line per model with what is wrong and what to do about it.
+
+For: `llmbackend serve`. Does not know: how models are loaded. Invariant: the reason that the model gave is in the line;
+advice is added where the reason alone does not say what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import typer
+
+from llmbackend.core.backend_manager import installed_backends
+
+MAX_MODELS_SHOWN = 5
+_MAX_REASON_CHARACTERS = 600
+_ENGINE_ARGUMENT = re.compile(r"(?:command line: )?(?:engine argument|parameter) '(\w+)'")
+
+
+def failure_summary(reasons: Mapping[str, str]) -> str:
+    """reasons: why each model was not loaded, by its name; not empty."""
+    lines = [_line(name, reason) for name, reason in list(reasons.items())[:MAX_MODELS_SHOWN]]
+    if (left := len(reasons) - len(lines)) > 0:
+        lines.append(f"and {left} more models; the log above names them.")
+    return "\n".join(lines)
+
+
+def flag_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def as_flags(text: str) -> str:
+    """An error about engine arguments, naming their flags."""
+    return _ENGINE_ARGUMENT.sub(lambda found: flag_of(found[1]), text)
+
+
+def _line(name: str, reason: str) -> str:
+    text = " ".join(reason.split())
+    if len(text) > _MAX_REASON_CHARACTERS:
+        text = f"{text[:_MAX_REASON_CHARACTERS]} …"
+    return f"Model '{name}' was not loaded: {text.rstrip('.;')}. {advice(text)}"
+
+
+def advice(reason: str, otherwise: str = "The log above says more.") -> str:
+    """What to do about a load that failed for `reason`; `otherwise` where nothing is known of it."""
+    for pattern, text in _ADVICE:
+        if pattern.search(reason):
+            return text if isinstance(text, str) else text()
+    return otherwise
+
+
+def _name_a_backend() -> str:
+    return (
+        f"Name an installed backend in config.pbtxt ({', '.join(installed_backends())}), "
+        "or give --backend-directory if it lies elsewhere."
+    )
+
+
+_ADVICE: tuple[tuple[re.Pattern[str], str | Callable[[], str]], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), text)
+    for pattern, text in (
+        (r"unable to find backend library for backend", _name_a_backend),
+        (r"is in no model repository", "Name a model whose directory lies in a --model-repository."),
+        (
+            r"permission denied",
+            "Let the user that runs the server read these files (chmod, chown), or run it as their owner.",
+        ),
+        (
+            r"not enough memory|out of memory|can(no|')t allocate|cannot allocate|MemoryError|by signal SIGKILL",
+            "There may be too little memory: ask for less (kv_cache_memory_bytes, max_num_seqs, quantization), "
+            "or free some.",
+        ),
+        (
+            r"architecture '.*' is not supported",
+            "Serve another checkpoint: docs/llm_backend.md says which architectures work and why others do not.",
+        ),
+        (
+            r"the tokenizer of '.*' cannot be loaded: .*(ConnectError|internet connection|not a valid model|Repo id|"
+            r"Repository Not Found|hub)",
+            "There is no such directory on this machine, and the hub did not give it: check the name and the network, "
+            "or give the path of a local checkpoint.",
+        ),
+        (
+            r"which does not exist|no config\.json|is no directory|no safetensors|must be provided in",
+            "Give the directory of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json), "
+            "or a hub id such as Qwen/Qwen3-0.6B.",
+        ),
+        (
+            r"expected|is supported|at least one version must be available|is not JSON|cannot be read",
+            "Correct that and start again.",
+        ),
+    )
+)
+
+
+def print_error(text: str) -> None:
+    """Prints in bold to standard error."""
+    typer.secho(text, err=True, bold=True)

@@ -1,0 +1,65 @@
+"""Launches of attention and of the batch-invariant product in the shapes of real models, to be compiled: see
+compile_kernels.py."""
+
+from __future__ import annotations
+
+import torch
+
+from llmbackend.engine.gpu.kernels.matmul import invariant_matmul
+from llmbackend.engine.gpu.kernels.paged_attention import PagedAttention
+from llmbackend.engine.gpu.ops import AttendSpec, LayerCache, StepLayout
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+TOKENS, BLOCK_SIZE = 8, 32
+LLAMA = AttendSpec(32, 8, 128, 0.1, 0, 0.0, None)
+GEMMA = AttendSpec(16, 8, 256, 0.1, 4096, 50.0, None)
+
+
+def launch_plain(_capability: int) -> None:
+    launch(LLAMA)
+
+
+def launch_wide(_capability: int) -> None:
+    """Heads of 256, a window, a soft cap and a float8 cache."""
+    launch(GEMMA, cache_dtype=FP8)
+
+
+def launch_exact(_capability: int) -> None:
+    launch(LLAMA, exact_chunks=True)
+
+
+def launch_products(_capability: int) -> None:
+    """Of few rows, more and many."""
+    weight, bias = torch.zeros(160, 512, dtype=BF16), torch.zeros(160, dtype=BF16)
+    for num_rows in (1, 200, 300):
+        x = torch.zeros(num_rows, 512, dtype=BF16)
+        invariant_matmul(x, weight, bias, torch.zeros(num_rows, 160, dtype=BF16))
+
+
+def launch(
+    spec: AttendSpec,
+    dtype: torch.dtype = BF16,
+    cache_dtype: torch.dtype | None = None,
+    exact_chunks: bool = False,
+) -> None:
+    """A mixed step: all three kernels."""
+    width, kv_width = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
+    ints = torch.zeros(TOKENS, dtype=torch.int32)
+    layout = StepLayout(ints[:3], ints[:4], ints[:3], ints, ints, ints, ints, 5, 1000)
+    memory = torch.zeros(2, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim).to(cache_dtype or dtype)
+    attention = PagedAttention(
+        torch.device("cpu"),
+        num_heads=spec.num_heads,
+        head_dim=spec.head_dim,
+        max_num_seqs=4,
+        max_seq_len=1024,
+        exact_chunks=exact_chunks,
+    )
+    attention.attend(
+        torch.zeros(TOKENS, width + kv_width, dtype=dtype),
+        layout,
+        torch.zeros(4, 32, dtype=torch.int32),
+        spec,
+        LayerCache(memory, memory.clone()),
+        torch.zeros(TOKENS, width, dtype=dtype),
+    )

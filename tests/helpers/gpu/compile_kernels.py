@@ -1,0 +1,120 @@
+"""Compiles kernels for a GPU that is not there: to its machine code, with what they need of it.
+
+For: tests that every kernel compiles and spills nothing. The interpreter runs what may not compile. How: launches of
+kernels are turned into compilations by a driver that only names its target, so that a test calls the code that launches
+kernels, with CPU tensors, and finds what would have been launched. Does not know: which kernels. Compilation cannot be
+had in a process whose triton was imported for the interpreter, so a test calls `compile_in_process`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
+_WARPS = re.compile(r"#ttg\.nvidia_mma<\{versionMajor = (\d+),.*?warpsPerCTA = \[(\d+), (\d+)\]")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel, and what it needs of the hardware."""
+
+    name: str
+    registers: int
+    """Of a thread."""
+    stack_bytes: int
+    """Of a thread's local memory, spilled registers included."""
+    shared_bytes: int
+    """Of a block's shared memory."""
+    num_warps: int
+    products: tuple[tuple[int, int, int], ...]
+    """Of its matrix products: generation of the tensor core instruction, warps down, warps across."""
+
+
+def compile_in_process(launch: Callable[[int], None], *capabilities: int) -> dict[int, list[Compiled]]:
+    """What the calls in `launch` (a function at the top of a module) would launch on a GPU of each compute capability
+    (90: Hopper), which it is given. Raises CalledProcessError, with the compiler's words on stderr, if one fails."""
+    command = [sys.executable, __file__, launch.__module__, launch.__name__, *map(str, capabilities)]
+    paths = os.pathsep.join(sys.path)
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+    return {
+        int(capability): [Compiled(**{**entry, "products": tuple(map(tuple, entry["products"]))}) for entry in entries]
+        for capability, entries in json.loads(output).items()
+    }
+
+
+@contextmanager
+def recorded_launches(capability: int) -> Iterator[list[Any]]:
+    """Compiled kernels of the launches inside, each kernel once."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    kernels: dict[int, Any] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernels[id(kernel)] = kernel
+        return kernel
+
+    launches: list[Any] = []
+    driver.set_active(_target_alone(capability))
+    with mock.patch.object(JITFunction, "run", compile_only):
+        yield launches
+    launches.extend(kernels.values())
+
+
+def describe(kernel: Any) -> Compiled:
+    registers, stack = _resources(kernel.asm["cubin"])
+    products = sorted({(int(a), int(b), int(c)) for a, b, c in _WARPS.findall(kernel.asm["ttgir"])})
+    return Compiled(
+        kernel.metadata.name, registers, stack, kernel.metadata.shared, kernel.metadata.num_warps, tuple(products)
+    )
+
+
+def _target_alone(capability: int) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    device = mock.Mock()
+    device.get_current_target.return_value = GPUTarget("cuda", capability, 32)
+    device.get_current_device.return_value = capability  # kernels are cached by device
+    device.get_current_stream.return_value = 0
+    return device
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        found = _RESOURCES.search(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert found, "cuobjdump says nothing of resources"
+    return int(found[1]), int(found[2])
+
+
+def _main(module: str, function: str, *capabilities: str) -> None:
+    launch = getattr(import_module(module), function)
+    compiled = {}
+    for capability in map(int, capabilities):
+        with recorded_launches(capability) as launches:
+            launch(capability)
+        compiled[capability] = [asdict(describe(kernel)) for kernel in launches]
+    json.dump(compiled, sys.stdout)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

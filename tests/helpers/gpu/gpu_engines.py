@@ -1,0 +1,105 @@
+"""Runners of the accelerator path on a fake device, and what requests give on them and on the CPU path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.gpu.device import Device
+from llmbackend.engine.gpu.device_rows import DeviceRows
+from llmbackend.engine.gpu.fake_device import FakeDevice
+from llmbackend.engine.gpu.runner import GpuRunner, Sampling, StepSampling
+from llmbackend.engine.gpu.start import choose, start
+from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.model.loader import load_model
+from llmbackend.engine.step import RowTable, Runner, SampledTokens, StepPlan
+
+VOCAB_SIZE = 96
+
+
+def config_for(path: Path, **options: Any) -> EngineConfig:
+    options = {"max_num_seqs": 6, "block_size": 8, "num_kv_blocks": 60, "max_num_batched_tokens": 48} | options
+    return EngineConfig(model=str(path), transport="inline", num_threads=1, **options)
+
+
+def gpu_runner(
+    config: EngineConfig, device: Device | None = None, sampling: Sampling | None = None, triton: bool = False
+) -> GpuRunner:
+    """triton: with its kernels, under the interpreter."""
+    loaded = load_model(config, dense=True)
+    ops, matmul, own_sampling = choose(config, loaded, triton)
+    return start(config, loaded, device or FakeDevice(), ops, matmul, sampling or own_sampling, 0.0)
+
+
+class GreedyOnDevice:
+    """Greedy sampling as device work, so that steps can overlap."""
+
+    max_steps_in_flight = 2
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        pass
+
+    def remove_row(self, row: int) -> None:
+        pass
+
+    def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
+        return _GreedyStep()
+
+
+class _GreedyStep:
+    def __init__(self) -> None:
+        self._token_ids = torch.empty(0, dtype=torch.int32)
+
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
+        self._token_ids = logits.argmax(-1).to(torch.int32)
+        rows.put(*rows.samples(len(logits)), self._token_ids)
+
+    def result(self) -> SampledTokens:
+        return SampledTokens(self._token_ids.numpy())
+
+
+def mixed_requests(count: int, seed: int, greedy: bool = False) -> list[InferRequest]:
+    """Of mixed lengths and ways to sample, or plainly greedy; every other with a beginning that others share."""
+    draw = np.random.default_rng(seed)
+    shared = tuple(draw.integers(0, VOCAB_SIZE, 20).tolist())
+    return [
+        InferRequest(
+            request_id=f"r{i}",
+            prompt_token_ids=(shared if i % 2 else ()) + tuple(draw.integers(0, VOCAB_SIZE, 1 + i * 7 % 30).tolist()),
+            sampling=SamplingParams(max_tokens=int(draw.integers(3, 18)), temperature=0.0)
+            if greedy
+            else SamplingParams(
+                max_tokens=int(draw.integers(3, 18)),
+                temperature=float(draw.choice([0.0, 0.0, 0.8])),
+                top_k=int(draw.choice([0, 5])),
+                seed=i,
+                frequency_penalty=float(draw.choice([0.0, 0.5])),
+                logprobs=[None, 2][draw.integers(2)],
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+def tokens_of(config: EngineConfig, runner: Runner, requests: list[InferRequest]) -> tuple[dict[str, Any], int]:
+    """What each request gave, added a few at a time, and how often one was preempted."""
+    core, waiting = EngineCore(config, runner), list(requests)
+    tokens: dict[str, Any] = {request.request_id: [] for request in requests}
+    preemptions = 0
+    while core.has_work or waiting:
+        for request in waiting[:2]:
+            core.add(request)
+        del waiting[:2]
+        result = core.step()
+        preemptions = result.stats.num_preemptions
+        for output in result.outputs:
+            assert not output.error
+            tokens[output.request_id] += output.token_ids
+    core.check()
+    core.close()
+    return tokens, preemptions

@@ -1,0 +1,50 @@
+"""What tests of the native kernels share: engines of each built library, and bfloat16 in numpy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from _pytest.mark.structures import ParameterSet
+
+from llmbackend.engine.kernels import library
+from llmbackend.engine.kernels.abi import Type
+from llmbackend.engine.kernels.library import NativeKernels
+
+Array = npt.NDArray[Any]
+
+
+def best_is_fast(variants: Sequence[str]) -> list[ParameterSet]:
+    """Parameters of tests that run on every variant: the fast tests (`make check`) take the best one alone."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(variants)]
+
+
+@functools.cache
+def engine(variant: str, num_threads: int = 1) -> NativeKernels:
+    loaded = library.load(variant)
+    assert loaded is not None
+    return NativeKernels(loaded, num_threads)
+
+
+def to_bf16(x: Array) -> Array:
+    """Bits of the nearest bfloat16, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def stored(x: Array, kind: Type) -> Array:
+    """x as a kernel reads it."""
+    return np.ascontiguousarray(x, np.float32) if kind is Type.FLOAT32 else to_bf16(x)
+
+
+def numbers(x: Array, kind: Type) -> Array:
+    """What a kernel's memory stands for."""
+    return x if kind is Type.FLOAT32 else from_bf16(x)
