@@ -7,7 +7,7 @@ import queue
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import grpc
@@ -112,6 +112,7 @@ def endless(server: ServerProcess, key: str, request_id: str) -> Generator[Any]:
     request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"go")
     request.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
     request.parameters["max_tokens"].int64_param = 400
+    request.parameters["ignore_eos"].bool_param = True
     channel = grpc.insecure_channel(server.grpc)
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
     call = stub.ModelStreamInfer(iter([request]), metadata=list(bearer(key).items()))
@@ -175,16 +176,16 @@ def test_cached_tokens_say_nothing_of_another_keys_prompts(server: ServerProcess
 
 
 def test_a_key_stops_its_own_requests_and_an_operator_any(server: ServerProcess) -> None:
-    alices, bobs = endless(server, "sk-alice", "job"), endless(server, "sk-bob", "job")
-    assert not next(alices).error_message and not next(bobs).error_message
-    for path in ("stop", "stopInfer"):
-        status, body = post(server, f"/v2/models/slow/{path}", "sk-few", {"id": "job"})
-        assert (status, body) == (200, {"id": "job", "cancelled": 0})
-    assert post(server, "/v2/models/slow/stop", "sk-bob", {"id": "job"}) == (200, {"id": "job", "cancelled": 1})
-    assert "cancelled" in [*bobs][-1].error_message.lower()
-    assert not next(alices).error_message
-    assert post(server, "/v2/models/slow/stop", "sk-root", {"id": "job"}) == (200, {"id": "job", "cancelled": 1})
-    assert "cancelled" in [*alices][-1].error_message.lower()
+    with closing(endless(server, "sk-alice", "job")) as alices, closing(endless(server, "sk-bob", "job")) as bobs:
+        assert not next(alices).error_message and not next(bobs).error_message
+        for path in ("stop", "stopInfer"):
+            status, body = post(server, f"/v2/models/slow/{path}", "sk-few", {"id": "job"})
+            assert (status, body) == (200, {"id": "job", "cancelled": 0})
+        assert post(server, "/v2/models/slow/stop", "sk-bob", {"id": "job"}) == (200, {"id": "job", "cancelled": 1})
+        assert "cancelled" in [*bobs][-1].error_message.lower()
+        assert not next(alices).error_message
+        assert post(server, "/v2/models/slow/stop", "sk-root", {"id": "job"}) == (200, {"id": "job", "cancelled": 1})
+        assert "cancelled" in [*alices][-1].error_message.lower()
 
 
 OPERATORS = [
