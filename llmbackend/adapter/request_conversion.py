@@ -140,6 +140,7 @@ class RequestConverter:
                 inputs.stop_sequences,
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.sampling.min_tokens,
+                special_text=self._tokenizer.special_text if inputs.options.text_tokens else None,
             ),
             self._schema.reply(inputs, prompt, self._tokenizer),
             stream=inputs.options.stream,

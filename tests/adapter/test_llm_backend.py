@@ -45,8 +45,11 @@ def test_stream_and_whole_are_the_same(host: LlmHost, seed: int) -> None:
     sampling = {"seed": seed, "max_tokens": 60, "logprobs": 2, "stop": ["e", "\u00e9x"], "min_tokens": 3}
     flags = {**FLAGS, "exclude_input_in_output": True}
     whole = host.infer(text_input="tell me", sampling=sampling, **flags)
-    stream = host.infer(text_input="tell me", sampling=sampling, stream=True, **flags)
+    stream = host.infer(text_input="tell me", sampling=sampling, stream=True, return_text_tokens=True, **flags)
     assert stream.text == whole.text
+    text_tokens = [entry for one in stream.all("text_tokens") for entry in json.loads(one)]
+    assert [token_id for token_id, _, _ in text_tokens if token_id >= 0] == whole.all("output_ids")
+    assert "".join(text for _, text, is_special in text_tokens if not is_special) == whole.text
     assert stream.all("output_ids") == whole.all("output_ids")
     assert sum(stream.all("num_output_tokens")) == whole.all("num_output_tokens")[0] == len(whole.all("output_ids"))
     positions = [position for one in stream.all("logprobs") for position in json.loads(one)]

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbackend.adapter.text.output_assembler import Chunk, OutputAssembler
+from llmbackend.adapter.text.output_assembler import HELD_BACK, Chunk, OutputAssembler, TextToken
 from llmbackend.adapter.text.tokenizer import ByteTokenizer
 from llmbackend.engine.infer_request import FinishReason, StepOutput, TokenLogprobs
 
@@ -103,3 +103,65 @@ def test_held_text_waits_and_comes_at_the_end() -> None:
     assert not one.has_text
     one.push(StepOutput("r", (), "length"))
     assert one.take().text == ["xy"]
+
+
+def text_tokens(one: OutputAssembler, steps: list[StepOutput]) -> list[TextToken]:
+    """All of them, taken after each step."""
+    found: list[TextToken] = []
+    for step in steps:
+        one.push(step)
+        found += one.take().text_tokens
+        if one.finish_reason is not None:
+            break
+    return found
+
+
+def with_text_tokens(stop: tuple[str, ...] = (), min_tokens: int = 0) -> OutputAssembler:
+    tokenizer = ByteTokenizer()
+    detokenizer = tokenizer.detokenizer([], skip_special_tokens=True)
+    return OutputAssembler(detokenizer, stop, min_tokens=min_tokens, special_text=tokenizer.special_text)
+
+
+@given(
+    pieces=st.lists(
+        st.one_of(st.text(alphabet="ab<>é😀", min_size=1, max_size=5), st.sampled_from([256, 258])),
+        min_size=1,
+        max_size=6,
+    ),
+    stop=st.lists(st.text(alphabet="ab<>é", min_size=1, max_size=3), max_size=2),
+    cuts=st.lists(st.integers(0, 60), max_size=10),
+    num_cut_bytes=st.integers(0, 3),
+    min_tokens=st.integers(0, 6),
+)
+def test_text_tokens_are_the_text_in_the_order_of_the_tokens(
+    pieces: list[str | int], stop: list[str], cuts: list[int], num_cut_bytes: int, min_tokens: int
+) -> None:
+    """Special tokens come with their own text, behind all text that stands before them; every token has one entry."""
+    ids = [token for piece in pieces for token in (piece.encode() if isinstance(piece, str) else [piece])]
+    ids = ids[: max(len(ids) - num_cut_bytes, 1)]
+    one = with_text_tokens(tuple(stop), min_tokens)
+    found = text_tokens(one, outputs(ids, cuts, "length", None))
+    whole = run(with_text_tokens(tuple(stop), min_tokens), outputs(ids, [], "length", None), False)
+    assert [token for token, _, _ in found if token >= 0] == whole.token_ids
+    assert "".join(text for _, text, is_special in found if not is_special) == whole.text[0]
+    assert [text for _, text, is_special in found if is_special] == [
+        {256: "<bos>", 258: "<pad>"}[token] for token in whole.token_ids if token > 255
+    ]
+    if one.finish_reason == "length":
+        between = bytes(token if token < 256 else 0 for token in ids).split(b"\0")
+        shown = "".join("\0" if is_special else text for _, text, is_special in found)
+        assert shown.split("\0") == [part.decode("utf-8", "replace") for part in between]
+
+
+def test_text_tokens_hold_what_a_stop_string_may_cut() -> None:
+    found = text_tokens(with_text_tokens(("END",)), outputs([*b"aE", 258, *b"ND END"], list(range(9)), "length", None))
+    assert found == [
+        *[(97, "a", False), (69, "", False), (HELD_BACK, "E", False), (258, "<pad>", True)],
+        *[(78, "N", False), (68, "D", False), (32, " ", False), (69, "", False), (78, "", False), (68, "", False)],
+    ]
+
+
+def test_text_tokens_have_the_token_that_ended_the_generation() -> None:
+    stopped = text_tokens(with_text_tokens(), outputs([*b"a", EOS], [1], "stop", EOS))
+    assert stopped == [(97, "a", False), (EOS, "<eos>", True)]
+    assert text_tokens(with_text_tokens(), outputs(list(b"a!"), [], "stop", ord("!")))[-1] == (ord("!"), "", False)

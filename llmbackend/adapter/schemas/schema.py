@@ -44,6 +44,8 @@ class OutputOptions:
     """Names of the outputs that the request's flags enable and its client requested."""
     logprobs: bool = False
     """Whether an output needs the logprob of the sampled token."""
+    text_tokens: bool = False
+    """Whether an output needs the tokens with their text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,10 +64,11 @@ INPUTS: dict[str, TensorType] = {
     "return_num_output_tokens": _FLAG,
     "embedding_request": _TEXT,
     # Additions of this backend: a conversation for the chat template, token ids instead of text, the generated token
-    # ids, and how many tokens of the prompt the prefix cache had.
+    # ids, the tokens with the text that each added, and how many tokens of the prompt the prefix cache had.
     "messages": _TEXT,
     "input_ids": TensorType("TYPE_INT32", (-1,)),
     "return_output_ids": _FLAG,
+    "return_text_tokens": _FLAG,
     "return_num_cached_tokens": _FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
@@ -78,6 +79,7 @@ OUTPUTS: dict[str, TensorType] = {
     "num_input_tokens": _COUNT,
     "num_output_tokens": TensorType("TYPE_UINT32", (-1,)),
     "output_ids": TensorType("TYPE_INT32", (-1,)),
+    "text_tokens": TensorType("TYPE_STRING", (-1,)),
     "num_cached_tokens": _COUNT,
 }
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
@@ -162,7 +164,13 @@ class VllmSchema:
             raise invalid_argument("When streaming, `exclude_input_in_output` = False is not allowed.")
         enabled = {name for name in OUTPUTS if name == "text_output" or _flag(request, f"return_{name}")}
         outputs = wanted_outputs(enabled, request)
-        return OutputOptions(stream, prepend, outputs, logprobs="cumulative_logprob" in outputs)
+        return OutputOptions(
+            stream,
+            prepend,
+            outputs,
+            logprobs="cumulative_logprob" in outputs,
+            text_tokens="text_tokens" in outputs,
+        )
 
 
 def _read_sampling(request: Request) -> Mapping[str, Any]:
@@ -254,6 +262,9 @@ class VllmReply:
             tensors.append(Tensor.of("num_cached_tokens", np.array([generation.num_cached_tokens], np.uint32)))
         if "output_ids" in wanted:
             tensors.append(Tensor.of("output_ids", np.array(chunk.token_ids, np.int32)))
+        if "text_tokens" in wanted:
+            text = _encode_json(chunk.text_tokens)
+            tensors.append(JsonTensor.of_value("text_tokens", tuple(chunk.text_tokens), text))
         return tensors
 
     def _logprobs_json(self, chunk: Chunk) -> bytes:

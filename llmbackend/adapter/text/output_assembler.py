@@ -6,13 +6,18 @@ all chunks put together are the same however the engine's steps were cut and how
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from llmbackend.engine.infer_request import FinishReason, StepOutput, TokenLogprobs
 
 from .stop_strings import StopSequences, StopStrings
 from .tokenizer import Detokenizer
+
+HELD_BACK = -1
+"""In a text token: text of earlier tokens, which was held back until a special token or the end released it."""
+TextToken = tuple[int, str, bool]
+"""(token id or HELD_BACK, the text that it added to the output, whether it is a special token with its own text)"""
 
 
 @dataclass(slots=True)
@@ -28,6 +33,9 @@ class Chunk:
     """Set in the last chunk only."""
     ends_with_stop_token: bool = False
     """Whether the last token is the end-of-sequence or stop token that ended the generation."""
+    text_tokens: list[TextToken] = field(default_factory=list)
+    """All tokens with their text, where the request asks for them. Text is in the order of the tokens: what stands
+    before a special token is never in an entry behind it."""
 
 
 class OutputAssembler:
@@ -35,7 +43,8 @@ class OutputAssembler:
 
     Where a stop string ends a request, the text is cut, and the tokens up to the one that completed it are kept (as in
     vLLM). A stop sequence of token ids cuts nothing. An end-of-sequence or stop token is kept as a token, and adds text
-    only with include_stop_str_in_output.
+    only with include_stop_str_in_output. With text tokens, a special token shows the text that was held back before it:
+    no character and no stop string spans it.
     """
 
     def __init__(
@@ -46,17 +55,20 @@ class OutputAssembler:
         *,
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
+        special_text: Callable[[int], str | None] | None = None,
     ) -> None:
         """stop: strings that end the generation
         stop_sequences: sequences of token ids that end it
         include_stop_str_in_output: whether the text keeps the stop string or token that ended it
         min_tokens: stop strings do not count in the text of so many tokens
+        special_text: the own text of a special token, None for any other token; without it, no text tokens are made
         """
         self._detokenizer = detokenizer
         self._stop = StopStrings(stop, include_stop_str_in_output)
         self._sequences = StopSequences(stop_sequences)
         self._min_tokens = min_tokens if stop else 0
         self._show_stop_token = include_stop_str_in_output
+        self._special_text = special_text
         self._chunk = Chunk()
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
@@ -75,7 +87,10 @@ class OutputAssembler:
         ids = output.token_ids
         for index, token_id in enumerate(ids):
             is_stop_token = output.stop_token_id is not None and index == len(ids) - 1
-            if not is_stop_token or self._show_stop_token:
+            is_shown = not is_stop_token or self._show_stop_token
+            if self._special_text is not None:
+                self._push_text_token(self._special_text(token_id), token_id, is_shown, self.num_tokens + index + 1)
+            elif is_shown:
                 self._show(self._detokenizer.push(token_id), self.num_tokens + index + 1)
             if self._stop.matched is not None or self._sequences.push(token_id):
                 self._flush(self.num_tokens + index + 1)
@@ -91,19 +106,32 @@ class OutputAssembler:
         chunk, self._chunk = self._chunk, Chunk()
         return chunk
 
-    def _show(self, text: str, num_tokens: int) -> None:
-        if text:
-            self._append(self._stop.push(text) if num_tokens > self._min_tokens else text)
+    def _push_text_token(self, special_text: str | None, token_id: int, is_shown: bool, num_tokens: int) -> None:
+        if special_text is not None:
+            self._flush(num_tokens - 1)
+            if self._stop.matched is not None:
+                return
+        shown = self._show(self._detokenizer.push(token_id), num_tokens) if is_shown else ""
+        is_special = special_text is not None
+        self._chunk.text_tokens.append((token_id, shown if special_text is None else special_text, is_special))
+
+    def _show(self, text: str, num_tokens: int) -> str:
+        """Returns what of `text`, and of the text held back before it, may be shown."""
+        return self._append(self._stop.push(text) if num_tokens > self._min_tokens else text) if text else ""
 
     def _flush(self, num_tokens: int) -> None:
         """Shows the text that was held back when the generation ends, unless a stop string has cut it off."""
         if self._stop.matched is None:
-            self._show(self._detokenizer.flush(), num_tokens)
-            self._append(self._stop.flush())
+            shown = self._show(self._detokenizer.flush(), num_tokens)
+            if self._stop.matched is None:
+                shown += self._append(self._stop.flush())
+            if shown and self._special_text is not None:
+                self._chunk.text_tokens.append((HELD_BACK, shown, False))
 
-    def _append(self, text: str) -> None:
+    def _append(self, text: str) -> str:
         if text:
             self._chunk.text.append(text)
+        return text
 
     def _keep(self, output: StepOutput, ids: tuple[int, ...], reason: FinishReason | None) -> tuple[int, ...]:
         self._chunk.token_ids.extend(ids)

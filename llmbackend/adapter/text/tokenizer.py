@@ -58,6 +58,9 @@ class ModelTokenizer(Protocol):
     def token_text(self, token_id: int) -> str:
         """One token on its own, for lists of logprobs; U+FFFD where it is part of a character."""
 
+    def special_text(self, token_id: int) -> str | None:
+        """The own text of a special token; None for a token of any other kind."""
+
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer: ...
 
 
@@ -90,6 +93,10 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         return self._with_special(token_id).decode("utf-8", "replace")
 
+    def special_text(self, token_id: int) -> str | None:
+        name = self._NAMES.get(token_id)
+        return None if name is None else name.decode()
+
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         return ByteDetokenizer(self._bytes if skip_special_tokens else self._with_special)
 
@@ -118,6 +125,9 @@ class NoTokenizer:
     def token_text(self, token_id: int) -> str:
         return ""
 
+    def special_text(self, token_id: int) -> str | None:
+        return None
+
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         return NullDetokenizer()
 
@@ -136,7 +146,8 @@ class HuggingFaceTokenizer:
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         self._template = chat_template
         added = tokenizer.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._special_texts = {token_id: str(token.content) for token_id, token in added.items() if token.special}
+        self._special_ids = frozenset(self._special_texts)
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._bytes = functools.lru_cache(maxsize=_CACHED_TOKEN_TEXTS)(self._token_bytes)
         self.token_text = functools.lru_cache(maxsize=_CACHED_TOKEN_TEXTS)(self._decode_one)
@@ -168,6 +179,9 @@ class HuggingFaceTokenizer:
             token_bytes = self._bytes
             return ByteDetokenizer(lambda token_id: b"" if token_id in skip else token_bytes(token_id))
         return WindowDetokenizer(self._decode_all, prompt_token_ids[-CONTEXT_TOKENS:], skip)
+
+    def special_text(self, token_id: int) -> str | None:
+        return self._special_texts.get(token_id)
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))

@@ -7,7 +7,7 @@ knows a tensor's name, so that a change of the interface stays in one place.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 import numpy as np
@@ -22,8 +22,10 @@ MESSAGES = "messages"
 TEXT_INPUT = "text_input"
 INPUT_IDS = "input_ids"
 TEXT_OUTPUT = "text_output"
+TEXT_TOKENS = "text_tokens"
 SAMPLING_PARAMETERS = "sampling_parameters"
 RETURN_LOGPROBS = "return_logprobs"
+RETURN_TEXT_TOKENS = "return_text_tokens"
 PROMPT_INPUTS: Final[Mapping[str, str]] = {MESSAGES: "BYTES", TEXT_INPUT: "BYTES", INPUT_IDS: "INT32"}
 """The inputs that can be a prompt, with their datatypes; a request has one of them."""
 OPTION_INPUTS: Final[Mapping[str, str]] = {
@@ -35,6 +37,7 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     "return_num_input_tokens": "BOOL",
     "return_num_output_tokens": "BOOL",
     "return_num_cached_tokens": "BOOL",
+    RETURN_TEXT_TOKENS: "BOOL",
 }
 """The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
@@ -43,6 +46,9 @@ send parameters with this prefix."""
 
 TokenEntries = dict[str, dict[str, Any]]
 """{token id: {logprob, rank, decoded_token}} at one position; the first entry is the chosen token's (as in vLLM)."""
+TextToken = tuple[int, str, bool]
+"""(token id, the text that it added to the output, whether it is a special token with its own text). A negative id:
+text of earlier tokens that was held back."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -62,6 +68,8 @@ class Delta(msgspec.Struct, frozen=True):
     """Nothing follows."""
     num_cached_tokens: int | None = None
     """Tokens of the prompt that were not computed again; None when the model does not say."""
+    text_tokens: Sequence[TextToken] = ()
+    """The new tokens with their text, when asked for."""
 
 
 def text_tensor(text: str) -> Tensor:
@@ -78,7 +86,9 @@ def messages_tensor(messages: Sequence[dict[str, Any]], template_options: dict[s
     return Tensor.text(MESSAGES, orjson.dumps(value))
 
 
-def option_inputs(sampling: dict[str, Any], *, stream: bool, logprobs: bool, usage: bool) -> tuple[Tensor, ...]:
+def option_inputs(
+    sampling: dict[str, Any], *, stream: bool, logprobs: bool, usage: bool, text_tokens: bool = False
+) -> tuple[Tensor, ...]:
     """The inputs other than the prompt: how tokens are chosen, and what the responses carry."""
     flags = {
         "stream": stream,
@@ -89,6 +99,8 @@ def option_inputs(sampling: dict[str, Any], *, stream: bool, logprobs: bool, usa
         "return_num_output_tokens": usage,
         "return_num_cached_tokens": usage,
     }
+    if text_tokens:
+        flags[RETURN_TEXT_TOKENS] = True
     parameters = JsonTensor.of_value(SAMPLING_PARAMETERS, sampling, orjson.dumps(sampling))
     return (parameters, *(Tensor.of(name, np.array([value], dtype=np.bool_)) for name, value in flags.items()))
 
@@ -100,7 +112,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         return Delta("", None, [], 0, 0, final)
     if response.error is not None:
         raise response.error
-    outputs = {tensor.name: tensor.data for tensor in response.outputs}
+    outputs: dict[str, Any] = {tensor.name: tensor.data for tensor in response.outputs}
     if TEXT_OUTPUT not in outputs:
         if outputs or not final:
             raise internal(f"model '{response.model_name}' sent a response without '{TEXT_OUTPUT}'")
@@ -113,6 +125,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         num_output_tokens=_count(outputs.get("num_output_tokens")),
         is_final=final,
         num_cached_tokens=_count(outputs["num_cached_tokens"]) if "num_cached_tokens" in outputs else None,
+        text_tokens=_text_tokens(response) if TEXT_TOKENS in outputs else (),
     )
 
 
@@ -133,6 +146,13 @@ def _logprobs(data: Any) -> list[TokenEntries]:
         return []
     entries: list[TokenEntries] | None = orjson.loads(data.item(0))
     return entries or []
+
+
+def _text_tokens(response: InferenceResponse) -> Sequence[TextToken]:
+    tensor = next(tensor for tensor in response.outputs if tensor.name == TEXT_TOKENS)
+    if isinstance(tensor, JsonTensor):
+        return cast(Sequence[TextToken], tensor.value)
+    return [(token_id, text, is_special) for token_id, text, is_special in orjson.loads(tensor.data.item(0))]
 
 
 def _count(data: Any) -> int:
