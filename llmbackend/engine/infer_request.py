@@ -41,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs            None = none, n = the sampled token's and the n most likely ones', of the raw distribution
                         (before penalties and temperature), as vLLM's default
     bad_words           sequences of two or more tokens that must not be completed, also where they begin in the prompt
+    allowed_token_ids   the only tokens that may be sampled; () = all
     """
 
     max_tokens: int = 16
@@ -58,6 +59,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What part of an output is reasoning: its tokens up to and including the end sequence. All of it follows from the
+    tokens alone.
+
+    start_token_ids  where the prompt does not end inside reasoning, there is reasoning only if the output begins with
+                     these; () = there is none then
+    end_token_ids    the end sequence, at least one token
+    max_tokens       of reasoning, the start sequence not counted; then the end sequence is forced; None = no limit
+    is_open          whether the prompt ends inside reasoning
+    """
+
+    start_token_ids: tuple[int, ...] = ()
+    end_token_ids: tuple[int, ...]
+    max_tokens: int | None = None
+    is_open: bool
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,6 +90,9 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tenant            set by the host
     cache_salt        set by the client, "" = none
     lora_name         the adapter, "" = none
+    grammar           which texts may be generated, in llguidance's form: the JSON of its TopLevelGrammar, or Lark; it
+                      holds from the first token on, or from the one behind the reasoning; "" = all
+    reasoning         None = the output has none, as far as the engine is concerned
     """
 
     request_id: str
@@ -81,6 +103,8 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tenant: str = ""
     cache_salt: str = ""
     lora_name: str = ""
+    grammar: str = ""
+    reasoning: Reasoning | None = None
 
     @property
     def prefix_salt(self) -> PrefixSalt:

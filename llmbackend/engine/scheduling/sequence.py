@@ -67,6 +67,8 @@ def refusal(request: InferRequest, info: ModelInfo) -> str:
             f"prompt_token_ids has {len(prompt)} tokens, expected at most {info.max_model_len - 1} "
             f"(max_model_len {info.max_model_len}, one token to generate)"
         )
+    if request.grammar or request.reasoning is not None or request.sampling.allowed_token_ids:
+        return "'structured_outputs', reasoning limits and 'allowed_token_ids' are not supported by this engine"
     if request.sampling.max_tokens < 1:
         return f"max_tokens is {request.sampling.max_tokens}, expected at least 1"
     capacity = info.num_blocks * info.block_size
