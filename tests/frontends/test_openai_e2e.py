@@ -238,3 +238,39 @@ def test_disconnect_ends_a_whole_response(client: openai.OpenAI, host: Inference
 
 def wait_until_ended(host: InferenceServer, count: int) -> None:
     eventually(lambda: ended_requests(host, SLOW_MODEL) == count)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_come_along(client: openai.OpenAI, stream: bool) -> None:
+    """The mock model's tokens are bytes."""
+    more: dict[str, Any] = {"extra_body": {"return_token_ids": True, "ignore_eos": True}, "stream": stream}
+    limits: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
+    for answer in (
+        client.completions.create(prompt="hi", **limits, **more),
+        client.chat.completions.create(messages=USER_HI, **limits, **more),
+    ):
+        choices: list[Any] = [part.choices[0] for part in answer] if stream else [answer.choices[0]]
+        ids = [token for choice in choices for token in getattr(choice, "token_ids", None) or []]
+        assert len(ids) == 6
+        assert all(0 <= token < 259 for token in ids)
+        with_ids = [hasattr(choice, "token_ids") for choice in choices]
+        assert any(with_ids) and (stream or all(with_ids))
+
+
+def test_logprobs_name_tokens_by_id(client: openai.OpenAI) -> None:
+    ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    whole: Any = client.completions.create(
+        model=MODEL, prompt="hi", max_tokens=5, temperature=0, logprobs=20, extra_body=ids
+    )
+    choice = whole.choices[0]
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+    assert all(len(best) in (20, 21) for best in choice.logprobs.top_logprobs)
+    plain: Any = client.completions.create(model=MODEL, prompt="hi", max_tokens=5, temperature=0, logprobs=20)
+    assert plain.choices[0].logprobs.token_logprobs == choice.logprobs.token_logprobs
+    assert plain.choices[0].logprobs.text_offset == choice.logprobs.text_offset
+    chat: Any = client.chat.completions.create(
+        model=MODEL, messages=USER_HI, max_tokens=5, temperature=0, logprobs=True, top_logprobs=2, extra_body=ids
+    )
+    content = chat.choices[0].logprobs.content
+    assert [entry.token for entry in content] == [f"token_id:{token}" for token in chat.choices[0].token_ids]
+    assert all(other.token.startswith("token_id:") for entry in content for other in entry.top_logprobs)

@@ -2,7 +2,8 @@
 
 For: the frontend server. Does not know: what is behind a path. Invariants: pure ASGI, nothing is buffered, and a body
 is not read before its request is admitted; nothing is kept of a request that has ended; the access log holds method,
-path, status, key name and time, never a header, a query or a body; no refusal repeats what the client sent.
+path, status, key name and time, and the labels that a request gives itself (`user`), never a header, a query or
+another part of a body; no refusal repeats what the client sent.
 Source: OpenAI's API errors (401 invalid_api_key, 429 rate_limit_exceeded), RFC 6750, Triton's RespondIfRestricted.
 """
 
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..http.errors import INVALID_REQUEST, error_body, is_openai, openai_error_body
+from ..http.request_scope import LABELS
 from ..http.responses import JSON, TEXT, plain
 from .api_keys import NO_KEY, WRONG_KEY, KeyRing, bearer_token
 from .permissions import OPEN_PATHS, Category, Restrictions, Role, category_of, is_stop, needs_operator, role_needed
@@ -97,6 +99,7 @@ class _CheckedRequest:
         self.account: Account | None = None
         self.limited: Account | None = None
         self.status = 0
+        self.scope = scope
         self._send = send
 
     def send(self, message: Message) -> Awaitable[None]:
@@ -111,7 +114,8 @@ def _log(request: _CheckedRequest) -> None:
     name = "-" if request.account is None else request.account.name
     path = quote(request.path[:_LOGGED_PATH_CHARACTERS])
     elapsed_ms = (time.perf_counter() - request.began_s) * 1e3
-    log.info("%s %s %s key=%s %.1f ms", request.method, path, request.status or "-", name, elapsed_ms)
+    labels = request.scope.get(LABELS, "")
+    log.info("%s %s %s key=%s %.1f ms%s", request.method, path, request.status or "-", name, elapsed_ms, labels)
 
 
 def _unauthenticated(path: str, has_key: bool) -> Response:

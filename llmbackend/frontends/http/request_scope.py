@@ -19,6 +19,9 @@ PRESENCE: Final = "llmbackend.client_presence"
 SENT_NAMES: Final = "llmbackend.sent_header_names"
 """Key of the scope: header names in the case in which the client wrote them; only under CaseKeepingProtocol."""
 
+LABELS: Final = "llmbackend.request_labels"
+"""Key of the scope: what the access log says of a request beside its line, as text; absent without labels."""
+
 
 class ClientPresence:
     """Whether the client of one connection is still there.

@@ -25,6 +25,7 @@ from .requests import GenerationRequest
 from .tensors import (
     MAX_TOKENS_MUST_FIT,
     RETURN_LOGPROBS,
+    RETURN_OUTPUT_IDS,
     SAMPLING_PARAMETERS,
     Delta,
     option_inputs,
@@ -127,8 +128,10 @@ def check_fields_taken(request: GenerationRequest, target: Target) -> None:
     """Raises OpenAIError for a field that the model has no input for: no field of a request is dropped silently."""
     if not target.model.takes(SAMPLING_PARAMETERS) and (fields := (*request.sent_fields, *_lora(target))):
         raise _not_taken(target, fields[0])
-    if request.top_logprobs is not None and not target.model.takes(RETURN_LOGPROBS):
+    if request.logprobs is not None and not target.model.takes(RETURN_LOGPROBS):
         raise _not_taken(target, "logprobs")
+    if request.return_token_ids and not target.model.takes(RETURN_OUTPUT_IDS):
+        raise _not_taken(target, "return_token_ids")
 
 
 def _not_taken(target: Target, field: str) -> OpenAIError:
@@ -145,7 +148,8 @@ def _options(request: GenerationRequest, target: Target) -> list[Tensor]:
     options = option_inputs(
         request.sampling | _lora(target),
         stream=request.stream is not None,
-        logprobs=request.top_logprobs is not None,
+        logprobs=request.logprobs is not None,
+        token_ids=request.return_token_ids,
         usage=request.stream is None or bool(request.stream.include_usage),
     )
     return [target.model.fitted(tensor) for tensor in options if target.model.takes(tensor.name)]

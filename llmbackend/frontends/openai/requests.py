@@ -21,6 +21,7 @@ from llmbackend.frontends.http.request_body import ENCODINGS, IDENTITY, content_
 from llmbackend.frontends.inference_gate import InferenceGate
 
 from .errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, refuse
+from .logprobs import LogprobForm
 from .messages import for_template
 from .schema import ChatCompletionRequest, CompletionRequest, StreamOptions
 from .tensors import MESSAGES, input_ids_tensor, messages_tensor, text_tensor
@@ -45,8 +46,12 @@ class GenerationRequest:
     """Sampling parameters under vLLM's names."""
     stream: StreamOptions | None
     """None: one whole response."""
-    top_logprobs: int | None
-    """None: no logprobs. n: those of the chosen token and of the n most likely ones."""
+    logprobs: LogprobForm | None
+    """None: no logprobs."""
+    return_token_ids: bool
+    """Whether the answer's token ids come along."""
+    labels: dict[str, Any]
+    """What the client calls the request."""
     echo: tuple[str, ...]
     """The text before each choice's own, "" where none was asked for."""
     sent_fields: tuple[str, ...]
@@ -157,8 +162,27 @@ def _request(
         raise refuse("min_tokens", f"at most max_tokens ({most})", fields.min_tokens)
     if top_logprobs is not None:
         sampling["logprobs"] = top_logprobs
-    stream = _stream_options(fields, body)
-    return GenerationRequest(fields.model, prompts, sampling, stream, top_logprobs, echo, sent_fields, limit)
+    return GenerationRequest(
+        model=fields.model,
+        prompts=prompts,
+        sampling=sampling,
+        stream=_stream_options(fields, body),
+        logprobs=_logprob_form(fields, top_logprobs),
+        return_token_ids=bool(fields.return_token_ids),
+        labels=fields.sent_labels(),
+        echo=echo,
+        sent_fields=sent_fields,
+        max_tokens_field=limit,
+    )
+
+
+def _logprob_form(fields: ChatCompletionRequest | CompletionRequest, top_logprobs: int | None) -> LogprobForm | None:
+    as_token_ids = bool(fields.return_tokens_as_token_ids)
+    if top_logprobs is not None:
+        return LogprobForm(top_logprobs, as_token_ids)
+    if as_token_ids:
+        raise refuse("return_tokens_as_token_ids", "to be sent only with 'logprobs'", True)
+    return None
 
 
 def _stream_options(fields: ChatCompletionRequest | CompletionRequest, body: JsonObject) -> StreamOptions | None:

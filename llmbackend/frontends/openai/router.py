@@ -21,12 +21,14 @@ from starlette.types import Receive, Scope, Send
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.http.request_scope import LABELS
 from llmbackend.frontends.http.tracing import received, sampled, traced
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.operations.metrics import load_headers
 
 from .errors import JsonObject, OpenAIError
 from .generation import Generation, check_fields_taken
+from .labels import logged
 from .models import ModelCatalog, Target
 from .requests import GenerationRequest, check_content_type, json_object, parse_chat, parse_completion, read_body
 from .responses import Identity, whole_response
@@ -82,6 +84,8 @@ class _OpenAIService:
         request = await self._gate.decode_in_thread(len(body), lambda: parse(json_object(body)))
         target = self._catalog.require(request.model, request.prompts[0].name)
         check_fields_taken(request, target)
+        if request.labels:
+            http.scope[LABELS] = logged(request.labels)
         trace = sampled(self._gate.server, target.name, http, start_ns)
         received(trace)
         return await traced(trace, self._answer(http, request, target, trace))

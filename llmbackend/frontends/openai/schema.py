@@ -12,7 +12,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
 from .errors import JsonObject, OpenAIError, refuse
+from .labels import Labels
 from .messages import Message
+from .unserved_fields import UnservedByChat, UnservedByCompletions, UnservedFields
 from .validation import (
     AnyObject,
     ClosedObject,
@@ -97,7 +99,7 @@ class Sampling(ClosedObject):
         return chosen
 
 
-class _Request(Sampling):
+class _Request(Sampling, Labels, UnservedFields):
     """The fields that the two endpoints share."""
 
     model: str
@@ -106,20 +108,14 @@ class _Request(Sampling):
     max_tokens: Annotated[int, Range(1)] | None = Field(
         None, description="At most what the model's context has room for behind the prompt."
     )
-    # About the caller: they ask nothing of the model.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    metadata: AnyObject | None = None
+    return_token_ids: Flag | None = Field(None, description="The answer's token ids come along.")
+    return_tokens_as_token_ids: Flag | None = Field(
+        None, description="With logprobs: tokens are written as token_id:7 instead of their text."
+    )
     parallel_tool_calls: Flag | None = None
     # Not acted on.
     n: Annotated[Any, Only(1)] = None
     best_of: Annotated[Any, Only(1)] = None
-    store: Annotated[Any, Only(False)] = None
-    service_tier: Annotated[Any, Only("auto", "default")] = None
-    use_beam_search: Annotated[Any, Only(False)] = None
-    length_penalty: Annotated[Any, Only(1, 1.0)] = None
     spaces_between_special_tokens: Annotated[Any, Only(True)] = None
     response_format: Annotated[Any, Only({"type": "text"})] = None
     structured_outputs: Annotated[Any, Only()] = None
@@ -132,8 +128,6 @@ class _Request(Sampling):
     allowed_token_ids: Annotated[Any, Only()] = None
     bad_words: Annotated[Any, Only([])] = None
     priority: Annotated[Any, Only(0)] = None
-    return_token_ids: Annotated[Any, Only(False)] = None
-    return_tokens_as_token_ids: Annotated[Any, Only(False)] = None
 
 
 def _needs(field: str, *alternatives: JsonObject) -> JsonObject:
@@ -149,7 +143,7 @@ _STREAM_OPTIONS_NEED_STREAM = _needs("stream_options", _is_true("stream"))
 _TEXTS: JsonObject = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 
 
-class ChatCompletionRequest(_Request):
+class ChatCompletionRequest(_Request, UnservedByChat):
     model_config = ConfigDict(
         defer_build=False,
         json_schema_extra={
@@ -171,13 +165,7 @@ class ChatCompletionRequest(_Request):
     tool_choice: Annotated[Any, Only("none")] = None
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none")] = None
-    modalities: Annotated[Any, Only(["text"])] = None
-    audio: Annotated[Any, Only()] = None
-    prediction: Annotated[Any, Only()] = None
     reasoning_effort: Annotated[Any, Only()] = None
-    verbosity: Annotated[Any, Only("medium")] = None
-    web_search_options: Annotated[Any, Only()] = None
-    moderation: Annotated[Any, Only()] = None
     continue_final_message: Annotated[Any, Only(False)] = None
     echo: Annotated[Any, Only(False)] = None
     chat_template: Annotated[Any, Only()] = None
@@ -205,7 +193,7 @@ _Prompt = Annotated[
 ]
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(_Request, UnservedByCompletions):
     model_config = ConfigDict(
         defer_build=False,
         json_schema_extra={
@@ -215,11 +203,10 @@ class CompletionRequest(_Request):
     )
     default_max_tokens: ClassVar[int | None] = 16
     prompt: _Prompt
-    logprobs: Annotated[int, Range(0, 5)] | None = None
+    logprobs: Annotated[int, Range(0, 20)] | None = None
     echo: Flag | None = None
     # Not acted on.
     suffix: Annotated[Any, Only("")] = None
-    prompt_embeds: Annotated[Any, Only()] = None
     add_special_tokens: Annotated[Any, Only(True)] = None
 
     def prompts(self) -> list[str] | list[list[int]]:

@@ -22,12 +22,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from .errors import JsonObject, OpenAIError
+from .errors import OpenAIError
 from .generation import Arrival, Generation
+from .logprobs import logprobs_renderer
 from .requests import GenerationRequest
-from .responses import DEFAULT_FINISH_REASON, CompletionLogprobs, Identity, Usage, chat_logprobs
+from .responses import DEFAULT_FINISH_REASON, Identity, Usage
 from .schema import StreamOptions
-from .tensors import Delta, TokenEntries
+from .tensors import Delta
 
 T = TypeVar("T")
 QUIET_S = 15.0
@@ -64,7 +65,8 @@ class ChunkWriter:
         self._usage = Usage()
         self._echo = request.echo
         self._finished = [False] * len(request.prompts)
-        self._logprobs = [_logprobs_renderer(request) for _ in request.prompts]
+        form, is_chat = request.logprobs, request.is_chat
+        self._logprobs = [None if form is None else logprobs_renderer(form, is_chat=is_chat) for _ in request.prompts]
 
     def begin(self) -> bytes:
         """One chunk per choice with the role (chat), or with the prompt (completions with `echo`)."""
@@ -76,10 +78,11 @@ class ChunkWriter:
         """The chunk of new text, the finish chunk, both, or nothing (where a stop string may have begun)."""
         self._usage.add(index, delta)
         chunk = b""
-        if delta.text or delta.logprobs:
+        if delta.text or delta.logprobs or delta.token_ids:
             render = self._logprobs[index]
             logprobs = b"null" if render is None else orjson.dumps(render(delta.logprobs))
-            chunk = self._chunk(index, self._text(delta.text), logprobs)
+            more = b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
+            chunk = self._chunk(index, self._text(delta.text), logprobs, more=more)
         if (delta.finish_reason or delta.is_final) and not self._finished[index]:
             self._finished[index] = True
             reason = orjson.dumps(delta.finish_reason or DEFAULT_FINISH_REASON)
@@ -94,22 +97,15 @@ class ChunkWriter:
     def _text(self, text: str) -> bytes:
         return self._shape.text_open + orjson.dumps(text) + self._shape.text_close
 
-    def _chunk(self, index: int, text: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null") -> bytes:
+    def _chunk(
+        self, index: int, text: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null", more: bytes = b""
+    ) -> bytes:
         tail = self._tail
         if self._has_continuous_usage:
             tail = b'],"usage":' + orjson.dumps(self._usage.as_json()) + b"}\n\n"
-        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b}%b' % (
-            self._head, index, text, logprobs, finish_reason, tail,
+        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}%b' % (
+            self._head, index, text, logprobs, finish_reason, more, tail,
         )  # fmt: skip
-
-
-def _logprobs_renderer(request: GenerationRequest) -> Callable[[list[TokenEntries]], JsonObject] | None:
-    top = request.top_logprobs
-    if top is None:
-        return None
-    if not request.is_chat:
-        return CompletionLogprobs(top).render
-    return lambda positions: chat_logprobs(positions, top)
 
 
 async def first_arrival(receive: Receive, generation: Generation) -> Arrival | None:

@@ -26,6 +26,7 @@ TEXT_TOKENS = "text_tokens"
 SAMPLING_PARAMETERS = "sampling_parameters"
 RETURN_LOGPROBS = "return_logprobs"
 RETURN_TEXT_TOKENS = "return_text_tokens"
+RETURN_OUTPUT_IDS = "return_output_ids"
 PROMPT_INPUTS: Final[Mapping[str, str]] = {MESSAGES: "BYTES", TEXT_INPUT: "BYTES", INPUT_IDS: "INT32"}
 """The inputs that can be a prompt, with their datatypes; a request has one of them."""
 OPTION_INPUTS: Final[Mapping[str, str]] = {
@@ -38,6 +39,7 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     "return_num_output_tokens": "BOOL",
     "return_num_cached_tokens": "BOOL",
     RETURN_TEXT_TOKENS: "BOOL",
+    RETURN_OUTPUT_IDS: "BOOL",
 }
 """The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
@@ -70,6 +72,8 @@ class Delta(msgspec.Struct, frozen=True):
     """Tokens of the prompt that were not computed again; None when the model does not say."""
     text_tokens: Sequence[TextToken] = ()
     """The new tokens with their text, when asked for."""
+    token_ids: Sequence[int] = ()
+    """The new tokens, when asked for."""
 
 
 def text_tensor(text: str) -> Tensor:
@@ -87,7 +91,13 @@ def messages_tensor(messages: Sequence[dict[str, Any]], template_options: dict[s
 
 
 def option_inputs(
-    sampling: dict[str, Any], *, stream: bool, logprobs: bool, usage: bool, text_tokens: bool = False
+    sampling: dict[str, Any],
+    *,
+    stream: bool,
+    logprobs: bool,
+    usage: bool,
+    text_tokens: bool = False,
+    token_ids: bool = False,
 ) -> tuple[Tensor, ...]:
     """The inputs other than the prompt: how tokens are chosen, and what the responses carry."""
     flags = {
@@ -101,6 +111,8 @@ def option_inputs(
     }
     if text_tokens:
         flags[RETURN_TEXT_TOKENS] = True
+    if token_ids:
+        flags[RETURN_OUTPUT_IDS] = True
     parameters = JsonTensor.of_value(SAMPLING_PARAMETERS, sampling, orjson.dumps(sampling))
     return (parameters, *(Tensor.of(name, np.array([value], dtype=np.bool_)) for name, value in flags.items()))
 
@@ -126,6 +138,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         is_final=final,
         num_cached_tokens=_count(outputs["num_cached_tokens"]) if "num_cached_tokens" in outputs else None,
         text_tokens=_text_tokens(response) if TEXT_TOKENS in outputs else (),
+        token_ids=outputs["output_ids"].tolist() if "output_ids" in outputs else (),
     )
 
 

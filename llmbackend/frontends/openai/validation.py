@@ -97,20 +97,24 @@ class IsTokenIds:
 class Only:
     """A field that this server does not act on: null, or a value that asks for what happens anyway."""
 
-    def __init__(self, *accepted: Any) -> None:
+    def __init__(self, *accepted: Any, reason: str = "") -> None:
+        """reason: why other values are refused"""
         self.accepted = accepted
+        self.reason = reason
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonObject:
-        return {"enum": [*self.accepted, None]}
+        return {"enum": [*self.accepted, None]} | ({"description": self.reason} if self.reason else {})
 
     def _check(self, value: object) -> object:
         if value is None or any(value == item and type(value) is type(item) for item in self.accepted):
             return value
+        why = f": {self.reason}" if self.reason else " yet"
         allowed = " or ".join(f"'{item}'" if isinstance(item, str) else as_json(item) for item in self.accepted)
-        raise PydanticCustomError("unsupported", "{hint}", {"hint": f"; only {allowed} is accepted" if allowed else ""})
+        only = f"; only {allowed} is accepted" if allowed else ""
+        raise PydanticCustomError("unsupported", "{hint}", {"hint": why + only})
 
 
 class ClosedObject(BaseModel):
@@ -174,7 +178,7 @@ def _refusal(error: ErrorDetails) -> OpenAIError:
     if kind == "unknown_field":
         return _unknown(_member(param, error["ctx"]["field"]))
     if kind == "unsupported":
-        return _unsupported(f"'{param}' is not supported yet{error['msg']}", param)
+        return _unsupported(f"'{param}' is not supported{error['msg']}", param)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         field = error["ctx"]["discriminator"].strip("'")
         return _unknown_kind(

@@ -1,0 +1,91 @@
+"""Log probabilities of tokens in the forms of the two endpoints.
+
+For: whole responses and streams. Does not know: where a stream is cut. Invariant: what the calls of one renderer
+return, put together, is what one call with all positions returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import JsonObject
+from .tensors import TokenEntries
+
+_IMPOSSIBLE = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobForm:
+    """What a client asked to know of each token."""
+
+    top: int
+    """How many of the most likely tokens, besides the chosen one."""
+    as_token_ids: bool = False
+    """Tokens are written as `token_id:7` instead of their text."""
+
+    def token(self, token_id: str, entry: dict[str, Any]) -> str:
+        if self.as_token_ids:
+            return f"token_id:{token_id}"
+        return entry["decoded_token"] or ""
+
+
+Render = Callable[[list[TokenEntries]], JsonObject]
+"""Positions that follow those of the last call → `choices[].logprobs`."""
+
+
+def logprobs_renderer(form: LogprobForm, *, is_chat: bool) -> Render:
+    """The renderer of one choice."""
+    return ChatLogprobs(form).render if is_chat else CompletionLogprobs(form).render
+
+
+class ChatLogprobs:
+    """Chat's: the chosen token at each position and the most likely ones, best first."""
+
+    def __init__(self, form: LogprobForm) -> None:
+        self._form = form
+
+    def render(self, positions: list[TokenEntries]) -> JsonObject:
+        return {"content": [self._position(entries) for entries in positions], "refusal": None}
+
+    def _position(self, entries: TokenEntries) -> JsonObject:
+        chosen = self._token(*next(iter(entries.items())))
+        chosen["top_logprobs"] = [self._token(*item) for item in _most_likely(entries, self._form.top)]
+        return chosen
+
+    def _token(self, token_id: str, entry: dict[str, Any]) -> JsonObject:
+        text: str = entry["decoded_token"] or ""
+        return {"token": self._form.token(token_id, entry), "logprob": _logprob(entry), "bytes": list(text.encode())}
+
+
+class CompletionLogprobs:
+    """Completions': four lists; remembers where in the text the next token starts."""
+
+    def __init__(self, form: LogprobForm) -> None:
+        self._form = form
+        self._offset_chars = 0
+
+    def render(self, positions: list[TokenEntries]) -> JsonObject:
+        result: JsonObject = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entries in positions:
+            chosen = next(iter(entries.items()))
+            best = [*_most_likely(entries, self._form.top), chosen]
+            result["tokens"].append(self._form.token(*chosen))
+            result["token_logprobs"].append(_logprob(chosen[1]))
+            result["top_logprobs"].append({self._form.token(*item): _logprob(item[1]) for item in best})
+            result["text_offset"].append(self._offset_chars)
+            self._offset_chars += len(chosen[1]["decoded_token"] or "")
+        return result
+
+
+def _logprob(entry: dict[str, Any]) -> float:
+    """JSON has no minus infinity: the interface sends null, OpenAI this number."""
+    value: float | None = entry["logprob"]
+    return _IMPOSSIBLE if value is None else value
+
+
+def _most_likely(entries: TokenEntries, top: int) -> list[tuple[str, dict[str, Any]]]:
+    """The chosen token comes along even when it is not among the `top`: its rank tells."""
+    ranked = sorted(entries.items(), key=lambda item: int(item[1]["rank"]))
+    return [item for item in ranked if item[1]["rank"] <= top][:top]
