@@ -20,7 +20,7 @@ from llmbackend.core.backend_api import (
     unavailable,
 )
 
-from .engine_args import with_lora_names
+from .engine_args import with_parameters
 from .metrics import SeriesUsers
 from .model_instance_state import ModelInstanceState
 from .model_state import ModelState
@@ -47,8 +47,8 @@ def TRITONBACKEND_ModelInitialize(model: Model) -> None:
         schema = schema_for(model.config)  # of the completed configuration
     state = ModelState(model, schema)
     model.state = state
-    if model.auto_complete_config and state.lora_names:
-        model.set_config(with_lora_names(model.config, state.lora_names))
+    if model.auto_complete_config and (parameters := state.public_parameters()):
+        model.set_config(with_parameters(model.config, parameters))
 
 
 def TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None:

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -59,6 +59,9 @@ LORA_MODULES = "lora_modules"
 MULTI_LORA_FILE = "multi_lora.json"
 LORA_NAMES = "lora_names"
 """The config.pbtxt parameter in which a loaded model lists its adapters."""
+TEXT_PARAMETERS = ("chat_template", "tool_call_parser", "reasoning_parser")
+"""Engine arguments that a loaded model has as config.pbtxt parameters, for frontends that read what it writes; the chat
+template as its text."""
 _OTHER_PARAMETERS = frozenset({ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, REPORT_METRICS})
 """Read elsewhere."""
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -163,11 +166,12 @@ def read_given_arguments(values: Mapping[str, Any], directory: Path) -> dict[str
     return arguments
 
 
-def with_lora_names(config: ModelConfig, names: Sequence[str]) -> ModelConfig:
-    """A copy of `config` with the names of LoRA adapters, for frontends that list adapters as models."""
+def with_parameters(config: ModelConfig, parameters: Mapping[str, str]) -> ModelConfig:
+    """A copy of `config` with what frontends may know of a loaded model."""
     copy = model_config_pb2.ModelConfig()
     copy.CopyFrom(config)
-    copy.parameters[LORA_NAMES].string_value = ",".join(names)
+    for name, value in parameters.items():
+        copy.parameters[name].string_value = value
     return copy
 
 

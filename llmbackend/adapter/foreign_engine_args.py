@@ -83,6 +83,7 @@ NO_EFFECT = frozenset(
         "allowed_media_domains",
         "disable_chunked_mm_input",
         "disable_mm_preprocessor_cache",
+        "enable_auto_tool_choice",
         "enable_reasoning",
         "fully_sharded_loras",
         "guided_decoding_backend",
@@ -98,7 +99,6 @@ NO_EFFECT = frozenset(
         "max_loras",
         "mm_processor_cache_gb",
         "mm_processor_kwargs",
-        "reasoning_parser",
         "structured_outputs_config",
     }
 )

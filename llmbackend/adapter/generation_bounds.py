@@ -23,11 +23,11 @@ _SHOWN_KEYS = 20
 _SHOWN_KEY_CHARS = 24
 
 
-def check_at_most(what: str, count: int, limit: int, unit: str) -> None:
+def check_at_most(what: str, count: int, limit: int, unit: str, param: str | None = None) -> None:
     """Raises TritonError INVALID_ARG when `what` ("input 'x'", "sampling parameter 'y'") has more than `most`
     `unit`."""
     if count > limit:
-        raise invalid_argument(f"{what} has {count} {unit}, expected at most {limit}")
+        raise invalid_argument(f"{what} has {count} {unit}, expected at most {limit}", param=param)
 
 
 def check_stops(what: str, stops: Sequence[Sequence[object]], kind: str, unit: str) -> None:

@@ -32,7 +32,7 @@ from llmbackend.waiting.timer import Alarm, Timer
 
 from .conversion_pool import Conversion, ConversionPool
 from .device_placement import DevicePlacement
-from .engine_args import check_checkpoint, read_model_arguments
+from .engine_args import LORA_NAMES, TEXT_PARAMETERS, check_checkpoint, read_model_arguments
 from .infer_task import InferTask
 from .metrics import LlmMetrics
 from .request_conversion import ModelLimits, RequestConverter
@@ -108,6 +108,15 @@ class ModelState:
         """None when LoRA is not enabled."""
         engine = self.arguments.engine
         return tuple(engine.lora_modules) if engine.enable_lora else None
+
+    def public_parameters(self) -> dict[str, str]:
+        """What frontends may know of the model, as parameters of its configuration: its adapters, its chat template,
+        and how it writes tool calls and reasoning."""
+        engine = self.arguments.engine
+        values = {name: getattr(engine, name) for name in TEXT_PARAMETERS}
+        values["chat_template"] = self._tokenizer.chat_template if self._tokenizer is not None else ""
+        values[LORA_NAMES] = ",".join(self.lora_names or ())
+        return {name: value for name, value in values.items() if value}
 
     # --- engines ------------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ _INERT: Final = "--model: arguments of vLLM without effect here"
 _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "tokenizer": (_MODEL, "Directory or hub id of the tokenizer; default: that of the model."),
     "chat_template": (_MODEL, "File of a chat template (Jinja), or the template itself; default: the model's."),
+    "tool_call_parser": (_MODEL, "How the model writes tool calls, by vLLM's names; default: found in the template."),
+    "reasoning_parser": (_MODEL, "The same for its reasoning."),
     "generation_config": (_MODEL, "Sampling defaults: auto = the model's, vllm = none, or a folder with the file."),
     "override_generation_config": (_MODEL, "Sampling defaults, as JSON."),
     "trust_remote_code": (_MODEL, "Run code that the checkpoint brings along."),

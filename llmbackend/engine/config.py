@@ -67,6 +67,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                                   none, else a directory that has one (not used by the engine itself)
     override_generation_config    sampling defaults that win over generation_config (not used by the engine itself)
     chat_template                 Jinja template or its file; "" = the model's (not used by the engine itself)
+    tool_call_parser              how the model writes tool calls, by vLLM's names; "" = as the chat template shows
+                                  (not used by the engine itself)
+    reasoning_parser              the same for reasoning (not used by the engine itself)
     dtype                         of weights and activations; "auto" = the checkpoint's
     max_model_len                 tokens of a request, prompt and output; None = the model's limit
     trust_remote_code             whether code from the checkpoint may run
@@ -127,6 +130,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
     chat_template: str = ""
+    tool_call_parser: str = ""
+    reasoning_parser: str = ""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     tensor_parallel_size: int = 1

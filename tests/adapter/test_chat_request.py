@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.text.chat import MAX_VALUES, ChatBounds, read_chat
+from llmbackend.adapter.text.chat import MAX_VALUES, ChatBounds, ChatTemplate, read_chat
 from llmbackend.core.backend_api import ErrorCode, TritonError
 
 BOUNDS = ChatBounds(context_tokens=10, max_chars=50)
@@ -69,3 +69,53 @@ def test_the_text_is_bounded_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch
     for value in (b"[" * (MAX_VALUES + 1), b" " * (BOUNDS.max_bytes + 1)):
         with pytest.raises(TritonError):
             read_chat(value, BOUNDS)
+
+
+def rendered(template: str, *messages: dict[str, Any], **options: Any) -> str:
+    tools = options.pop("tools", None)
+    return ChatTemplate(template, {}).render(list(messages) or [HI], tools=tools, options=options)
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "expected"),
+    [
+        ("{{ reasoning_effort }}", "low", "low"),
+        ("{{ enable_thinking }}", "low", "True"),
+        ("{{ thinking }}", "none", "False"),
+        ("{{ reasoning_effort }}/{{ enable_thinking }}", "none", "none/False"),
+        ("{{ reasoning_effort }}/{{ enable_thinking is defined }}", "high", "high/False"),
+        ("plain", "none", "plain"),
+    ],
+)
+def test_a_reasoning_effort_reaches_the_template_as_it_reads_it(template: str, effort: str, expected: str) -> None:
+    assert rendered(template, reasoning_effort=effort) == expected
+
+
+def test_reasoning_in_history_has_the_templates_name() -> None:
+    message = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        assert rendered("{{ messages[0]." + name + " }}", message) == "hm"
+    assert rendered("{{ messages[0] | tojson }}", message) == json.dumps(message)
+
+
+@pytest.mark.parametrize("read", ["messages[0].mood", "messages[0]['mood']", "'mood' in messages[0]"])
+def test_a_further_field_reaches_a_template_that_reads_it(read: str) -> None:
+    assert rendered("{{ " + read + " }}", HI | {"mood": True}) == "True"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "options", "param"),
+    [
+        ("{{ messages }}", HI | {"mood": "glad"}, {}, "messages[0].mood"),
+        ("{{ messages }}", HI, {"tools": [{"type": "function"}]}, "tools"),
+        ("{{ messages }}", HI, {"documents": [{"text": "a"}]}, "documents"),
+        ("{{ messages }}", HI, {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("<think>", HI, {"reasoning_effort": "none"}, "reasoning_effort"),
+    ],
+)
+def test_what_a_template_does_not_read_is_refused(
+    template: str, messages: dict[str, Any], options: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(TritonError, match="the model's chat template does not read it") as caught:
+        rendered(template, messages, **options)
+    assert (caught.value.param, caught.value.code) == (param, ErrorCode.INVALID_ARG)

@@ -8,7 +8,7 @@ Source: transformers' documented chat-template interface.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -19,7 +19,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llmbackend.core.backend_api import invalid_argument, shown, unsupported
+from llmbackend.core.backend_api import TritonError, invalid_argument, shown, unsupported
 from llmbackend.core.json_text import count_outside_strings
 
 from ..generation_bounds import check_at_most
@@ -37,6 +37,7 @@ _FIELDS = (
     "continue_final_message",
     "chat_template_kwargs",
     "documents",
+    "reasoning_effort",
 )
 _INPUT = "input 'messages'"
 _JSON_NAMES: dict[type, str] = {list: "list", dict: "object"}
@@ -78,13 +79,10 @@ def read_chat(text: bytes, bounds: ChatBounds) -> ChatRequest:
     _check_messages(chat["messages"], bounds)
     for name in ("tools", "documents"):
         if chat.get(name):
-            check_at_most(
-                f"'{name}' of {_INPUT}",
-                len(json.dumps(chat[name], ensure_ascii=False)),
-                bounds.max_chars,
-                "characters of JSON",
-            )
-    options = kwargs | {name: chat[name] for name in ("add_generation_prompt", "documents") if name in chat}
+            num_chars = len(json.dumps(chat[name], ensure_ascii=False))
+            check_at_most(f"'{name}' of {_INPUT}", num_chars, bounds.max_chars, "characters of JSON", param=name)
+    own = ("add_generation_prompt", "documents", "reasoning_effort")
+    options = kwargs | {name: chat[name] for name in own if name in chat}
     return ChatRequest(chat["messages"], chat.get("tools"), options)
 
 
@@ -167,16 +165,22 @@ class ChatTemplate:
     """A compiled template. Thread safe: rendering keeps no state.
 
     As transformers: sandboxed jinja2 with trimmed blocks, loop controls, `tojson` without HTML escaping,
-    `raise_exception`, `strftime_now`, and the special tokens as variables.
+    `raise_exception`, `strftime_now`, and the special tokens as variables. What a template does not read is refused by
+    name: tools, documents, a reasoning effort, further fields of messages.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """special_tokens: `bos_token` …, variables of the template. Raises ValueError when it does not compile."""
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template does not compile: {error}") from error
+        self._variables = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
+        self._names = frozenset(_names(tree))
 
     def render(
         self,
@@ -188,14 +192,62 @@ class ChatTemplate:
         """The prompt text. options: further template variables (`enable_thinking`, `documents` …);
         `add_generation_prompt` is true by default.
 
-        Raises TritonError INVALID_ARG with the template's error.
+        Raises TritonError INVALID_ARG with the template's error, or naming what the template does not read.
         """
+        options = self._with_effort(options or {})
+        for name, value in (("tools", tools), ("documents", options.get("documents"))):
+            if value and name not in self._variables:
+                raise _not_read(f"'{name}' of {_INPUT}", name)
         variables: dict[str, Any] = {**self._special_tokens, "add_generation_prompt": True, "tools": tools or None}
-        variables |= options or {}
+        variables |= options
+        conversation = [self._as_read(index, one) for index, one in enumerate(normalise_messages(messages))]
         try:
-            return self._template.render(messages=normalise_messages(messages), **variables)
+            return self._template.render(messages=conversation, **variables)
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
             raise invalid_argument(f"the model's chat template refuses 'messages': {error}") from error
+
+    def _as_read(self, index: int, message: Message) -> Message:
+        """The message with its reasoning under the names that the template reads. Raises for a field that it does not
+        read."""
+        for name in message.keys() - _MESSAGE_FIELDS:
+            if name not in self._names:
+                raise _not_read(f"'messages[{index}].{name}'", f"messages[{index}].{name}")
+        reasoning = message.get("reasoning_content")
+        if reasoning is None:
+            return message
+        return message | {name: reasoning for name in _REASONING_NAMES if name in self._names}
+
+    def _with_effort(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`options` with `reasoning_effort` as the template reads it: by its name, or as the switch of a template that
+        can only think or not. Raises for one that reads neither."""
+        effort = options.get("reasoning_effort")
+        if effort is None:
+            return options
+        switch = next((name for name in _THINKING_SWITCHES if name in self._variables), None)
+        if "reasoning_effort" in self._variables:
+            return {switch: False, **options} if effort == "none" and switch else options
+        if switch is None and (effort != "none" or "think" in self.source):
+            raise _not_read("'reasoning_effort'", "reasoning_effort")
+        switched = {switch: effort != "none"} if switch else {}
+        return switched | {name: value for name, value in options.items() if name != "reasoning_effort"}
+
+
+_MESSAGE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"))
+"""Of OpenAI and vLLM: a template need not read them."""
+_REASONING_NAMES = ("reasoning", "thinking")
+"""What templates call the reasoning of an earlier answer, besides `reasoning_content`."""
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which a template lets the model reason or not."""
+
+
+def _names(tree: nodes.Template) -> Iterator[str]:
+    """All names of fields that a template may read: `message.x`, `message["x"]`, `"x" in message`."""
+    yield from (node.attr for node in tree.find_all(nodes.Getattr))
+    yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+
+
+def _not_read(what: str, param: str) -> TritonError:
+    return invalid_argument(f"{what} was given, but the model's chat template does not read it", param=param)
 
 
 def normalise_messages(messages: Sequence[Message]) -> list[Message]:

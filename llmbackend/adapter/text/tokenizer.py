@@ -45,6 +45,8 @@ class ModelTokenizer(Protocol):
 
     max_token_chars: int
     """No token stands for more characters; so a text's length says at once that it has too many tokens."""
+    chat_template: str
+    """Its source; "" = none, or one that is built in."""
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         """The token ids of a text. Raises TooManyTokensError when they are not fewer than `below`."""
@@ -76,6 +78,7 @@ class ByteTokenizer:
     _NAMES = {BOS: b"<bos>", EOS: b"<eos>", PAD: b"<pad>"}  # noqa: RUF012  read-only
 
     def __init__(self, chat_template: str = "") -> None:
+        self.chat_template = chat_template
         self._template = ChatTemplate(chat_template or self._TEMPLATE, {})
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
@@ -112,6 +115,7 @@ class NoTokenizer:
     """For models whose clients send and get only token ids."""
 
     max_token_chars = 1
+    chat_template = ""
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         raise invalid_argument("this model takes token ids, and has no tokenizer")
@@ -145,6 +149,7 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
         self._template = chat_template
+        self.chat_template = "" if chat_template is None else chat_template.source
         added = tokenizer.get_added_tokens_decoder()
         self._special_texts = {token_id: str(token.content) for token_id, token in added.items() if token.special}
         self._special_ids = frozenset(self._special_texts)

@@ -82,6 +82,11 @@ class TokenizerLoader:
             trust = remote_code_argument(config.trust_remote_code)
             self._check = start_in(config.engine_python, rebuilt, str(directory), trust)
 
+    @property
+    def chat_template(self) -> str:
+        """The source of the chat template; "" where there is none, or none was given to the mock model."""
+        return self._tokenizer.chat_template
+
     def verified(self) -> ModelTokenizer:
         """The tokenizer to use from now on; waits until it is verified."""
         with self._lock:
