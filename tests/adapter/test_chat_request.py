@@ -119,3 +119,25 @@ def test_what_a_template_does_not_read_is_refused(
     with pytest.raises(TritonError, match="the model's chat template does not read it") as caught:
         rendered(template, messages, **options)
     assert (caught.value.param, caught.value.code) == (param, ErrorCode.INVALID_ARG)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Zürich",  "days": 2}', {"city": "Zürich", "days": 2}, "", None])
+def test_a_called_functions_arguments_are_an_object_and_its_text(arguments: Any) -> None:
+    template = ChatTemplate(
+        "{% for call in messages[0].tool_calls %}{% set arguments = call.function.arguments %}"
+        "{{ '<' + arguments + '>' }}{{ arguments ~ '|' }}{{ arguments | string }}{{ arguments | tojson }}"
+        "{% if arguments is mapping %}{% for name, value in arguments.items() %};{{ name }}={{ value }}{% endfor %}"
+        "{% endif %}{% endfor %}",
+        {},
+    )
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    rendered = template.render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    text = (
+        arguments
+        if isinstance(arguments, str) and arguments
+        else '{"city": "Zürich", "days": 2}'
+        if arguments
+        else "{}"
+    )
+    items = ";city=Zürich;days=2" if arguments else ""
+    assert rendered == f"<{text}>{text}|{text}" + ('{"city": "Zürich", "days": 2}' if arguments else "{}") + items

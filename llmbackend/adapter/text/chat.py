@@ -23,6 +23,7 @@ from llmbackend.core.backend_api import TritonError, invalid_argument, shown, un
 from llmbackend.core.json_text import count_outside_strings
 
 from ..generation_bounds import check_at_most
+from .called_arguments import CalledArguments
 
 MAX_MESSAGES_BYTES = 4 << 20
 MAX_VALUES = 1 << 16
@@ -297,15 +298,18 @@ def _normalise_call(index: int, call: Any) -> Any:
         raise invalid_argument(
             f"'messages[{index}].tool_calls' must hold objects with a 'function' that has a 'name', got {shown(call)}"
         )
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    sent = function.get("arguments")
+    arguments: Any = {} if sent is None else sent
+    if isinstance(sent, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = json.loads(sent or "{}")
         except ValueError:
             raise invalid_argument(
-                f"'messages[{index}].tool_calls' has 'arguments' that are not JSON: {shown(arguments)}"
+                f"'messages[{index}].tool_calls' has 'arguments' that are not JSON: {shown(sent)}"
             ) from None
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+    if isinstance(arguments, dict):
+        arguments = CalledArguments(arguments, sent if isinstance(sent, str) and sent else None)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _raise_exception(message: str) -> None:
