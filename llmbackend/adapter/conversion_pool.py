@@ -70,17 +70,17 @@ class ConversionPool:
         tasks: TaskMap,
         timer: Timer,
         *,
-        submit: Callable[[InferTask], None],
+        submit: Callable[[Sequence[InferTask]], None],
         stop: Callable[[InferTask], None],
         on_change: Callable[[], None],
     ) -> None:
-        """submit: queues a task
+        """submit: queues the tasks of a request
         stop: ends a task with what it has so far
         on_change: called when the number of requests here has changed
         """
         self._tasks = tasks
         self._timer = timer
-        self._submit_task = submit
+        self._submit_tasks = submit
         self._stop_task = stop
         self._on_change = on_change
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=f"{name}-conversion")
@@ -144,8 +144,8 @@ class ConversionPool:
         try:
             tasks = conversion.convert()
             self._tasks.release(conversion.level)  # each task takes a place of its own
-            for task in tasks:
-                self._submit_task(task)
+            if tasks:
+                self._submit_tasks(tasks)
         except Exception:
             logger.exception("a converted request could not be queued")
             tasks = ()

@@ -17,6 +17,8 @@ MAX_STOPS_TOTAL_LENGTH = 16384
 """Lengths are in characters for stop strings, in tokens for stop sequences."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_CHOICES = 64
+"""Generations of one prompt."""
 MAX_PARAMETERS = 256
 MAX_SAMPLING_JSON_BYTES = 256 << 10
 _SHOWN_KEYS = 20

@@ -16,7 +16,7 @@ from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.infer_request import InferRequest, StepOutput
 from llmbackend.waiting.timer import Alarm
 
-from .response_sender import ResponseSender
+from .response_sender import Choice, ResponseSender
 from .schemas.schema import Reply, TaskTimes
 from .text.output_assembler import OutputAssembler
 
@@ -35,8 +35,10 @@ class InferTask:
         times: TaskTimes,
         kv_block_size: int = 1,
         makes_drafts: bool = False,
+        choice: int = 0,
     ) -> None:
-        """kv_block_size: tokens per block of the engines' KV cache
+        """choice: its place among the generations of its prompt
+        kv_block_size: tokens per block of the engines' KV cache
         makes_drafts: whether the engines speculate
         """
         self.infer_request = infer_request
@@ -55,6 +57,7 @@ class InferTask:
         self.alarms: list[Alarm] = []
         """Set for its deadlines."""
         self.makes_drafts = makes_drafts
+        self._choice = choice
         self._kv_block_size = kv_block_size
         self._num_cached_tokens: int | None = None
         self._sender = sender
@@ -133,9 +136,9 @@ class InferTask:
         if self.finish_reason is not None:
             tensors = self._reply.tensors(self.assembler.take(), self)
             self._finished = True
-            self._sender.send(tensors, self.times, is_last=True)
+            self._sender.end(Choice(self._choice, self.assembler.cumulative_logprob, tensors), self.times)
         elif self._stream and self._reply.is_due(self):
-            self._sender.send(self._reply.tensors(self.assembler.take(), self), self.times, is_last=False)
+            self._sender.send(self._reply.tensors(self.assembler.take(), self), self.times)
 
     def fail(self, error: TritonError) -> None:
         """Ends the generation with `error`; does nothing when it has ended."""

@@ -78,8 +78,8 @@ class ModelInstanceState:
                 continue
             convert = partial(self._convert, request, time.monotonic_ns())
             if is_short(request):
-                for task in convert():
-                    self._model.submit(task)
+                if tasks := convert():
+                    self._model.submit(tasks)
             else:
                 self._model.convert_later(request, convert, partial(self._refuse, request))
 

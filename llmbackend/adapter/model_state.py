@@ -225,16 +225,20 @@ class ModelState:
         if refusal := self._conversions.start(conversion):
             refuse(self._refused(refusal))
 
-    def submit(self, task: InferTask) -> None:
-        """Queues a task and wakes the engines. One that cannot be queued is answered UNAVAILABLE."""
-        refusal = self.why_no_engine() or self.tasks.admit(task)
-        if refusal:
+    def submit(self, tasks: Sequence[InferTask]) -> None:
+        """Queues the tasks of a request and wakes the engines. If they cannot be queued, all are answered
+        UNAVAILABLE."""
+        refusal = self.why_no_engine() or self.tasks.admit(*tasks)
+        for task in tasks if refusal else ():
             self.fail(task, self._refused(refusal))
+        if refusal:
             return
-        # Before it is queued: afterwards it may be finished and released at any time.
-        task.on_cancel(partial(self._cancel, task.request_id))
-        self._set_deadlines(task)
-        self.tasks.enqueue(task)
+        # Before they are queued: afterwards they may be finished and released at any time.
+        for task in tasks:
+            task.on_cancel(partial(self._cancel, task.request_id))
+            self._set_deadlines(task)
+        for task in tasks:
+            self.tasks.enqueue(task)
         self.update_waiting_gauge()
         self.wake_engines()
 

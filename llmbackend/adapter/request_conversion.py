@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,11 @@ from llmbackend.core.backend_api import ModelInstance, Request, TritonError, inv
 from llmbackend.engine.infer_request import InferRequest
 from llmbackend.waiting.queue_policy import QueuePolicies
 
+from .choices import CollectedChoices
 from .infer_task import InferTask
 from .response_sender import ResponseSender
 from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameters
-from .schemas.schema import LlmInputs, LoraError, Prompt, Schema, TaskTimes
+from .schemas.schema import SEQUENCE_INDEX, LlmInputs, LoraError, Prompt, Schema, TaskTimes
 from .text.chat import MAX_MESSAGES_BYTES, ChatBounds, read_chat
 from .text.output_assembler import OutputAssembler
 from .text.token_bias import TokenBias
@@ -66,6 +67,21 @@ class _CheckedGeneration:
     params: GenerationParams
 
 
+def _choices(generation: _CheckedGeneration) -> list[_CheckedGeneration]:
+    """A prompt's generations, with the seeds of as many single ones."""
+    count = generation.params.best_of
+    if count == 1:
+        return [generation]
+    return [
+        dataclasses.replace(
+            generation,
+            inputs=dataclasses.replace(generation.inputs, num_sequences=count, sequence_index=index),
+            params=generation.params.of_choice(index),
+        )
+        for index in range(count)
+    ]
+
+
 class RequestConverter:
     """Read-only: any thread uses it."""
 
@@ -86,11 +102,47 @@ class RequestConverter:
     def convert(self, request: Request, instance: ModelInstance, exec_start_ns: int) -> list[InferTask]:
         """A task for each generation. Raises TritonError INVALID_ARG or UNSUPPORTED with a text for the client; then
         nothing was done to the request."""
-        generations = [self._generation(inputs) for inputs in self._schema.read(request)]
+        prompts = [self._generation(inputs) for inputs in self._schema.read(request)]
+        generations = [choice for one in prompts for choice in _choices(one)]
         priority = self._policies.level(self._policies.priority(request.priority))
         compute_start_ns = time.monotonic_ns()
-        sender = ResponseSender(request, instance, exec_start_ns, self._schema.client_error, len(generations))
-        return [self._task(sender, one, priority, TaskTimes(exec_start_ns, compute_start_ns)) for one in generations]
+        sender = self._sender(request, instance, exec_start_ns, prompts, len(generations))
+        group = str(next(_ids))
+        return [
+            self._task(sender, one, priority, TaskTimes(exec_start_ns, compute_start_ns), group) for one in generations
+        ]
+
+    def _sender(
+        self,
+        request: Request,
+        instance: ModelInstance,
+        exec_start_ns: int,
+        prompts: Sequence[_CheckedGeneration],
+        num_tasks: int,
+    ) -> ResponseSender:
+        """Choices are sent as they come, unless they must be ranked, or one response has them all."""
+        options, params = prompts[0].inputs.options, prompts[0].params
+        client_error = self._schema.client_error
+        is_ranked = params.best_of > params.n
+        joins = params.n > 1 and SEQUENCE_INDEX not in options.outputs
+        if options.stream and is_ranked:
+            raise invalid_argument(
+                f"sampling parameter 'best_of' is {params.best_of}, expected n ({params.n}) in a stream: which choices "
+                "are the best is known at the end",
+                param="best_of",
+            )
+        if options.stream or not (is_ranked or joins):
+            return ResponseSender(request, instance, exec_start_ns, client_error, num_tasks, len(prompts))
+        return CollectedChoices(
+            request,
+            instance,
+            exec_start_ns,
+            client_error,
+            num_tasks,
+            count=params.n,
+            joins=joins,
+            of_prompt=self._schema.outputs_of_prompt,
+        )
 
     def _generation(self, inputs: LlmInputs) -> _CheckedGeneration:
         prompt = self._prompt(inputs)
@@ -117,8 +169,9 @@ class RequestConverter:
         return dataclasses.replace(params, sampling=sampling)
 
     def _task(
-        self, sender: ResponseSender, generation: _CheckedGeneration, priority: int, times: TaskTimes
+        self, sender: ResponseSender, generation: _CheckedGeneration, priority: int, times: TaskTimes, group: str
     ) -> InferTask:
+        """group: names the request among those of its engine."""
         inputs, prompt, params = generation.inputs, generation.prompt, generation.params
         detokenizer = self._tokenizer.detokenizer(prompt.token_ids, skip_special_tokens=params.skip_special_tokens)
         request = InferRequest(
@@ -130,6 +183,7 @@ class RequestConverter:
             tenant=sender.tenant.cache_name,
             cache_salt=params.cache_salt,
             lora_name=params.lora_name,
+            prefix_group=f"{group}.{inputs.batch_index}" if inputs.num_sequences > 1 else "",
         )
         return InferTask(
             sender,
@@ -147,6 +201,7 @@ class RequestConverter:
             times=times,
             kv_block_size=self._limits.kv_block_size,
             makes_drafts=self._limits.makes_drafts,
+            choice=inputs.sequence_index,
         )
 
     def _prompt(self, inputs: LlmInputs) -> Prompt:

@@ -10,10 +10,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from llmbackend.core.backend_api import ModelInstance, Request, ResponseFlag, Tensor, TritonError
 
 from .schemas.schema import TaskTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The last response of a task.
+
+    index              the task's place among those of its prompt
+    cumulative_logprob of its tokens, where logprobs were asked for
+    """
+
+    index: int
+    cumulative_logprob: float
+    tensors: Sequence[Tensor]
 
 
 class ResponseSender:
@@ -26,8 +40,9 @@ class ResponseSender:
         exec_start_ns: int,
         client_error: Callable[[TritonError], TritonError],
         num_tasks: int = 1,
+        num_prompts: int = 1,
     ) -> None:
-        """client_error: gives an error the text that the client expects."""
+        """client_error: gives an error the text that the client expects. num_prompts: the request's batch size."""
         self.client_id = request.id
         self.tenant = request.tenant
         self.timeout_us = request.timeout_us
@@ -35,7 +50,7 @@ class ResponseSender:
         self._instance = instance
         self._factory = request.response_factory()
         self._client_error = client_error
-        self._num_tasks = num_tasks
+        self._num_prompts = num_prompts
         self._num_live = num_tasks
         self._has_failed = False
         self._response_start_ns = exec_start_ns
@@ -45,27 +60,36 @@ class ResponseSender:
         """Registers what a cancel of the request calls; only before the task is queued."""
         self._request.on_cancel(callback)
 
-    def send(self, tensors: Sequence[Tensor], times: TaskTimes, *, is_last: bool) -> None:
-        """Sends one response. is_last: the last one of its task."""
+    def send(self, tensors: Sequence[Tensor], times: TaskTimes) -> None:
+        """Sends one response; others of its task follow."""
         with self._lock:
-            flags = self._next_flags(ends_task=is_last)
-            output_start_ns = time.monotonic_ns()
-            response = self._factory.new_response()
-            for tensor in tensors:
-                response.add_output(tensor)
-            response.send(flags)
-            self._report(output_start_ns, None)
-            self._release_after(flags, times)
+            self._send(tensors, self._next_flags(ends_task=False), times)
+
+    def end(self, choice: Choice, times: TaskTimes) -> None:
+        """Sends the last response of a task."""
+        with self._lock:
+            self._send(choice.tensors, self._next_flags(ends_task=True), times)
 
     def fail(self, error: TritonError, times: TaskTimes) -> None:
         """Ends a task with an error in place of its last response."""
         with self._lock:
-            self._has_failed = True
-            error = self._client_error(error)
-            flags = self._next_flags(ends_task=True)
-            self._factory.new_response().send(flags, error)
-            self._report(time.monotonic_ns(), error)
-            self._release_after(flags, times)
+            self._send_error(error, self._next_flags(ends_task=True), times)
+
+    def _send(self, tensors: Sequence[Tensor], flags: ResponseFlag, times: TaskTimes) -> None:
+        output_start_ns = time.monotonic_ns()
+        response = self._factory.new_response()
+        for tensor in tensors:
+            response.add_output(tensor)
+        response.send(flags)
+        self._report(output_start_ns, None)
+        self._release_after(flags, times)
+
+    def _send_error(self, error: TritonError, flags: ResponseFlag, times: TaskTimes) -> None:
+        self._has_failed = True
+        error = self._client_error(error)
+        self._factory.new_response().send(flags, error)
+        self._report(time.monotonic_ns(), error)
+        self._release_after(flags, times)
 
     def _next_flags(self, *, ends_task: bool) -> ResponseFlag:
         """The flags of the next response: FINAL when it ends the last live task."""
@@ -86,6 +110,6 @@ class ResponseSender:
         phase_times = (times.exec_start_ns, times.compute_start_ns, times.last_token_ns or end_ns, end_ns)
         self._instance.report_statistics(self._request, not self._has_failed, *phase_times)
         if not self._has_failed:
-            self._instance.report_batch_statistics(self._num_tasks, *phase_times)
+            self._instance.report_batch_statistics(self._num_prompts, *phase_times)
         self._request.release()
         self._factory.close()

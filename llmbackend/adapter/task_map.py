@@ -217,12 +217,13 @@ class TaskMap:
 
     # --- into the queue -----------------------------------------------------------------------------------------------
 
-    def admit(self, task: InferTask) -> str:
-        """Takes a new task into the map, but not yet into the queue; or returns why the queue is too full for it."""
+    def admit(self, *tasks: InferTask) -> str:
+        """Takes the new tasks of a request into the map, but not yet into the queue; or returns why the queue is too
+        full for them, and takes none."""
         with self._lock:
-            refusal = self._why_full(task.infer_request.priority)
+            refusal = self._why_full(tasks[0].infer_request.priority, len(tasks))
             if not refusal:
-                self._tasks[task.request_id] = task
+                self._tasks.update((task.request_id, task) for task in tasks)
         return refusal
 
     def enqueue(self, task: InferTask) -> None:
@@ -244,13 +245,15 @@ class TaskMap:
         with self._lock:
             self._reserved[level] -= 1
 
-    def _why_full(self, level: int) -> str:
+    def _why_full(self, level: int, count: int = 1) -> str:
+        """Why `count` more requests of this level have no place."""
         limit = self._policies.policy(level).max_queue_size
         in_level = self._queue.num_in_level(level) + self._reserved[level]
-        if limit and in_level >= limit:
-            return f"its queue holds {in_level} requests of this priority"
-        if len(self._queue) + self._reserved.total() >= self._max_queue_size:
-            return f"its queue holds {self._max_queue_size} requests"
+        too_many = f", and {count} would be added" if count > 1 else ""
+        if limit and in_level + count > limit:
+            return f"its queue holds {in_level} requests of this priority{too_many}"
+        if (queued := len(self._queue) + self._reserved.total()) + count > self._max_queue_size:
+            return f"its queue holds {queued} requests{too_many}"
         return ""
 
     def expired_in_queue(self, request_id: str) -> bool:

@@ -93,6 +93,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     grammar           which texts may be generated, in llguidance's form: the JSON of its TopLevelGrammar, or Lark; it
                       holds from the first token on, or from the one behind the reasoning; "" = all
     reasoning         None = the output has none, as far as the engine is concerned
+    prefix_group      requests of one group share their prompt's KV also where prefix caching is off; "" = none
     """
 
     request_id: str
@@ -105,6 +106,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     lora_name: str = ""
     grammar: str = ""
     reasoning: Reasoning | None = None
+    prefix_group: str = ""
 
     @property
     def prefix_salt(self) -> PrefixSalt:

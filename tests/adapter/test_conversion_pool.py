@@ -134,7 +134,7 @@ def test_an_unload_refuses_what_waits_and_lets_the_rest_go_on() -> None:
     begun, go_on = threading.Event(), threading.Event()
     refused: list[str] = []
     handed_on: list[Any] = []
-    pool = ConversionPool("m", tasks, Timer(), submit=handed_on.append, stop=lambda task: None, on_change=lambda: None)
+    pool = ConversionPool("m", tasks, Timer(), submit=handed_on.extend, stop=lambda task: None, on_change=lambda: None)
 
     def conversion(number: int) -> Conversion:
         def convert() -> list[Any]:

@@ -13,15 +13,18 @@ import logging
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from llmbackend.core.backend_api import TritonError, invalid_argument, shown, unsupported
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import SamplingParams
 
 from ..generation_bounds import (
+    MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_PARAMETERS,
     MAX_SAMPLING_JSON_BYTES,
@@ -86,6 +89,15 @@ class GenerationParams:
     """Only requests with the same salt share cached prefixes."""
     lora_name: str = ""
     """The LoRA adapter; "" = none."""
+    n: int = 1
+    """Choices that the client gets."""
+    best_of: int = 1
+    """Choices that are generated; the client gets the n with the largest cumulative logprob."""
+
+    def of_choice(self, index: int) -> GenerationParams:
+        """The parameters of one of the choices: as alone, with the seed `index` higher."""
+        sampling = msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + index) & SEED_MASK)
+        return replace(self, sampling=sampling, n=1, best_of=1)
 
 
 Parser = Callable[[str, Any], Any]
@@ -227,11 +239,13 @@ _PARSERS: dict[str, Parser] = {
     "skip_special_tokens": _boolean,
     "cache_salt": _text,
     "lora_name": _text,
-    "n": _integer(1, 1),
-    "best_of": _integer(1, 1),
+    "n": _integer(1, MAX_CHOICES),
+    "best_of": _integer(1, MAX_CHOICES),
 }
 ACCEPTED = tuple(sorted(_PARSERS))
-_OUTSIDE_SAMPLING = ("stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name")
+_OUTSIDE_SAMPLING = (
+    "stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name", "n", "best_of",
+)  # fmt: skip
 """Parameters that the engine's SamplingParams do not have."""
 
 
@@ -279,12 +293,12 @@ def parse_sampling_parameters(
     chosen.pop("max_tokens", None)
     _check_min_tokens(chosen, values, max_tokens, room_tokens)
     _check_vocabulary(chosen, vocab_size)
+    _check_choices(chosen)
+    ranks = chosen["best_of"] > chosen["n"]
     seed = chosen.pop("seed", -1)
-    logprobs = chosen.pop("logprobs", 0 if logprobs_needed else None)
+    logprobs = chosen.pop("logprobs", 0 if logprobs_needed or ranks else None)
     top_k = chosen.pop("top_k", 0)
     others = {name: chosen.pop(name) for name in _OUTSIDE_SAMPLING if name in chosen}
-    for name in ("n", "best_of"):
-        chosen.pop(name, None)
     sampling = SamplingParams(
         max_tokens=max_tokens,
         seed=random.getrandbits(63) if seed == -1 else seed & SEED_MASK,
@@ -310,6 +324,14 @@ def _check_min_tokens(chosen: dict[str, Any], values: Mapping[str, Any], max_tok
     if max_tokens < room_tokens:
         raise _refuse("min_tokens", values["min_tokens"], f"at most max_tokens ({max_tokens})")
     raise _refuse("min_tokens", values["min_tokens"], f"at most the {room_tokens} tokens that fit after the prompt")
+
+
+def _check_choices(chosen: dict[str, Any]) -> None:
+    """Fills in `n` and `best_of`."""
+    chosen["n"] = chosen.get("n", 1)
+    chosen["best_of"] = chosen.get("best_of", chosen["n"])
+    if chosen["best_of"] < chosen["n"]:
+        raise _refuse("best_of", chosen["best_of"], f"at least n ({chosen['n']})")
 
 
 def _check_vocabulary(chosen: dict[str, Any], vocab_size: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy.typing as npt
 from tritonclient.grpc import model_config_pb2
@@ -18,6 +18,9 @@ from llmbackend.core.backend_api import ErrorCode, ModelConfig, Request, Tensor,
 from ..text.output_assembler import Chunk, OutputAssembler
 from ..text.token_bias import NO_BIAS, TokenBias
 from ..text.tokenizer import ModelTokenizer
+
+SEQUENCE_INDEX: Final = "sequence_index"
+"""The output that says to which choice a response belongs."""
 
 
 @dataclass(slots=True)
@@ -68,6 +71,8 @@ class LlmInputs:
     """Added to logits, on top of `sampling`."""
     batch_index: int = 0
     """Of the prompt in its request."""
+    num_sequences: int = 1
+    """Generations of its prompt."""
     sequence_index: int = 0
     """Of the generation among those of its prompt."""
 
@@ -123,6 +128,8 @@ class Schema(Protocol):
 
     needs_tokenizer: bool
     """False: prompts and outputs are token ids, and the model needs no tokenizer."""
+    outputs_of_prompt: frozenset[str]
+    """Outputs that say something about the prompt: equal for all its generations."""
     has_vllm_defaults: bool
     """Whether vLLM's rules say what a request leaves out; then the model's generation_config.json counts."""
 

@@ -15,7 +15,14 @@ import numpy.typing as npt
 
 from llmbackend.core.backend_api import ModelConfig, Request, Tensor, TritonError, invalid_argument, unsupported
 
-from ..generation_bounds import MAX_LOGIT_BIAS, MAX_STOPS, MAX_STOPS_TOTAL_LENGTH, check_at_most, check_stops
+from ..generation_bounds import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_STOPS,
+    MAX_STOPS_TOTAL_LENGTH,
+    check_at_most,
+    check_stops,
+)
 from ..text.output_assembler import Chunk
 from ..text.token_bias import TokenBias
 from ..text.tokenizer import ModelTokenizer
@@ -34,8 +41,6 @@ from .schema import (
 )
 from .tensorrtllm_tensors import CORE_INPUTS, CORE_OUTPUTS, PERF_OUTPUTS, REFUSED_INPUTS, USER_INPUTS, USER_OUTPUTS
 
-MAX_SEQUENCES = 64
-"""Largest num_return_sequences; each sequence is a generation of its own."""
 _FLOAT_FIELDS = ("temperature", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _ENABLED_BY = {
     "return_log_probs": ("cum_log_probs", "output_log_probs"),
@@ -54,6 +59,7 @@ class TensorRtLlmSchema:
     output; a batch of N prompts gives N generations with responses of their own.
     """
 
+    outputs_of_prompt = frozenset({"num_input_tokens"})
     has_vllm_defaults = False
 
     def __init__(self, config: ModelConfig, *, is_core: bool) -> None:
@@ -102,6 +108,7 @@ class TensorRtLlmSchema:
                 stop_sequences=_word_list(row, "stop_words_list") if self._is_core else (),
                 bias=bias,
                 batch_index=row.index,
+                num_sequences=count,
                 sequence_index=index,
             )
             for index in range(count)
@@ -240,8 +247,8 @@ def _asks_for_something(name: str, values: npt.NDArray[Any]) -> bool:
 
 def _return_sequences(row: Row) -> int:
     count = int(row.number("num_return_sequences", 1))
-    if not 1 <= count <= MAX_SEQUENCES:
-        raise invalid_argument(f"'num_return_sequences' is {count}, expected 1 to {MAX_SEQUENCES}")
+    if not 1 <= count <= MAX_CHOICES:
+        raise invalid_argument(f"'num_return_sequences' is {count}, expected 1 to {MAX_CHOICES}")
     return count
 
 

@@ -33,6 +33,7 @@ from ..generation_bounds import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_a
 from ..text.output_assembler import Chunk
 from ..text.tokenizer import ModelTokenizer
 from .schema import (
+    SEQUENCE_INDEX,
     Generation,
     LlmInputs,
     LoraError,
@@ -70,6 +71,8 @@ INPUTS: dict[str, TensorType] = {
     "return_output_ids": _FLAG,
     "return_text_tokens": _FLAG,
     "return_num_cached_tokens": _FLAG,
+    # Which of `n` choices a response belongs to; without it, and without a stream, one response has them all.
+    "return_sequence_index": _FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
     "text_output": TensorType("TYPE_STRING", (-1,)),
@@ -81,6 +84,7 @@ OUTPUTS: dict[str, TensorType] = {
     "output_ids": TensorType("TYPE_INT32", (-1,)),
     "text_tokens": TensorType("TYPE_STRING", (-1,)),
     "num_cached_tokens": _COUNT,
+    "sequence_index": TensorType("TYPE_UINT32", (-1,)),
 }
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
 """A request parameter that only the OpenAI frontend can set: vLLM's OpenAI server refuses what vllm_backend cuts."""
@@ -95,6 +99,7 @@ class VllmSchema:
     """The schema of vllm_backend."""
 
     needs_tokenizer = True
+    outputs_of_prompt = frozenset({"num_input_tokens", "num_cached_tokens"})
     has_vllm_defaults = True
 
     def __init__(self, config: ModelConfig) -> None:
@@ -134,9 +139,10 @@ class VllmSchema:
                 f"exactly one of the inputs {', '.join(PROMPT_INPUTS)} must be given, got {', '.join(given) or 'none'}"
             )
         source = given[0]
+        sampling = _read_sampling(request)
         inputs = LlmInputs(
-            options=self._read_options(request, source),
-            sampling=_read_sampling(request),
+            options=self._read_options(request, source, sampling),
+            sampling=sampling,
             text_input=text_of(tensors[source]) if source == "text_input" else None,
             messages=single(tensors[source]) if source == "messages" else None,
             input_ids=tensors[source].data.ravel() if source == "input_ids" else None,
@@ -146,13 +152,13 @@ class VllmSchema:
 
     def reply(self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer) -> Reply:
         return VllmReply(
-            inputs.options,
+            inputs,
             prompt_text=prompt.text if inputs.options.prepend_prompt else "",
             wants_logprobs=inputs.sampling.get("logprobs") is not None,
             token_text=tokenizer.token_text,
         )
 
-    def _read_options(self, request: Request, source: str) -> OutputOptions:
+    def _read_options(self, request: Request, source: str, sampling: Mapping[str, Any]) -> OutputOptions:
         stream = _flag(request, "stream")
         if stream and not self._decoupled:
             raise unsupported("'stream' is true, but this model is configured with decoupled: false")
@@ -163,6 +169,12 @@ class VllmSchema:
         if prepend and stream:
             raise invalid_argument("When streaming, `exclude_input_in_output` = False is not allowed.")
         enabled = {name for name in OUTPUTS if name == "text_output" or _flag(request, f"return_{name}")}
+        has_choices = str(sampling.get("n") or 1) != "1"
+        if has_choices and SEQUENCE_INDEX in enabled and not self._decoupled:
+            raise unsupported("'return_sequence_index' with 'n' gives several responses, but this model is configured "
+                              "with decoupled: false")  # fmt: skip
+        if has_choices and stream:
+            enabled.add(SEQUENCE_INDEX)
         outputs = wanted_outputs(enabled, request)
         return OutputOptions(
             stream,
@@ -220,13 +232,14 @@ class VllmReply:
     """
 
     def __init__(
-        self, options: OutputOptions, *, prompt_text: str, wants_logprobs: bool, token_text: Callable[[int], str]
+        self, inputs: LlmInputs, *, prompt_text: str, wants_logprobs: bool, token_text: Callable[[int], str]
     ) -> None:
         """prompt_text: prepended to the first text
         wants_logprobs: whether the request has a `logprobs` parameter
         token_text: the text of one token, for logprobs
         """
-        self._outputs = options.outputs
+        self._outputs = inputs.options.outputs
+        self._sequence_index = inputs.sequence_index
         self._prompt_text = prompt_text
         self._wants_logprobs = wants_logprobs
         self._token_text = token_text
@@ -262,6 +275,8 @@ class VllmReply:
             tensors.append(Tensor.of("num_cached_tokens", np.array([generation.num_cached_tokens], np.uint32)))
         if "output_ids" in wanted:
             tensors.append(Tensor.of("output_ids", np.array(chunk.token_ids, np.int32)))
+        if SEQUENCE_INDEX in wanted:
+            tensors.append(Tensor.of(SEQUENCE_INDEX, np.array([self._sequence_index], np.uint32)))
         if "text_tokens" in wanted:
             text = _encode_json(chunk.text_tokens)
             tensors.append(JsonTensor.of_value("text_tokens", tuple(chunk.text_tokens), text))

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Final
 
 import numpy as np
 
@@ -28,7 +29,9 @@ _Copy = tuple[bool, int, int]
 """Whether to the host; the device's block; the host's block."""
 
 NEVER = np.iinfo(np.int32).max
-"""A number of registered blocks that no row exceeds: caching is off."""
+"""A number of registered blocks that no row exceeds: its blocks are not shared."""
+NOT_SHARED: Final = 0
+"""What is before the blocks of a row that does not share them: no block has this identity."""
 
 
 class HostTier:
@@ -173,10 +176,14 @@ class KVCacheManager:
 
     # --- prefixes that are shared -------------------------------------------------------------------------------------
 
-    def find(self, token_ids: Int32Array, salt: Salt) -> Prefix:
+    def find(self, token_ids: Int32Array, salt: Salt, group: str = "") -> Prefix:
         """The computed beginning of a text, for a row without blocks; never its last token, whose logits are needed.
-        Blocks from num_blocks on are in host memory."""
-        num_full = (len(token_ids) - 1) // self.block_size if self._is_enabled else 0
+        Blocks from num_blocks on are in host memory. group: where caching is off, only rows of one group share."""
+        if not self._is_enabled:
+            if not group:
+                return Prefix([], NOT_SHARED, None)
+            salt = (*salt, group)
+        num_full = (len(token_ids) - 1) // self.block_size
         data = token_ids[: num_full * self.block_size].tobytes()
         return self._prefixes.find(salt, data, self._bytes_per_block)
 
@@ -188,8 +195,8 @@ class KVCacheManager:
     def take(self, row: int, prefix: Prefix) -> int:
         """Gives a row without blocks the prefix that was found; returns its tokens."""
         count = len(prefix.blocks)
-        if self._is_enabled:
-            self._num_known[row], self._parent[row] = count, prefix.parent
+        self._num_known[row] = NEVER if prefix.parent == NOT_SHARED else count
+        self._parent[row] = prefix.parent
         blocks = np.array(prefix.blocks, np.int32)
         on_device = blocks < self.num_blocks
         for block in prefix.blocks:

@@ -186,7 +186,8 @@ class Scheduler:
             if unreserved < 0:
                 running = self._rows_of_running()
                 unreserved = int(self._kv_cache.missing_blocks(running, self._table.num_tokens[running]).sum())
-            prefix = self._kv_cache.find(self._rows.token_ids(head), head.request.prefix_salt)
+            request = head.request
+            prefix = self._kv_cache.find(self._rows.token_ids(head), request.prefix_salt, request.prefix_group)
             if not self._has_blocks(num_tokens, prefix, unreserved):
                 break
             if being_computed is None:
