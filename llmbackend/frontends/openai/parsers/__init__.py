@@ -1,0 +1,23 @@
+"""Parsers of model output: one streaming machine, and the formats of tool calls and reasoning as tables over it."""
+
+from .detection import detect
+from .events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from .formats import REASONING_FORMATS, TOOL_CALL_FORMATS
+from .output_parser import OutputParser
+from .tables import CallGrammar, ReasoningFormat, ToolCallFormat
+
+__all__ = [
+    "REASONING_FORMATS",
+    "TOOL_CALL_FORMATS",
+    "CallGrammar",
+    "ContentDelta",
+    "Event",
+    "OutputParser",
+    "ReasoningDelta",
+    "ReasoningFormat",
+    "ToolCallArguments",
+    "ToolCallEnd",
+    "ToolCallFormat",
+    "ToolCallStart",
+    "detect",
+]

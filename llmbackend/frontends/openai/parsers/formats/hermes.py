@@ -1,0 +1,17 @@
+"""Hermes: one JSON object per call, in `<tool_call>` tags. Also Qwen2.5, Qwen3 and Granite 4."""
+
+from __future__ import annotations
+
+from ..tables import CallGrammar, JsonCall, MarkedCalls, ToolCallFormat
+
+HERMES = ToolCallFormat(
+    name="hermes",
+    body=MarkedCalls(begin=("<tool_call>",), calls=(JsonCall(),), list_begin="[", end=("</tool_call>",)),
+    grammar=CallGrammar(
+        call_begin='<tool_call>\n{"name": "',
+        name_end='", "arguments": ',
+        call_end="}\n</tool_call>",
+        separator="\n",
+    ),
+    trigger="<tool_call>",
+)

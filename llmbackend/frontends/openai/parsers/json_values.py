@@ -1,0 +1,98 @@
+"""Reads JSON while it arrives: values byte for byte, ended by the balance of their brackets; strings; field names.
+
+For: syntaxes whose arguments are JSON. Does not know: calls. Invariant: a value is passed on exactly as the model
+wrote it, at once; it is not validated, since a client can be told nothing that is not the model's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from .reader import SPACE, NotACall, Reader, Reading
+
+_BRACKETS = re.compile(r'[{}\[\]"]')
+_STRING_STOPS = re.compile(r'["\\]')
+
+
+def read_value(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
+    """Passes one value on; False when it was cut off, by the output's end or by a marker's special token."""
+    symbol = yield from reader.peek()
+    if reader.is_special or not symbol:
+        return False
+    if symbol in "{[":
+        return (yield from _read_balanced(reader, emit))
+    if symbol == '"':
+        return (yield from _read_quoted(reader, emit))
+    return (yield from _read_scalar(reader, emit))
+
+
+def _read_balanced(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
+    """An object or array: brackets within strings do not count."""
+    depth = 0
+    while (yield from text_is_next(reader)):
+        found = _BRACKETS.search(reader.text, reader.at)
+        if found is None:
+            emit(reader.consume(len(reader.text)))
+        elif found.group() == '"':
+            emit(reader.consume(found.start()))
+            if not (yield from _read_quoted(reader, emit)):
+                return False
+        else:
+            emit(reader.consume(found.end()))
+            depth += 1 if found.group() in "{[" else -1
+            if not depth:
+                return True
+    return False
+
+
+def _read_quoted(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
+    """A string with its quotes; the next symbol is the first of them."""
+    emit(reader.take())
+    is_escaped = False
+    while (yield from text_is_next(reader)):
+        if is_escaped:
+            emit(reader.consume(reader.at + 1))
+            is_escaped = False
+            continue
+        found = _STRING_STOPS.search(reader.text, reader.at)
+        emit(reader.consume(found.end() if found else len(reader.text)))
+        if found and found.group() == '"':
+            return True
+        is_escaped = found is not None
+    return False
+
+
+def _read_scalar(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
+    """A number, true, false or null, up to what cannot be part of one."""
+    has_any = False
+    while (symbol := (yield from reader.peek())) and not reader.is_special and symbol not in ',}]:;{["<' + SPACE:
+        emit(reader.take())
+        has_any = True
+    return has_any
+
+
+def text_is_next(reader: Reader) -> Reading[bool]:
+    """Whether a character is next in a value. Special tokens are left out, except for markers, which end it."""
+    while (yield from reader.peek()):
+        if not reader.is_special:
+            return True
+        if reader.text in reader.boundaries:
+            return False
+        reader.take()
+    return False
+
+
+def read_string(reader: Reader) -> Reading[str]:
+    """The value of a string. Raises NotACall where none is."""
+    if (yield from reader.peek()) != '"':
+        raise NotACall
+    pieces: list[str] = []
+    if not (yield from _read_quoted(reader, pieces.append)):
+        raise NotACall
+    try:
+        text: str = json.loads("".join(pieces), strict=False)
+    except ValueError:
+        raise NotACall from None
+    return text

@@ -1,0 +1,168 @@
+"""Reads a model's output symbol by symbol while it arrives: characters, and special tokens, each of them one symbol.
+
+For: the machine's parts, which are generators: they yield where the output so far is used up, and go on when there is
+more. Does not know: formats, events. Invariant: what a part reads depends on the symbols alone, never on where the
+text was cut; each symbol is read once, so the work is linear in the output; what is held is bounded by MAX_HELD_CHARS.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Generator, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""A part of the machine on its way to a result."""
+MAX_HELD_CHARS = 65536
+"""How much of a call's beginning may be held back until it is known to be one."""
+SPACE = " \n\r\t"
+
+
+class NotACall(Exception):  # noqa: N818 - a turn of the machine, not an error
+    """What looked like the beginning of a call is none: it is content."""
+
+
+class Markers:
+    """Texts that are looked for in running text. None of them may occur within another."""
+
+    def __init__(self, texts: Iterable[str], only_special: Collection[str] = ()) -> None:
+        """only_special: those that count only as special tokens, not where the model wrote their characters"""
+        self.all = frozenset(texts)
+        as_text = sorted(self.all.difference(only_special))
+        self.is_empty = not as_text
+        self.longest = max(map(len, as_text), default=0)
+        escaped = [[re.escape(character) for character in text] for text in as_text]
+        self.first = re.compile("|".join(sorted({text[0] for text in escaped})))
+        self.whole = re.compile("|".join("".join(text) for text in escaped))
+        self.cut_off = re.compile("(?:" + "|".join(_proper_prefixes(text) for text in escaped) + r")\Z")
+
+
+def _proper_prefixes(characters: list[str]) -> str:
+    """A regular expression of all beginnings of a text, but neither the empty one nor the whole."""
+    expression = ""
+    for character in reversed(characters[1:-1]):
+        expression = f"(?:{character}{expression})?"
+    return characters[0] + expression if len(characters) > 1 else r"(?!)"
+
+
+class Reader:
+    """Owner: its OutputParser, which feeds it; the machine's parts read."""
+
+    def __init__(self, *, shows_special_tokens: bool) -> None:
+        """shows_special_tokens: whether special tokens that are no markers belong to the visible text"""
+        self.text = ""
+        """The token that is being read; a special one has its own text."""
+        self.at = 0
+        """How much of it has been read."""
+        self.is_special = False
+        self.has_ended = False
+        self.boundaries: frozenset[str] = frozenset()
+        """Markers that end a value when they come as special tokens."""
+        self.only_special: frozenset[str] = frozenset()
+        """Markers that count only as special tokens."""
+        self._shows_special = shows_special_tokens
+        self._held: list[tuple[str, bool]] | None = None
+        self._num_held = 0
+
+    def feed(self, text: str, is_special: bool) -> None:
+        """The next token's text. What was fed before has been read."""
+        self.text, self.is_special, self.at = text, is_special, 0
+
+    # What is held back.
+
+    def hold(self, text: str = "", is_special: bool = False) -> None:
+        """From here on what is read is kept, behind `text`, until `drop` or `release`."""
+        self._held = [(text, is_special)] if text else []
+        self._num_held = len(text)
+
+    def drop(self) -> None:
+        self._held = None
+
+    def release(self) -> str:
+        """The visible text that was held back."""
+        held, self._held = self._held or [], None
+        return "".join(text for text, is_special in held if not is_special or self._shows_special)
+
+    def consume(self, end: int) -> str:
+        """Reads the current token's text up to `end`."""
+        text = self.text[self.at : end]
+        self.at = end
+        if self._held is not None:
+            self._held.append((text, self.is_special))
+            self._num_held += len(text)
+            if self._num_held > MAX_HELD_CHARS:
+                raise NotACall
+        return text
+
+    # Reading.
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the output is over and all of it was read."""
+        return self.has_ended and self.at >= len(self.text)
+
+    def peek(self) -> Reading[str]:
+        """The next symbol, which is not read yet: a character or a whole special token; "" at the end."""
+        while self.at >= len(self.text):
+            if self.has_ended:
+                return ""
+            yield
+        return self.text if self.is_special else self.text[self.at]
+
+    def take(self) -> str:
+        """Reads the symbol that `peek` has just shown."""
+        return self.consume(len(self.text) if self.is_special else self.at + 1)
+
+    def skip_space(self) -> Reading[None]:
+        while (symbol := (yield from self.peek())) and symbol in SPACE:
+            self.take()
+
+    def one_of(self, options: Collection[str]) -> Reading[str | None]:
+        """Reads one of these texts, whether its parts are characters or special tokens; the longest that is there.
+
+        None when none is there, behind what was read of them. "" as an option is one when nothing else begins here.
+        """
+        read, found = "", "" if "" in options else None
+        while True:
+            rest = [option for option in options if len(option) > len(read) and option.startswith(read)]
+            symbol = (yield from self.peek()) if rest else ""
+            if not symbol or not any(option.startswith(read + symbol) for option in rest):
+                return found if found == read else None
+            read += self.take()
+            if read in options and (self.is_special or read not in self.only_special):
+                found = read
+
+    def until(self, markers: Markers, emit: Callable[[str], None]) -> Reading[str]:
+        """Emits the visible text up to the first marker, and reads that; "" when the output ends before one.
+
+        Only what may be the beginning of a marker waits. Nothing may be held.
+        """
+        pending = ""
+        while True:
+            while self.at >= len(self.text):
+                if self.has_ended:
+                    emit(pending)
+                    return ""
+                yield
+            if self.is_special:
+                emit(pending)
+                pending = ""
+                special = self.take()
+                if special in markers.all:
+                    return special
+                if self._shows_special:
+                    emit(special)
+                continue
+            text = pending + self.text[self.at :]
+            self.at = len(self.text)
+            if not pending and (markers.is_empty or markers.first.search(text) is None):
+                emit(text)
+                continue
+            if found := markers.whole.search(text):
+                self.at -= len(text) - found.end()
+                emit(text[: found.start()])
+                return found.group()
+            cut_off = markers.cut_off.search(text, max(0, len(text) - markers.longest + 1))
+            pending = cut_off.group() if cut_off else ""
+            emit(text[: len(text) - len(pending)])

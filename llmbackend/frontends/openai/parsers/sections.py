@@ -1,0 +1,134 @@
+"""Reads content and sections of calls in turns, as a table of marked calls says.
+
+For: the output parser. Does not know: how single calls are written. Invariant: nothing is lost: what looked
+like a section and is none is content, from its marker on; only layout next to calls is left out (white space,
+separators, closing markers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from .json_calls import JsonCallReader, read_headed_call
+from .reader import Markers, NotACall, Reader, Reading
+from .reasoning import read_reasoning
+from .sink import Sink
+from .tables import CallSyntax, JsonCall, MarkedCalls, ReasoningFormat
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of each function's parameters, by the function's name."""
+
+
+class MarkedCallsReader:
+    """Owner: its OutputParser."""
+
+    def __init__(
+        self, reader: Reader, sink: Sink, table: MarkedCalls, reasoning: ReasoningFormat | None, schemas: Schemas
+    ) -> None:
+        self._reader = reader
+        self._sink = sink
+        self._table = table
+        self._reasoning = reasoning
+        self._schemas = schemas
+        self._markers = Markers(table.begin, table.only_special)
+        self._calls = {call.begin: call for call in table.calls}
+        lists = (table.list_begin,) if table.list_begin else ()
+        self._first = (*self._calls, *lists)
+        """What may stand behind a section's begin."""
+        again = (begin for begin in self._calls if begin)
+        self._next = (*again, *table.separators, *table.call_end, *table.end, *table.begin)
+        """What may stand behind a call."""
+        reader.boundaries = frozenset(_texts(table))
+        reader.only_special = frozenset(table.only_special)
+
+    def read(self) -> Reading[None]:
+        """All of the output."""
+        marker = yield from self._read_beginning()
+        while not self._reader.is_at_end or marker is not None:
+            if marker is None:
+                marker = yield from self._reader.until(self._markers, self._sink.content)
+                if not marker:
+                    return
+                self._reader.hold(marker, self._reader.is_special)
+            if (yield from self._read_section(marker)):
+                marker = yield from self._read_layout(self._table.begin, keeps_space=False)
+            else:
+                self._sink.content(self._reader.release())
+                marker = None
+
+    def _read_beginning(self) -> Reading[str | None]:
+        """The reasoning, if there is any, and the marker behind it, if one is."""
+        options = (*self._table.begin, *self._table.bare_begin)
+        reasoning = self._reasoning
+        if reasoning is None:
+            return (yield from self._read_layout(options))
+        if not self._sink.is_reasoning:
+            marker = yield from self._read_layout((reasoning.start, *options))
+            if marker != reasoning.start:
+                return marker
+            self._reader.drop()
+        marker = yield from read_reasoning(self._reader, self._sink, reasoning)
+        if marker != reasoning.end:
+            return marker
+        return (yield from self._read_layout(options))
+
+    def _read_layout(self, options: Collection[str], *, keeps_space: bool = True) -> Reading[str | None]:
+        """White space before a marker, and that marker, which is held; what is no layout becomes content.
+
+        keeps_space: whether white space at the output's end is content
+        """
+        reader = self._reader
+        reader.hold()
+        try:
+            yield from reader.skip_space()
+            marker = yield from reader.one_of(options)
+        except NotACall:
+            marker = None
+        if marker is None:
+            text = reader.release()
+            self._sink.content(text if keeps_space or not reader.is_at_end else text.lstrip())
+        return marker
+
+    def _read_section(self, marker: str) -> Reading[bool]:
+        """Behind its marker, which is held. False where content goes on with what is held."""
+        reader, table = self._reader, self._table
+        option: str | None = marker
+        options: tuple[str, ...] = self._first
+        list_end: tuple[str, ...] = ()
+        num_calls = self._sink.num_calls
+        try:
+            while option is not None:
+                if option in self._calls:
+                    yield from self._read_call(self._calls[option])
+                    options = (*self._next, *list_end)
+                elif option == table.list_begin:
+                    options, list_end = tuple(self._calls), (table.list_end,)
+                elif option in list_end:
+                    options, list_end = (*table.call_end, *table.end, *table.begin), ()
+                    reader.hold()
+                elif option in table.call_end:
+                    reader.hold()
+                elif option in table.separators:
+                    options = tuple(self._calls)
+                elif option in table.end:
+                    reader.drop()
+                    return True
+                else:
+                    options, list_end = self._first, ()
+                yield from reader.skip_space()
+                option = yield from reader.one_of(options)
+        except NotACall:
+            return False
+        return self._sink.num_calls > num_calls and options != self._first and reader.is_at_end
+
+    def _read_call(self, call: CallSyntax) -> Reading[None]:
+        if isinstance(call, JsonCall):
+            yield from JsonCallReader(self._reader, self._sink, call, self._schemas.keys()).read()
+        else:
+            yield from read_headed_call(self._reader, self._sink, call)
+
+
+def _texts(table: MarkedCalls) -> Iterator[str]:
+    """What ends a value when it comes as a special token."""
+    yield from (*table.begin, *table.end, *table.call_end, *(call.begin for call in table.calls))

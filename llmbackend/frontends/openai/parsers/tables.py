@@ -1,0 +1,112 @@
+"""What a format of tool calls or of reasoning is: the fields of its table.
+
+For: the tables in formats/, the machine that reads by them, and grammars that enforce calls. Does not know: how they
+are read. Invariant: tables are frozen values without code; the name of a table is vLLM's name of the parser.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+ANY_NAME = re.compile(r"\s*(?P<name>[^\s\"'`<>(){}\[\]|]{1,256})\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonCall:
+    """A call as one JSON object: `{"name": "f", "arguments": {…}}`, its fields in any order."""
+
+    name_keys: tuple[str, ...] = ("name",)
+    arguments_keys: tuple[str, ...] = ("arguments", "parameters")
+    id_keys: tuple[str, ...] = ("id",)
+    other_keys: tuple[str, ...] | None = None
+    """Further fields that a call may have; None: any. Other objects are no calls, but content."""
+    only_known_names: bool = False
+    """Whether an object whose name is none of the request's functions is content (for calls without a marker)."""
+
+    @property
+    def begin(self) -> str:
+        return "{"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadedCall:
+    """A call whose name stands before its arguments: `f[ARGS]{…}`."""
+
+    begin: str = ""
+    header_end: tuple[str, ...]
+    """What the arguments follow; "{" is their own first character."""
+    header: re.Pattern[str] = ANY_NAME
+    """All of the text up to there, with the groups `name` and, if the model writes ids, `id`."""
+
+
+CallSyntax = JsonCall | HeadedCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkedCalls:
+    """Calls in sections behind a marker, or at the output's beginning without one; other text is content.
+
+    White space next to a call is layout.
+    """
+
+    begin: tuple[str, ...] = ()
+    """Markers, each of which opens a section."""
+    bare_begin: tuple[str, ...] = ()
+    """Texts that open a section only as the first of the output (or behind its reasoning), and belong to it."""
+    calls: tuple[CallSyntax, ...]
+    """The ways in which a call may be written; they begin differently."""
+    list_begin: str = ""
+    """Opens a list of calls, and `list_end` closes it. Optional in what the model writes."""
+    list_end: str = "]"
+    separators: tuple[str, ...] = (",",)
+    """May stand between calls."""
+    call_end: tuple[str, ...] = ()
+    """Texts behind a call that say nothing."""
+    end: tuple[str, ...] = ()
+    """What closes a section. Optional in what the model writes."""
+    only_special: tuple[str, ...] = ()
+    """Those of `begin` that count only as special tokens, not as text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallGrammar:
+    """By what a grammar enforces calls: calls `begin` + call (+ `separator` + call)… + `end`.
+
+    A call is `call_begin` + name + `name_end` + arguments + `call_end`. The arguments are a JSON object, or, where
+    `key_begin` is given, for each parameter `key_begin` + name + `key_end` + value + `value_end`: a string's value as
+    plain text, any other as JSON.
+    """
+
+    begin: str = ""
+    call_begin: str
+    name_end: str
+    call_end: str
+    separator: str = ""
+    end: str = ""
+    key_begin: str = ""
+    key_end: str = ""
+    value_end: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallFormat:
+    """How a family of models writes tool calls."""
+
+    name: str
+    body: MarkedCalls
+    grammar: CallGrammar | None = None
+    """None: calls in this format cannot be enforced."""
+    trigger: str = ""
+    """The text at which a grammar for voluntary calls sets in: a beginning of `grammar.begin + grammar.call_begin`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """How a family of models writes its reasoning: `start` text `end`, before all content."""
+
+    name: str
+    start: str
+    end: str
+    ended_by: tuple[str, ...] = field(default=())
+    """Markers of content or calls that end the reasoning too, where the model has left out `end`."""
