@@ -7,6 +7,7 @@
 # make conformance   replays recorded transcripts of a real Triton against this host
 # make conformance-live   sends the same requests to a real Triton (370 MB from the package index) and to this server
 # make chaos   faults of every kind under live streams: no token lost, repeated or changed (10 minutes)
+# make clients real clients and their suites: openai, LangChain, LiteLLM, LlamaIndex, Instructor, Node (installs 0.7 GB)
 # make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
 # make overload   ten times the capacity offered for a minute
 # make fuzz    hostile input to every protocol and in configurations, beside live streams (10 minutes)
@@ -22,7 +23,7 @@ PIP_QUIET := $(shell [ -t 2 ] || echo --quiet)
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
-.PHONY: serve test check lint unit smoke conformance conformance-live real-triton chaos soak overload idle fuzz stall bench clean
+.PHONY: serve test check lint unit smoke conformance conformance-live real-triton chaos soak overload idle fuzz stall clients bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -63,6 +64,9 @@ chaos soak overload idle: $(VENV)/.test
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
+clients: $(VENV)/.test
+	$(BIN)/python -m tests.clients $(ARGS)
+
 stall: $(VENV)/.test
 	$(BIN)/python -m tests.stall $(ARGS)
 
@@ -81,4 +85,4 @@ $(VENV)/.test: $(VENV)/.serve
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-clients .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
