@@ -1,0 +1,80 @@
+"""Checks of the fields that say what an answer holds: streams, logprobs, ids of tokens, labels of responses."""
+
+from __future__ import annotations
+
+from .asking import Endpoint
+from .table import Row, promise
+
+
+@promise("true: events, whose text is that of the whole answer")
+def _stream(api: Endpoint) -> None:
+    assert api.streamed() == api.ask(stream=False).texts
+    assert len(api.chunks()) > 2
+
+
+@promise("`include_usage` adds a chunk with the usage, `continuous_usage_stats` the usage so far to each")
+def _stream_options(api: Endpoint) -> None:
+    assert not any("usage" in chunk for chunk in api.chunks())
+    *others, last = api.chunks(stream_options={"include_usage": True})
+    assert last["usage"] == api.ask().usage | {"prompt_tokens_details": last["usage"]["prompt_tokens_details"]}
+    assert {chunk["usage"] for chunk in others} == {None}
+    every = api.chunks(stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert all(chunk["usage"] for chunk in every)
+
+
+@promise("the logprob of each token")
+def _logprobs_of_chat(api: Endpoint) -> None:
+    assert api.ask(logprobs=False).choices[0]["logprobs"] is None
+    entries = api.ask(logprobs=True, return_token_ids=True)
+    content = entries.choices[0]["logprobs"]["content"]
+    assert len(content) == len(entries.token_ids) and all(entry["logprob"] <= 0 for entry in content)
+
+
+@promise("so many of the most likely tokens at each position")
+def _top_logprobs(api: Endpoint) -> None:
+    for top in (0, 3, 20):
+        content = api.ask(logprobs=True, top_logprobs=top).choices[0]["logprobs"]["content"]
+        assert {len(entry["top_logprobs"]) for entry in content} == {top}
+
+
+@promise("the logprob of each token, and so many of the most likely ones")
+def _logprobs_of_completions(api: Endpoint) -> None:
+    assert api.ask().choices[0]["logprobs"] is None
+    for top in (2, 20):
+        logprobs = api.ask(logprobs=top).choices[0]["logprobs"]
+        assert {len(best) for best in logprobs["top_logprobs"]} <= {top, top + 1}
+        assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 8
+
+
+@promise("the ids of the answer's tokens, whole and streamed")
+def _return_token_ids(api: Endpoint) -> None:
+    assert "token_ids" not in api.ask(return_token_ids=False).choices[0]
+    ids = api.ask(return_token_ids=True).token_ids
+    choices = [choice for chunk in api.chunks(return_token_ids=True) for choice in chunk["choices"]]
+    assert [token for choice in choices for token in choice.get("token_ids", ())] == ids and len(ids) == 8
+
+
+@promise("logprobs name tokens `token_id:7`")
+def _return_tokens_as_token_ids(api: Endpoint) -> None:
+    asked = {"logprobs": True if api.is_chat else 1, "return_token_ids": True}
+    for as_ids in (False, True):
+        answer = api.ask(**asked, return_tokens_as_token_ids=as_ids)
+        logprobs = answer.choices[0]["logprobs"]
+        tokens = [entry["token"] for entry in logprobs["content"]] if api.is_chat else logprobs["tokens"]
+        assert (tokens == [f"token_id:{token}" for token in answer.token_ids]) is as_ids
+
+
+@promise("answers name the model that they come from; an unknown one is a 404")
+def _model(api: Endpoint) -> None:
+    assert (api.ask().json["model"], api.ask(model="bytes").json["model"]) == ("demo", "bytes")
+
+
+ANSWERS: dict[str, Row] = {
+    "model": _model,
+    "stream": _stream,
+    "stream_options": _stream_options,
+    "return_token_ids": _return_token_ids,
+    "return_tokens_as_token_ids": _return_tokens_as_token_ids,
+}
+CHAT_ANSWERS: dict[str, Row] = {"logprobs": _logprobs_of_chat, "top_logprobs": _top_logprobs}
+COMPLETION_ANSWERS: dict[str, Row] = {"logprobs": _logprobs_of_completions}

@@ -1,0 +1,104 @@
+"""The two endpoints as the checks of fields use them: small deterministic requests, and what answers are compared by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+JsonObject = dict[str, Any]
+DEMO, BYTES = "demo", "bytes"
+"""The bundled model; the mock model, whose tokens are bytes, and which has a token that begins a text."""
+CHAT, COMPLETIONS = "chat/completions", "completions"
+MAX_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole response."""
+
+    json: JsonObject
+
+    @property
+    def choices(self) -> list[JsonObject]:
+        choices: list[JsonObject] = self.json["choices"]
+        return choices
+
+    @property
+    def texts(self) -> list[str]:
+        return [one["message"]["content"] if "message" in one else one["text"] for one in self.choices]
+
+    @property
+    def text(self) -> str:
+        return self.texts[0]
+
+    @property
+    def token_ids(self) -> list[int]:
+        ids: list[int] = self.choices[0]["token_ids"]
+        return ids
+
+    @property
+    def finish_reason(self) -> str:
+        reason: str = self.choices[0]["finish_reason"]
+        return reason
+
+    @property
+    def usage(self) -> JsonObject:
+        usage: JsonObject = self.json["usage"]
+        return usage
+
+
+class Endpoint:
+    """One endpoint. Requests ask the demo model for a few tokens, greedily, unless a check says otherwise."""
+
+    def __init__(self, client: httpx.Client, name: str) -> None:
+        self._client = client
+        self.name = name
+        self.is_chat = name == CHAT
+        prompt: JsonObject = {"messages": said("What is a KV cache?")} if self.is_chat else {"prompt": "A block of the"}
+        self.base: JsonObject = {"model": DEMO, "temperature": 0, "max_tokens": MAX_TOKENS, **prompt}
+
+    def ask(self, **fields: Any) -> Answer:
+        response = self._post(fields)
+        assert response.status_code == 200, response.text
+        return Answer(response.json())
+
+    def refusal(self, **fields: Any) -> JsonObject:
+        """The `error` of a request that must be refused as the client's fault."""
+        response = self._post(fields)
+        assert response.status_code == 400, f"expected a refusal, got {response.status_code}: {response.text[:300]}"
+        error: JsonObject = response.json()["error"]
+        return error
+
+    def chunks(self, **fields: Any) -> list[JsonObject]:
+        """A stream's chunks."""
+        body = self.base | fields | {"stream": True}
+        with self._client.stream("POST", f"/v1/{self.name}", json=body) as response:
+            assert response.status_code == 200, response.read().decode()
+            return list(_events(response.iter_lines()))
+
+    def streamed(self, **fields: Any) -> list[str]:
+        """The text of each choice of a stream."""
+        texts: dict[int, str] = {}
+        for chunk in self.chunks(**fields):
+            for choice in chunk["choices"]:
+                text = choice["delta"].get("content") if self.is_chat else choice["text"]
+                texts[choice["index"]] = texts.get(choice["index"], "") + (text or "")
+        return [texts[index] for index in sorted(texts)]
+
+    def _post(self, fields: JsonObject) -> httpx.Response:
+        body = {name: value for name, value in (self.base | fields).items() if value is not ...}
+        return self._client.post(f"/v1/{self.name}", json=body)
+
+
+def _events(lines: Iterator[str]) -> Iterator[JsonObject]:
+    for line in lines:
+        if line.startswith("data: {"):
+            yield json.loads(line[6:])
+
+
+def said(text: str, **more: Any) -> list[JsonObject]:
+    return [{"role": "user", "content": text, **more}]

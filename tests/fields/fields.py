@@ -1,0 +1,59 @@
+"""All fields: which OpenAI and vLLM have, and the row of each.
+
+Sources: OpenAI's from the types of its Python package; vLLM's from protocol.py of both endpoints (autumn 2026), and
+those that older releases had.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from .answers import ANSWERS, CHAT_ANSWERS, COMPLETION_ANSWERS
+from .asking import CHAT, COMPLETIONS
+from .prompts import CHAT_PROMPTS, COMPLETION_PROMPTS
+from .refusals import CHAT_REFUSED, COMPLETION_REFUSED, LABELS, REFUSED
+from .sampling import SAMPLING
+from .table import Row
+
+OPENAI: Final = {
+    CHAT: {*chat_create_params.CompletionCreateParamsBase.__annotations__, "stream"},
+    COMPLETIONS: {*completion_create_params.CompletionCreateParamsBase.__annotations__, "stream"},
+}
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_VLLM_BOTH: Final = _names(
+    """model frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed stop stream
+    stream_options temperature top_p user use_beam_search top_k min_p repetition_penalty watermarking length_penalty
+    stop_token_ids include_stop_str_in_output ignore_eos min_tokens skip_special_tokens spaces_between_special_tokens
+    truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids allowed_token_ids bad_words echo
+    add_special_tokens structured_outputs priority request_id session_id return_tokens_as_token_ids return_token_ids
+    routed_experts_prompt_start return_token_offsets return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params
+    vllm_xargs repetition_detection stream_interval thinking_token_budget
+    best_of guided_json guided_regex guided_choice guided_grammar"""
+)
+VLLM: Final = {
+    CHAT: _VLLM_BOTH
+    | _names(
+        """messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort include_reasoning
+        parallel_tool_calls add_generation_prompt continue_final_message documents chat_template chat_template_kwargs
+        media_io_kwargs mm_processor_kwargs return_prompt_text"""
+    ),
+    COMPLETIONS: _VLLM_BOTH | {"prompt", "suffix", "prompt_embeds"},
+}
+
+_BOTH: dict[str, Row] = SAMPLING | ANSWERS | REFUSED | LABELS
+_ONLY_CHAT = ("max_completion_tokens",)
+ROWS: Final[dict[str, dict[str, Row]]] = {
+    CHAT: _BOTH | CHAT_ANSWERS | CHAT_PROMPTS | CHAT_REFUSED,
+    COMPLETIONS: {name: row for name, row in _BOTH.items() if name not in _ONLY_CHAT}
+    | COMPLETION_ANSWERS
+    | COMPLETION_PROMPTS
+    | COMPLETION_REFUSED,
+}

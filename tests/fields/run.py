@@ -1,0 +1,107 @@
+"""Sends every field to a running server, and says of each what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.helpers.server_process import ROOT, start_server, stop_server, write_mock_model
+
+from .asking import BYTES, Endpoint
+from .fields import ROWS
+from .table import Done, Label, Refused, Row
+
+DONE, REFUSED, LABEL, IGNORED = "done", "refused", "label", "ignored"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one field of one endpoint."""
+
+    endpoint: str
+    field: str
+    kind: str
+    """DONE, REFUSED, LABEL, or IGNORED: neither the promised difference nor a refusal."""
+    text: str
+    """What was promised, why it is refused, or what is wrong."""
+
+
+@dataclass(frozen=True)
+class FieldServer:
+    """A server with the bundled model and the mock model, and its access log."""
+
+    client: httpx.Client
+    log: Path
+
+    def logged(self, text: str) -> bool:
+        return text in self.log.read_text()
+
+
+@contextlib.contextmanager
+def field_server() -> Iterator[FieldServer]:
+    with tempfile.TemporaryDirectory() as folder:
+        repository, log = Path(folder, "models"), Path(folder, "log")
+        write_mock_model(repository, BYTES)
+        repository.joinpath("demo").symlink_to(ROOT / "model_repository" / "demo")
+        with log.open("w") as file:
+            server = start_server("--model-repository", str(repository), "--log-requests", log=file)
+            try:
+                with httpx.Client(base_url=f"http://{server.http}", timeout=60) as client:
+                    yield FieldServer(client, log)
+            finally:
+                stop_server(server)
+
+
+def outcomes(server: FieldServer, tell: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
+    """All fields, one after the other."""
+    found = []
+    for name, rows in ROWS.items():
+        api = Endpoint(server.client, name)
+        for field, row in sorted(rows.items()):
+            found.append(_outcome(server, api, field, row))
+            tell(found[-1])
+    return found
+
+
+def _outcome(server: FieldServer, api: Endpoint, field: str, row: Row) -> Outcome:
+    try:
+        kind, text = _tried(server, api, field, row)
+    except AssertionError as error:
+        kind, text = IGNORED, str(error) or "an answer is not as promised"
+    return Outcome(api.name, field, kind, text)
+
+
+def _tried(server: FieldServer, api: Endpoint, field: str, row: Row) -> tuple[str, str]:
+    if isinstance(row, Done):
+        row.check(api)
+        return DONE, row.promise
+    if isinstance(row, Refused):
+        return REFUSED, _refused(api, field, row)
+    _check_label(server, api, field, row)
+    return LABEL, "shown in the access log"
+
+
+def _refused(api: Endpoint, field: str, row: Refused) -> str:
+    """The reason. Values that are accepted change nothing."""
+    plain = api.ask().texts
+    for value in row.accepted:
+        assert api.ask(**{field: value}).texts == plain, f"{value} is accepted and changes the answer"
+    errors = [api.refusal(**{field: value}) for value in row.values]
+    for error in errors:
+        assert error["param"] == field and error["code"] == "unsupported_parameter", error
+        assert re.match(rf"'{field}' is not supported: \w", error["message"]), error
+    reason: str = errors[0]["message"].partition(": ")[2]
+    return reason
+
+
+def _check_label(server: FieldServer, api: Endpoint, field: str, row: Label) -> None:
+    mark: Any = row.value
+    assert api.ask(**{field: mark}).texts == api.ask().texts
+    assert server.logged(f"{api.name} 200 key=- ") and server.logged(f" {field}="), "it is not in the access log"

@@ -1,0 +1,49 @@
+"""Every field of the two APIs has a row, every row is seen at a running server, and docs/fields.md says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
+
+from .asking import CHAT, COMPLETIONS, Endpoint
+from .fields import OPENAI, ROWS, VLLM
+from .page import PAGE, page
+from .run import IGNORED, FieldServer, Outcome, field_server, outcomes
+
+SCHEMAS = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}
+
+
+@pytest.mark.parametrize("name", [CHAT, COMPLETIONS])
+def test_every_field_has_a_row(name: str) -> None:
+    known = set(SCHEMAS[name].model_fields)
+    assert known == set(ROWS[name])
+    missing = (OPENAI[name] | VLLM[name]) - known
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FieldServer]:
+    with field_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def found(server: FieldServer) -> list[Outcome]:
+    return outcomes(server)
+
+
+def test_no_field_is_ignored(found: list[Outcome]) -> None:
+    assert [outcome for outcome in found if outcome.kind == IGNORED] == []
+
+
+def test_the_page_of_fields_is_the_one_that_was_seen(found: list[Outcome]) -> None:
+    assert PAGE.read_text() == page(found), "run `make fields`"
+
+
+@pytest.mark.parametrize("name", [CHAT, COMPLETIONS])
+def test_an_unknown_field_is_refused(server: FieldServer, name: str) -> None:
+    error = Endpoint(server.client, name).refusal(no_such_field=1)
+    assert (error["param"], error["code"]) == ("no_such_field", "unknown_parameter")
