@@ -81,8 +81,8 @@ class InferenceGate:
             self._shares.check(identity.account, count, most - self._open - count)
 
     def admit(self, count: int) -> None:
-        """Admits all of a body's `count` prompts, each of which becomes an inference, or none. Raises LimitReachedError
-        when there is no room for them, or when the API key has fewer prompts left in this minute."""
+        """Admits all of a body's `count` generations, its prompts times the choices of each, or none. Raises
+        LimitReachedError when there is no room for them, or when the API key has fewer left in this minute."""
         self.check_room(count)
         identity = REQUEST_IDENTITY.get()
         refusal = None if identity is None else identity.take(count)
@@ -166,28 +166,29 @@ class InferenceGate:
         request: InferenceRequest,
         backlog: Backlog | None = None,
         on_response: Callable[[], None] | None = None,
+        count: int = 1,
     ) -> Inference:
-        """Sends `request` to the host. `on_response` is called on the event loop for each response that can be popped.
+        """Sends `request` to the host. `on_response` is called on the event loop for each response that can be popped;
+        `count`: as how many inferences it counts, one for each choice that it generates.
 
         Raises TritonError when the host refuses it, LimitReachedError when there is no room.
         """
-        self.check_room()
+        self.check_room(count)
         inference = self._new_inference(backlog, on_response)
-        return inference.accepted(self.server.infer_async(request, inference), self._enter())
+        return inference.accepted(self.server.infer_async(request, inference), self._enter(count))
 
-    def _enter(self) -> Callable[[], None]:
-        """Counts one more open inference; the returned function uncounts it."""
-        self._open += 1
+    def _enter(self, count: int = 1) -> Callable[[], None]:
+        """Counts so many more open inferences; the returned function uncounts them."""
+        self._open += count
         identity = REQUEST_IDENTITY.get()
-        if identity is None:
-            return self._leave
-        self._shares.enter(identity.account)
-        return partial(self._leave, identity.account)
+        if identity is not None:
+            self._shares.enter(identity.account, count)
+        return partial(self._leave, count, None if identity is None else identity.account)
 
-    def _leave(self, account: Account | None = None) -> None:
-        self._open -= 1
+    def _leave(self, count: int, account: Account | None) -> None:
+        self._open -= count
         if account is not None:
-            self._shares.leave(account)
+            self._shares.leave(account, count)
 
     def _new_inference(self, backlog: Backlog | None, on_response: Callable[[], None] | None = None) -> Inference:
         loop = asyncio.get_running_loop()

@@ -64,6 +64,31 @@ def _return_tokens_as_token_ids(api: Endpoint) -> None:
         assert (tokens == [f"token_id:{token}" for token in answer.token_ids]) is as_ids
 
 
+@promise("so many choices, each as a request of its own with the seed so much higher, whole and streamed")
+def _n(api: Endpoint) -> None:
+    hot = {"temperature": 2, "seed": 7}
+    assert len(api.ask(n=1).choices) == 1
+    three = api.ask(**hot, n=3)
+    alone = [api.ask(temperature=2, seed=7 + index).text for index in range(3)]
+    assert three.texts == alone == api.streamed(**hot, n=3)
+    assert len(set(alone)) == 3 and [one["index"] for one in three.choices] == [0, 1, 2]
+    assert three.usage["completion_tokens"] == 24 and three.usage["prompt_tokens"] == api.ask().usage["prompt_tokens"]
+
+
+@promise("of so many choices those with the largest logprob are sent; at least n, and no stream")
+def _best_of(api: Endpoint) -> None:
+    hot = {"temperature": 2, "seed": 7, "logprobs": True if api.is_chat else 0, "ignore_eos": True}
+    sums = []
+    for answer in (api.ask(**hot, n=4), api.ask(**hot, n=2, best_of=4)):
+        logprobs = [one["logprobs"] for one in answer.choices]
+        of_tokens = [
+            [entry["logprob"] for entry in one["content"]] if api.is_chat else one["token_logprobs"] for one in logprobs
+        ]
+        sums.append([round(sum(tokens), 4) for tokens in of_tokens])
+    assert sums[1] == sorted(sums[0], reverse=True)[:2]
+    assert api.refusal(n=3, best_of=2)["param"] == api.refusal(best_of=2, stream=True)["param"] == "best_of"
+
+
 @promise("answers name the model that they come from; an unknown one is a 404")
 def _model(api: Endpoint) -> None:
     assert (api.ask().json["model"], api.ask(model="bytes").json["model"]) == ("demo", "bytes")
@@ -71,6 +96,8 @@ def _model(api: Endpoint) -> None:
 
 ANSWERS: dict[str, Row] = {
     "model": _model,
+    "n": _n,
+    "best_of": _best_of,
     "stream": _stream,
     "stream_options": _stream_options,
     "return_token_ids": _return_token_ids,

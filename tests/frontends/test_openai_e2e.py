@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.limits import InferenceLimits
 from tests.helpers.openai_live_server import serve_openai
 from tests.helpers.waiting import eventually
 
@@ -274,3 +277,56 @@ def test_logprobs_name_tokens_by_id(client: openai.OpenAI) -> None:
     content = chat.choices[0].logprobs.content
     assert [entry.token for entry in content] == [f"token_id:{token}" for token in chat.choices[0].token_ids]
     assert all(other.token.startswith("token_id:") for entry in content for other in entry.top_logprobs)
+
+
+def test_choices_of_several_prompts_come_in_order(client: openai.OpenAI) -> None:
+    """Choices of the first prompt, then those of the second; whole and streamed, with the usage of each prompt once."""
+    hot: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 4,
+        "temperature": 1.5,
+        "seed": 3,
+        "extra_body": {"ignore_eos": True},
+    }
+    prompts = ["one", "other prompt"]
+    answer = client.completions.create(prompt=prompts, n=2, **hot)
+    alone = [
+        client.completions.create(prompt=prompt, **(hot | {"seed": 3 + index})).choices[0].text
+        for prompt in prompts
+        for index in range(2)
+    ]
+    assert [choice.text for choice in answer.choices] == alone
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (15, 16)
+    texts = [""] * 4
+    for chunk in client.completions.create(
+        prompt=prompts, n=2, stream=True, stream_options={"include_usage": True}, **hot
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == alone and chunk.usage == answer.usage
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"n": 129}, "'n' is 129, expected an integer from 1 to 128"),
+        ({"n": 65, "prompt": ["a", "b"]}, "'n' is 65, expected at most 64 for 2 prompts: 128 choices in one request"),
+        ({"n": 3, "best_of": 2}, "'best_of' is 2, expected at least n (3)"),
+        ({"best_of": 2, "stream": True}, "'best_of' is 2, expected n (1) in a stream"),
+    ],
+)
+def test_numbers_of_choices_are_bounded(client: openai.OpenAI, fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**({"model": MODEL, "prompt": "hi"} | fields))
+    assert text in caught.value.message and caught.value.param == next(
+        name for name in ("best_of", "n") if name in fields
+    )
+
+
+def test_each_choice_counts_as_a_request(host: InferenceServer) -> None:
+    limits = InferenceLimits(max_concurrent_requests=4)
+    with serve_openai(host, gate=InferenceGate(host, limits)) as base:
+        ask = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+        for count, status in ((4, 200), (5, 429), (4, 200)):
+            assert httpx.post(f"{base}/v1/completions", json=ask | {"n": count}).status_code == status

@@ -196,10 +196,10 @@ class KeyShares:
                 f"for {count} more, and must leave as many free as it has"
             )
 
-    def enter(self, account: Account) -> None:
-        self._held[account.name] += 1
+    def enter(self, account: Account, count: int = 1) -> None:
+        self._held[account.name] += count
 
-    def leave(self, account: Account) -> None:
-        self._held[account.name] -= 1
+    def leave(self, account: Account, count: int = 1) -> None:
+        self._held[account.name] -= count
         if not self._held[account.name]:
             del self._held[account.name]

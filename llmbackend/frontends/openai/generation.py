@@ -1,9 +1,9 @@
-"""Runs a request on the host: one inference per choice, their responses merged in order of arrival.
+"""Runs a request on the host: one inference per prompt, their responses merged in order of arrival.
 
 For: the router and its responses. Does not know: JSON or HTTP. Invariants: the router calls `close` however a request
 ends, which cancels the inferences that are not over. A Generation is used on the event loop alone; responses reach it
-through the mailbox, which wakes the loop once per engine step. The choices share one backlog, so that what waits for
-their one client is bounded together.
+through the mailbox, which wakes the loop once per engine step. The inferences share one backlog, so that what waits
+for their one client is bounded together.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .tensors import (
     MAX_TOKENS_MUST_FIT,
     RETURN_LOGPROBS,
     RETURN_OUTPUT_IDS,
+    RETURN_SEQUENCE_INDEX,
     SAMPLING_PARAMETERS,
     Delta,
     option_inputs,
@@ -37,7 +38,7 @@ Arrival = tuple[int, Delta]
 
 
 class Generation:
-    """The choices of one request. `request_id` is the response's id; choice i's inference carries it too."""
+    """The choices of one request. `request_id` is the response's id; its inferences carry it too."""
 
     def __init__(
         self,
@@ -48,16 +49,17 @@ class Generation:
         *,
         trace: RequestTrace | None = None,
     ) -> None:
-        """In `trace`, further choices are children of the first."""
+        """In `trace`, further prompts are children of the first."""
         self._request = request
         self._arrived: deque[int] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
-        self._choices: list[Inference] = []
+        self._inferences: list[Inference] = []
         options = _options(request, target)
         parameters: dict[str, ParameterValue] = {MAX_TOKENS_MUST_FIT: True} if request.max_tokens_field else {}
         backlog = gate.new_backlog()
-        gate.admit(len(request.prompts))
+        gate.admit(request.num_generations)
+        count = request.num_generations // len(request.prompts)
         try:
             for index in range(len(request.prompts)):
                 part = trace.child() if trace is not None and index else trace
@@ -68,7 +70,8 @@ class Generation:
                     inputs=(target.model.fitted(request.prompts[index]), *options),
                     parameters=parameters,
                 )
-                self._choices.append(gate.submit(message, backlog, partial(self._on_response, index)))
+                on_response = partial(self._on_response, index)
+                self._inferences.append(gate.submit(message, backlog, on_response, count))
         except BaseException:
             self.close()
             raise
@@ -105,12 +108,12 @@ class Generation:
             return None
         index = self._arrived.popleft()
         try:
-            delta = read_delta(*self._choices[index].pop())
+            delta = read_delta(*self._inferences[index].pop())
         except TritonError as error:
             raise self._request.in_own_fields(OpenAIError.of(error)) from None
         if delta.is_final:
             self._open -= 1
-        return index, delta
+        return index * self._request.n + delta.sequence_index, delta
 
     async def next(self) -> Arrival:
         """The next delta, as `pop`."""
@@ -120,8 +123,8 @@ class Generation:
 
     def close(self) -> None:
         """Cancels what is not over. Idempotent."""
-        for choice in self._choices:
-            choice.close()
+        for inference in self._inferences:
+            inference.close()
 
 
 def check_fields_taken(request: GenerationRequest, target: Target) -> None:
@@ -130,6 +133,8 @@ def check_fields_taken(request: GenerationRequest, target: Target) -> None:
         raise _not_taken(target, fields[0])
     if request.logprobs is not None and not target.model.takes(RETURN_LOGPROBS):
         raise _not_taken(target, "logprobs")
+    if request.num_generations > len(request.prompts) and not target.model.takes(RETURN_SEQUENCE_INDEX):
+        raise _not_taken(target, "n" if request.n > 1 else "best_of")
     if request.return_token_ids and not target.model.takes(RETURN_OUTPUT_IDS):
         raise _not_taken(target, "return_token_ids")
 
@@ -144,12 +149,13 @@ def _lora(target: Target) -> dict[str, str]:
 
 
 def _options(request: GenerationRequest, target: Target) -> list[Tensor]:
-    """The inputs other than the prompt, which all choices share."""
+    """The inputs other than the prompt, which all prompts share."""
     options = option_inputs(
         request.sampling | _lora(target),
         stream=request.stream is not None,
         logprobs=request.logprobs is not None,
         token_ids=request.return_token_ids,
+        choices=request.num_generations > len(request.prompts),
         usage=request.stream is None or bool(request.stream.include_usage),
     )
     return [target.model.fitted(tensor) for tensor in options if target.model.takes(tensor.name)]

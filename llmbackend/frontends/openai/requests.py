@@ -23,7 +23,7 @@ from llmbackend.frontends.inference_gate import InferenceGate
 from .errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, refuse
 from .logprobs import LogprobForm
 from .messages import for_template
-from .schema import ChatCompletionRequest, CompletionRequest, StreamOptions
+from .schema import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, StreamOptions
 from .tensors import MESSAGES, input_ids_tensor, messages_tensor, text_tensor
 from .validation import read
 
@@ -41,7 +41,11 @@ class GenerationRequest:
 
     model: str
     prompts: tuple[Tensor, ...]
-    """One tensor per choice, all of one kind: `messages`, `text_input` or `input_ids`."""
+    """Tensors of one kind: `messages`, `text_input` or `input_ids`."""
+    n: int
+    """Choices of each prompt. Those of the first one come first."""
+    num_generations: int
+    """Of all prompts: as many as choices, or more of which the best are chosen."""
     sampling: dict[str, Any]
     """Sampling parameters under vLLM's names."""
     stream: StreamOptions | None
@@ -53,11 +57,15 @@ class GenerationRequest:
     labels: dict[str, Any]
     """What the client calls the request."""
     echo: tuple[str, ...]
-    """The text before each choice's own, "" where none was asked for."""
+    """The text before each choice's own, by prompt; "" where none was asked for."""
     sent_fields: tuple[str, ...]
     """The sampling fields that the client sent."""
     max_tokens_field: str
     """The field in which it limited the answer, "" when it did not."""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
 
     @property
     def is_chat(self) -> bool:
@@ -162,9 +170,14 @@ def _request(
         raise refuse("min_tokens", f"at most max_tokens ({most})", fields.min_tokens)
     if top_logprobs is not None:
         sampling["logprobs"] = top_logprobs
+    n, best_of = _choices(fields, len(prompts))
+    if best_of > 1:
+        sampling |= {"n": n, "best_of": best_of}
     return GenerationRequest(
         model=fields.model,
         prompts=prompts,
+        n=n,
+        num_generations=best_of * len(prompts),
         sampling=sampling,
         stream=_stream_options(fields, body),
         logprobs=_logprob_form(fields, top_logprobs),
@@ -174,6 +187,20 @@ def _request(
         sent_fields=sent_fields,
         max_tokens_field=limit,
     )
+
+
+def _choices(fields: ChatCompletionRequest | CompletionRequest, num_prompts: int) -> tuple[int, int]:
+    """How many of each prompt are sent, and how many are generated."""
+    n = fields.n or 1
+    best_of = n if fields.best_of is None else fields.best_of
+    if best_of < n:
+        raise refuse("best_of", f"at least n ({n})", best_of)
+    if best_of > n and fields.stream:
+        raise refuse("best_of", f"n ({n}) in a stream: which choices are the best is known at the end", best_of)
+    if best_of * num_prompts > MAX_CHOICES:
+        most = f"at most {MAX_CHOICES // num_prompts} for {num_prompts} prompts: {MAX_CHOICES} choices in one request"
+        raise refuse("best_of" if best_of > n else "n", most, best_of)
+    return n, best_of
 
 
 def _logprob_form(fields: ChatCompletionRequest | CompletionRequest, top_logprobs: int | None) -> LogprobForm | None:

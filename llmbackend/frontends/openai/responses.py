@@ -64,8 +64,8 @@ class _Choice:
 
 async def whole_response(generation: Generation, request: GenerationRequest, identity: Identity) -> bytes:
     """The response's body, once every choice has ended. Raises TritonError when one failed."""
-    choices = [_Choice(parts=[echo]) for echo in request.echo]
-    usage = Usage()
+    choices = [_Choice(parts=[echo]) for echo in request.echo for _ in range(request.n)]
+    usage = Usage(request.n)
     while not generation.is_over:
         index, delta = await generation.next()
         choices[index].add(delta)
@@ -96,18 +96,21 @@ def _message(text: str) -> JsonObject:
 
 
 class Usage:
-    """The running counts of one response."""
+    """The running counts of one response: tokens of each prompt once, and of each choice."""
 
-    def __init__(self) -> None:
+    def __init__(self, n: int) -> None:
+        """n: choices of each prompt"""
+        self._n = n
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
         self._completion_tokens = 0
 
     def add(self, index: int, delta: Delta) -> None:
+        prompt = index // self._n
         if delta.num_input_tokens:
-            self._prompt_tokens[index] = delta.num_input_tokens
-        if delta.num_cached_tokens is not None:
-            self._cached_tokens[index] = delta.num_cached_tokens
+            self._prompt_tokens[prompt] = delta.num_input_tokens
+        if delta.num_cached_tokens is not None and not index % self._n:
+            self._cached_tokens[prompt] = delta.num_cached_tokens
         self._completion_tokens += delta.num_output_tokens
 
     def total(self) -> JsonObject | None:

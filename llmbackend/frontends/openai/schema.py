@@ -29,6 +29,8 @@ from .validation import (
 )
 
 MAX_PROMPTS = 64
+MAX_CHOICES = 128
+"""Of all prompts of a request together."""
 
 
 class StreamOptions(ClosedObject):
@@ -108,14 +110,16 @@ class _Request(Sampling, Labels, UnservedFields):
     max_tokens: Annotated[int, Range(1)] | None = Field(
         None, description="At most what the model's context has room for behind the prompt."
     )
+    n: Annotated[int, Range(1, MAX_CHOICES)] | None = Field(None, description="Choices for each prompt.")
+    best_of: Annotated[int, Range(1, MAX_CHOICES)] | None = Field(
+        None, description="So many are generated, and the n most likely ones sent: at least n, and no stream."
+    )
     return_token_ids: Flag | None = Field(None, description="The answer's token ids come along.")
     return_tokens_as_token_ids: Flag | None = Field(
         None, description="With logprobs: tokens are written as token_id:7 instead of their text."
     )
     parallel_tool_calls: Flag | None = None
     # Not acted on.
-    n: Annotated[Any, Only(1)] = None
-    best_of: Annotated[Any, Only(1)] = None
     spaces_between_special_tokens: Annotated[Any, Only(True)] = None
     response_format: Annotated[Any, Only({"type": "text"})] = None
     structured_outputs: Annotated[Any, Only()] = None

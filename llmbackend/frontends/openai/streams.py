@@ -62,11 +62,11 @@ class ChunkWriter:
         self._has_usage = bool(options.include_usage)
         self._has_continuous_usage = self._has_usage and bool(options.continuous_usage_stats)
         self._tail = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
-        self._usage = Usage()
-        self._echo = request.echo
-        self._finished = [False] * len(request.prompts)
+        self._usage = Usage(request.n)
+        self._echo = [echo for echo in request.echo for _ in range(request.n)]
+        self._finished = [False] * request.num_choices
         form, is_chat = request.logprobs, request.is_chat
-        self._logprobs = [None if form is None else logprobs_renderer(form, is_chat=is_chat) for _ in request.prompts]
+        self._logprobs = [None if form is None else logprobs_renderer(form, is_chat=is_chat) for _ in self._finished]
 
     def begin(self) -> bytes:
         """One chunk per choice with the role (chat), or with the prompt (completions with `echo`)."""

@@ -27,6 +27,7 @@ SAMPLING_PARAMETERS = "sampling_parameters"
 RETURN_LOGPROBS = "return_logprobs"
 RETURN_TEXT_TOKENS = "return_text_tokens"
 RETURN_OUTPUT_IDS = "return_output_ids"
+RETURN_SEQUENCE_INDEX = "return_sequence_index"
 PROMPT_INPUTS: Final[Mapping[str, str]] = {MESSAGES: "BYTES", TEXT_INPUT: "BYTES", INPUT_IDS: "INT32"}
 """The inputs that can be a prompt, with their datatypes; a request has one of them."""
 OPTION_INPUTS: Final[Mapping[str, str]] = {
@@ -40,6 +41,7 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     "return_num_cached_tokens": "BOOL",
     RETURN_TEXT_TOKENS: "BOOL",
     RETURN_OUTPUT_IDS: "BOOL",
+    RETURN_SEQUENCE_INDEX: "BOOL",
 }
 """The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
@@ -72,6 +74,8 @@ class Delta(msgspec.Struct, frozen=True):
     """Tokens of the prompt that were not computed again; None when the model does not say."""
     text_tokens: Sequence[TextToken] = ()
     """The new tokens with their text, when asked for."""
+    sequence_index: int = 0
+    """Which of its prompt's choices."""
     token_ids: Sequence[int] = ()
     """The new tokens, when asked for."""
 
@@ -98,6 +102,7 @@ def option_inputs(
     usage: bool,
     text_tokens: bool = False,
     token_ids: bool = False,
+    choices: bool = False,
 ) -> tuple[Tensor, ...]:
     """The inputs other than the prompt: how tokens are chosen, and what the responses carry."""
     flags = {
@@ -113,6 +118,8 @@ def option_inputs(
         flags[RETURN_TEXT_TOKENS] = True
     if token_ids:
         flags[RETURN_OUTPUT_IDS] = True
+    if choices:
+        flags[RETURN_SEQUENCE_INDEX] = True
     parameters = JsonTensor.of_value(SAMPLING_PARAMETERS, sampling, orjson.dumps(sampling))
     return (parameters, *(Tensor.of(name, np.array([value], dtype=np.bool_)) for name, value in flags.items()))
 
@@ -138,6 +145,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         is_final=final,
         num_cached_tokens=_count(outputs["num_cached_tokens"]) if "num_cached_tokens" in outputs else None,
         text_tokens=_text_tokens(response) if TEXT_TOKENS in outputs else (),
+        sequence_index=_count(outputs.get("sequence_index")),
         token_ids=outputs["output_ids"].tolist() if "output_ids" in outputs else (),
     )
 
