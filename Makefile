@@ -12,6 +12,7 @@
 # make overload   ten times the capacity offered for a minute
 # make fuzz    hostile input to every protocol and in configurations, beside live streams (10 minutes)
 # make stall   every kind of input at its largest: how long streams and a health probe wait (5 minutes)
+# make fields  every field of the chat and completions APIs, sent to a running server; writes docs/fields.md
 # make idle    the CPU use of an idle server
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 
@@ -23,7 +24,7 @@ PIP_QUIET := $(shell [ -t 2 ] || echo --quiet)
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt
 ARGS ?=
 
-.PHONY: serve test check lint unit smoke conformance conformance-live real-triton chaos soak overload idle fuzz stall clients bench clean
+.PHONY: serve test check lint unit smoke conformance conformance-live real-triton chaos soak overload idle fuzz stall fields clients bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -69,6 +70,9 @@ clients: $(VENV)/.test
 
 stall: $(VENV)/.test
 	$(BIN)/python -m tests.stall $(ARGS)
+
+fields: $(VENV)/.test
+	$(BIN)/python -m tests.fields
 
 bench: $(VENV)/.serve
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -51,7 +51,7 @@ def field_server() -> Iterator[FieldServer]:
         write_mock_model(repository, BYTES)
         repository.joinpath("demo").symlink_to(ROOT / "model_repository" / "demo")
         with log.open("w") as file:
-            server = start_server("--model-repository", str(repository), "--log-requests", log=file)
+            server = start_server("--model-repository", str(repository), "--log-requests=true", log=file)
             try:
                 with httpx.Client(base_url=f"http://{server.http}", timeout=60) as client:
                     yield FieldServer(client, log)

@@ -123,7 +123,7 @@ SAMPLING: dict[str, Row] = {
     "top_p": _as_greedy("top_p", 0.001),
     "top_k": _as_greedy("top_k", 1),
     "min_p": _as_greedy("min_p", 1),
-    "presence_penalty": _changes_text("presence_penalty", -2, 2, max_tokens=48, ignore_eos=True),
+    "presence_penalty": _changes_text("presence_penalty", -2, 2, **_HOT, max_tokens=32),
     "frequency_penalty": _changes_text("frequency_penalty", -2, 2, max_tokens=48, ignore_eos=True),
     "repetition_penalty": _changes_text("repetition_penalty", 0.2, 5, max_tokens=24, ignore_eos=True),
     "logit_bias": _logit_bias,

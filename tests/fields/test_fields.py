@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from pydantic import BaseModel
 
 from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
 
 from .asking import CHAT, COMPLETIONS, Endpoint
-from .fields import OPENAI, ROWS, VLLM
+from .fields import NOT_YET, OPENAI, ROWS, VLLM
 from .page import PAGE, page
 from .run import IGNORED, FieldServer, Outcome, field_server, outcomes
 
-SCHEMAS = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}
+SCHEMAS: dict[str, type[BaseModel]] = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}
 
 
 @pytest.mark.parametrize("name", [CHAT, COMPLETIONS])
 def test_every_field_has_a_row(name: str) -> None:
-    known = set(SCHEMAS[name].__pydantic_fields__)
-    assert known == set(ROWS[name])
-    missing = (OPENAI[name] | VLLM[name]) - known
-    assert not missing
+    known = set(SCHEMAS[name].model_fields)
+    assert known - NOT_YET == set(ROWS[name]) - NOT_YET
+    assert not (OPENAI[name] | VLLM[name]) - known - NOT_YET
 
 
 @pytest.fixture(scope="module")
