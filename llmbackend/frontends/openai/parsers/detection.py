@@ -1,14 +1,82 @@
-"""Finds which formats a model writes, by what its chat template says.
+"""Which tool-call format and which reasoning format a model's chat template implies.
 
-For: models for which nobody has named a parser. Does not know: models, files. Invariant: what a template does not say
-is not guessed: "" then.
+For: models for which no parser is named. Does not know: how the formats are read. Invariant: a guess is made only from
+markers that the format's own models use; "" is said for a template of an unknown form, never a near one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    format: str
+    has: tuple[str, ...]
+    """All of these texts are in the template,"""
+    lacks: tuple[str, ...] = ()
+    """and none of these."""
+
+    def fits(self, template: str) -> bool:
+        return all(text in template for text in self.has) and not any(text in template for text in self.lacks)
+
+
+# The first rule that fits decides: those with markers of one family stand before those with markers of many.
+_TOOL_RULES = (
+    _Rule("openai", ("<|channel|>commentary",)),
+    _Rule("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    _Rule("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    _Rule("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    _Rule("minimax_m2", ("<minimax:tool_call>",)),
+    _Rule("seed_oss", ("<seed:tool_call>",)),
+    _Rule("glm47", ("<tool_call>", "</arg_key><arg_value>")),
+    _Rule("glm45", ("<tool_call>", "<arg_key>")),
+    _Rule("gemma4", ("<|tool_call>call:",)),
+    _Rule("functiongemma", ("<start_function_call>",)),
+    _Rule("lfm2", ("<|tool_call_start|>[",)),
+    _Rule("internlm", ("<|action_start|>", "<|plugin|>")),
+    _Rule("mistral", ("[TOOL_CALLS]",)),
+    _Rule("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
+    _Rule("olmo3", ("<function_calls>", "<functions>")),
+    _Rule("phi4_mini_json", ("functools[", "<|system|>")),
+    _Rule("phi4_mini_json", ("<|tool_call|>", "<|/tool_call|>")),
+    _Rule("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
+    _Rule("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    _Rule("granite4", ("<tool_call>", "<|start_of_role|>")),
+    _Rule("granite-20b-fc", ("<function_call>", "<|function_call_library|>")),
+    _Rule("longcat", ("<longcat_tool_call>",)),
+    _Rule("jamba", ("<tool_calls>", "<|bom|>")),
+    _Rule("minimax", ("<tool_calls>", "<beginning_of_sentence>ai")),
+    _Rule("hunyuan_a13b", ("<tool_calls>", "<|hy_Assistant|>")),
+    _Rule("hermes", ("<tool_call>", '{"name": '), ("<tool_calls>",)),
+    _Rule("hermes", ("<tool_call>", "tojson", "<tools>"), ("<invoke ", "<function=", "<tool_calls>")),
+    _Rule("llama4_pythonic", ("<|python_start|>", "<|header_start|>")),
+    _Rule("llama4_pythonic", ("[func_name1(", "<|header_start|>")),
+    _Rule("pythonic", ("[func_name1(",)),
+    _Rule("xlam", ("single JSON array", '[{"name": "tool_call_name"')),
+    _Rule("llama4_json", ('"parameters": ', "<|header_start|>")),
+    _Rule("llama3_json", ('"parameters": ', "<|start_header_id|>"), ("<function=",)),
+)
+_REASONING_RULES = (
+    _Rule("openai_gptoss", ("<|channel|>analysis",)),
+    _Rule("mistral", ("[THINK]",)),
+    _Rule("seed_oss", ("<seed:think>",)),
+    _Rule("gemma4", ("<|channel>thought",)),
+    _Rule("granite", ("Here is my thought process:",)),
+    _Rule("kimi_k2", ("</think>", "<|im_middle|>")),
+    _Rule("minimax_m2", ("</think>", "<minimax:tool_call>")),
+    _Rule("glm45", ("</think>", "[gMASK]")),
+    _Rule("deepseek_r1", ("</think>", "<｜tool▁calls▁begin｜>", "```json")),
+    _Rule("deepseek_v3", ("</think>", "<｜Assistant｜>")),
+    _Rule("qwen3", ("</think>", "<|im_start|>")),
+    _Rule("deepseek_r1", ("</think>",)),
+)
+
 
 def detect(chat_template: str) -> tuple[str, str]:
-    """The names of the tool-call format and of the reasoning format."""
-    tools = "hermes" if "<tool_call>" in chat_template else ""
-    reasoning = "qwen3" if "</think>" in chat_template else ""
-    return tools, reasoning
+    """The names of the tool-call format and of the reasoning format, each "" if the template shows none."""
+    return _first(_TOOL_RULES, chat_template), _first(_REASONING_RULES, chat_template)
+
+
+def _first(rules: tuple[_Rule, ...], template: str) -> str:
+    return next((rule.format for rule in rules if rule.fits(template)), "")

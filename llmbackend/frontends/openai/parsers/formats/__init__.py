@@ -7,8 +7,20 @@ its table.
 from __future__ import annotations
 
 from ..tables import ReasoningFormat, ToolCallFormat
+from .deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from .granite import GRANITE, GRANITE4, GRANITE_20B_FC, GRANITE_REASONING
 from .hermes import HERMES
-from .think_tags import DEEPSEEK_R1, QWEN3
+from .json_lists import HUNYUAN_A13B, INTERNLM, JAMBA, LONGCAT, PHI4_MINI_JSON, XLAM
+from .kimi_k2 import KIMI_K2
+from .minimax import MINIMAX
+from .think_tags import THINK_TAGS
 
-TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {table.name: table for table in (HERMES,)}
-REASONING_FORMATS: dict[str, ReasoningFormat] = {table.name: table for table in (DEEPSEEK_R1, QWEN3)}
+_JSON_FORMATS = (
+    HERMES,
+    *(GRANITE, GRANITE4, GRANITE_20B_FC),
+    *(HUNYUAN_A13B, INTERNLM, JAMBA, LONGCAT, MINIMAX, PHI4_MINI_JSON, XLAM),
+)
+_HEADED_FORMATS = (DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2)
+
+TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {table.name: table for table in (*_JSON_FORMATS, *_HEADED_FORMATS)}
+REASONING_FORMATS: dict[str, ReasoningFormat] = {table.name: table for table in (*THINK_TAGS, GRANITE_REASONING)}

@@ -1,8 +1,25 @@
-"""Reasoning in `<think>` tags, which most families use."""
+"""Reasoning in `<think>` tags, which most families use, under the names that vLLM has for each of them."""
 
 from __future__ import annotations
 
 from ..tables import ReasoningFormat
 
-QWEN3 = ReasoningFormat(name="qwen3", start="<think>", end="</think>")
-DEEPSEEK_R1 = ReasoningFormat(name="deepseek_r1", start="<think>", end="</think>")
+_NAMES = (
+    "deepseek_r1",
+    "deepseek_v3",
+    "ernie45",
+    "glm45",
+    "glm47",
+    "holo2",
+    "mimo",
+    "minimax_m2",
+    "nemotron_v3",
+    "olmo3",
+    "qwen3",
+    "step3",
+    "step3p5",
+)
+THINK_TAGS = (
+    *(ReasoningFormat(name=name, start="<think>", end="</think>") for name in _NAMES),
+    ReasoningFormat(name="kimi_k2", start="<think>", end="</think>", ended_by=("<|tool_calls_section_begin|>",)),
+)

@@ -1,0 +1,85 @@
+"""Which parsers are found from a chat template: for real ones, and for markers that no package at hand shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmbackend.frontends.openai.parsers.detection import detect
+from tests.helpers.chat_templates import AXOLOTL, LLAMA_CPP, TRL, chat_template
+
+NONE = ("", "")
+SHIPPED = [
+    (TRL, "qwen2_5", ("hermes", "")),
+    (TRL, "qwen3", ("hermes", "qwen3")),
+    (TRL, "qwen3_instruct_2507", ("hermes", "")),
+    (TRL, "qwen3_5_think", ("qwen3_coder", "qwen3")),
+    (TRL, "nemotron_3_nano", ("qwen3_coder", "qwen3")),
+    (TRL, "deepseekv3", ("deepseek_v3", "deepseek_r1")),
+    (TRL, "deepseek_r1_distill", ("deepseek_v3", "deepseek_r1")),
+    (TRL, "glm4moe", ("glm45", "glm45")),
+    (TRL, "gptoss", ("openai", "openai_gptoss")),
+    (TRL, "llama3_1", ("llama3_json", "")),
+    (TRL, "llama3_2", ("llama3_json", "")),
+    (TRL, "gemma4", ("gemma4", "gemma4")),
+    (TRL, "lfm2_v2", ("lfm2", "")),
+    (TRL, "llama3", NONE),
+    (TRL, "gemma3", NONE),
+    (TRL, "phi3_5", NONE),
+    (TRL, "cohere2", NONE),
+    (AXOLOTL, "mistral_v3_tekken", ("mistral", "")),
+    (AXOLOTL, "llama4", ("llama4_pythonic", "")),
+    (AXOLOTL, "jamba", ("jamba", "")),
+    (AXOLOTL, "qwen_25", ("hermes", "")),
+    (AXOLOTL, "chatml", NONE),
+    (AXOLOTL, "command_a_tool_use", NONE),
+    (LLAMA_CPP, "ByteDance-Seed-OSS", ("seed_oss", "seed_oss")),
+    (LLAMA_CPP, "GLM-4.6", ("glm45", "glm45")),
+    (LLAMA_CPP, "GLM-4.7-Flash", ("glm47", "glm45")),
+    (LLAMA_CPP, "Kimi-K2-Instruct", ("kimi_k2", "")),
+    (LLAMA_CPP, "Kimi-K2-Thinking", ("kimi_k2", "kimi_k2")),
+    (LLAMA_CPP, "MiniMax-M1", ("minimax", "")),
+    (LLAMA_CPP, "MiniMax-M2", ("minimax_m2", "minimax_m2")),
+    (LLAMA_CPP, "MiniMax-M3", NONE),
+    (LLAMA_CPP, "Mistral-Small-3.2-24B-Instruct-2506", ("mistral", "")),
+    (LLAMA_CPP, "mistralai-Ministral-3-14B-Reasoning-2512", ("mistral", "mistral")),
+    (LLAMA_CPP, "NousResearch-Hermes-3-Llama-3.1-8B-tool_use", ("hermes", "")),
+    (LLAMA_CPP, "Qwen-QwQ-32B", ("hermes", "qwen3")),
+    (LLAMA_CPP, "Qwen3-Coder", ("qwen3_coder", "")),
+    (LLAMA_CPP, "deepseek-ai-DeepSeek-V3.1", ("deepseek_v31", "deepseek_v3")),
+    (LLAMA_CPP, "ibm-granite-granite-3.3-2B-Instruct", ("granite", "deepseek_r1")),
+    (LLAMA_CPP, "ibm-granite-granite-4.0", ("granite4", "")),
+    (LLAMA_CPP, "meetkai-functionary-medium-v3.1", NONE),
+    (LLAMA_CPP, "meetkai-functionary-medium-v3.2", NONE),
+    (LLAMA_CPP, "CohereForAI-c4ai-command-r7b-12-2024-tool_use", NONE),
+    (LLAMA_CPP, "GigaChat3-10B-A1.8B", NONE),
+]
+
+
+@pytest.mark.parametrize(("package", "name", "formats"), SHIPPED, ids=[f"{one[0]}-{one[1]}" for one in SHIPPED])
+def test_formats_are_found_from_the_templates_of_real_models(package: str, name: str, formats: tuple[str, str]) -> None:
+    assert detect(chat_template(package, name)) == formats
+
+
+@pytest.mark.parametrize(
+    ("excerpt", "formats"),
+    [
+        ("{{ '<start_function_call>call:' + call.name }}", ("functiongemma", "")),
+        ("functools[{...}, ...]<|end|>{{ '<|system|>' }}", ("phi4_mini_json", "")),
+        ("<|system|>{{ message.content }}<|tool|>{{ message.tools }}<|/tool|>", ("phi4_mini_json", "")),
+        ("{{ '<|action_start|><|plugin|>' + call }}", ("internlm", "")),
+        ("Use the exact format: [func_name1(param1=value1), func_name2(...)]", ("pythonic", "")),
+        ("<|header_start|>Use the exact format: [func_name1(param1=value1)]", ("llama4_pythonic", "")),
+        ('in a single JSON array: [{"name": "tool_call_name", "arguments": {}}]', ("xlam", "")),
+        ("{{ 'Here is my thought process:' }}", ("", "granite")),
+        ("", NONE),
+        ("{{ messages[0].content }}", NONE),
+    ],
+)
+def test_formats_are_found_by_their_markers(excerpt: str, formats: tuple[str, str]) -> None:
+    assert detect(excerpt) == formats
+
+
+def test_the_bundled_models_format_is_found() -> None:
+    assert detect(Path("model_repository/demo/1/chat_template.jinja").read_text()) == ("hermes", "")
