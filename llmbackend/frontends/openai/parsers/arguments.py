@@ -71,22 +71,26 @@ def whole_arguments(reader: Reader, sink: Sink, name: str, id: str | None, text:
     end(reader, sink)
 
 
-def read_header(reader: Reader, ends: Collection[str], pattern: re.Pattern[str]) -> Reading[tuple[str, str | None]]:
-    """The name before the arguments, and the id if the model writes one. Raises NotACall where there is none.
+Header = tuple[str, str | None, str]
+"""A call's name, its id if the model writes one, and what ended the header."""
 
-    Reads up to the first of `ends`, and that too unless it is the arguments' own bracket.
+
+def read_header(reader: Reader, ends: Collection[str], pattern: re.Pattern[str]) -> Reading[Header]:
+    """What stands before the arguments, up to the first of `ends`, which is read unless it is the arguments' bracket.
+
+    Raises NotACall where there is no name.
     """
     text, found = "", None
-    while found is None and len(text) <= MAX_HEADER_CHARS:
+    while found is None:
         symbol = yield from reader.peek()
-        if not symbol:
+        if not symbol or len(text) > MAX_HEADER_CHARS:
             raise NotACall
         if symbol == "{" and symbol in ends:
-            found = ""
+            break
         else:
             text += reader.take()
             found = next((end for end in ends if text.endswith(end)), None)
     match = pattern.fullmatch(text.removesuffix(found or ""))
-    if found is None or match is None:
+    if match is None:
         raise NotACall
-    return match["name"], match.groupdict().get("id")
+    return match["name"], match.groupdict().get("id"), found or ""

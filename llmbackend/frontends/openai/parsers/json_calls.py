@@ -17,7 +17,7 @@ from .tables import HeadedCall, JsonCall
 
 def read_headed_call(reader: Reader, sink: Sink, call: HeadedCall) -> Reading[None]:
     """Behind `call.begin`."""
-    name, id = yield from read_header(reader, call.header_end, call.header)
+    name, id, _ = yield from read_header(reader, call.header_end, call.header)
     yield from read_arguments(reader, sink, name, id)
 
 

@@ -63,7 +63,7 @@ class OutputParser:
 
     def finish(self, finish_reason: str) -> list[Event]:
         """What was held back, when the generation has ended. A call that is not complete then gets no end."""
-        self._reader.has_ended = True
+        self._reader.has_ended, self._reader.is_cut_off = True, finish_reason == "length"
         next(self._reading, None)
         return self._sink.take()
 

@@ -57,6 +57,8 @@ class Reader:
         """How much of it has been read."""
         self.is_special = False
         self.has_ended = False
+        self.is_cut_off = False
+        """Whether the output has ended because no more tokens were allowed, and not by the model's choice."""
         self.boundaries: frozenset[str] = frozenset()
         """Markers that end a value when they come as special tokens."""
         self.only_special: frozenset[str] = frozenset()

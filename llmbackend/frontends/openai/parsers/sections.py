@@ -7,17 +7,16 @@ separators, closing markers).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator
 
 from .json_calls import JsonCallReader, read_headed_call
+from .literal_calls import LiteralCallReader
 from .reader import Markers, NotACall, Reader, Reading
 from .reasoning import read_reasoning
+from .schema_types import Schemas
 from .sink import Sink
-from .tables import CallSyntax, JsonCall, MarkedCalls, ReasoningFormat
-
-Schemas = Mapping[str, Mapping[str, Any]]
-"""The JSON schema of each function's parameters, by the function's name."""
+from .tables import CallSyntax, HeadedCall, JsonCall, MarkedCalls, ReasoningFormat, TaggedCall
+from .tagged_calls import TaggedCallReader
 
 
 class MarkedCallsReader:
@@ -100,8 +99,11 @@ class MarkedCallsReader:
         try:
             while option is not None:
                 if option in self._calls:
-                    yield from self._read_call(self._calls[option])
+                    following = yield from self._read_call(self._calls[option])
                     options = (*self._next, *list_end)
+                    if following is not None:
+                        option = following
+                        continue
                 elif option == table.list_begin:
                     options, list_end = tuple(self._calls), (table.list_end,)
                 elif option in list_end:
@@ -122,11 +124,19 @@ class MarkedCallsReader:
             return False
         return self._sink.num_calls > num_calls and options != self._first and reader.is_at_end
 
-    def _read_call(self, call: CallSyntax) -> Reading[None]:
+    def _read_call(self, call: CallSyntax) -> Reading[str | None]:
+        """Reads a call. Returns the option behind it if that had to be read with it."""
+        reader, sink = self._reader, self._sink
         if isinstance(call, JsonCall):
-            yield from JsonCallReader(self._reader, self._sink, call, self._schemas.keys()).read()
+            yield from JsonCallReader(reader, sink, call, self._schemas.keys()).read()
+        elif isinstance(call, HeadedCall):
+            yield from read_headed_call(reader, sink, call)
+        elif isinstance(call, TaggedCall):
+            ends = (*self._table.end, *self._table.begin)
+            return (yield from TaggedCallReader(reader, sink, call, self._schemas, ends).read())
         else:
-            yield from read_headed_call(self._reader, self._sink, call)
+            yield from LiteralCallReader(reader, sink, call, self._schemas.keys()).read()
+        return None
 
 
 def _texts(table: MarkedCalls) -> Iterator[str]:

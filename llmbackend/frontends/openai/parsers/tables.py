@@ -40,7 +40,47 @@ class HeadedCall:
     """All of the text up to there, with the groups `name` and, if the model writes ids, `id`."""
 
 
-CallSyntax = JsonCall | HeadedCall
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaggedCall:
+    """A call whose parameters are tagged text: `<function=f><parameter=k>v</parameter></function>`.
+
+    A value becomes JSON by the type that the function's schema gives the parameter.
+    """
+
+    begin: str = ""
+    header_end: tuple[str, ...] = ()
+    """What follows the name, besides `key_begin` and the call's end."""
+    header: re.Pattern[str] = ANY_NAME
+    key_begin: str
+    key_end: str
+    value_begin: str = ""
+    """Behind `key_end`, with white space before it."""
+    value_end: str
+    may_omit_value_end: bool = False
+    """Whether a value also ends where the next key begins or the call ends."""
+    end: tuple[str, ...] = ()
+    """What ends the call, besides what ends its section."""
+    trims_newline: bool = False
+    """Whether a newline at each end of a value is layout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiteralCall:
+    """A call with its arguments as a language's literals: `f(k=1, l="text")` in Python; they become JSON."""
+
+    begin: str = ""
+    open: str = "("
+    close: str = ")"
+    assign: str = "="
+    quotes: tuple[str, ...] = ('"', "'")
+    """What stands around a string. Only in strings between single characters a backslash escapes."""
+    has_bare_keys: bool = False
+    """Whether the keys of mappings stand without quotes."""
+    only_known_names: bool = False
+    """Whether a call of none of the request's functions is content (for calls without a marker)."""
+
+
+CallSyntax = JsonCall | HeadedCall | TaggedCall | LiteralCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

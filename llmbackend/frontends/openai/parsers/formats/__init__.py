@@ -12,15 +12,29 @@ from .granite import GRANITE, GRANITE4, GRANITE_20B_FC, GRANITE_REASONING
 from .hermes import HERMES
 from .json_lists import HUNYUAN_A13B, INTERNLM, JAMBA, LONGCAT, PHI4_MINI_JSON, XLAM
 from .kimi_k2 import KIMI_K2
+from .llama3_json import LLAMA3_JSON, LLAMA4_JSON
 from .minimax import MINIMAX
+from .mistral import MISTRAL, MISTRAL_REASONING
+from .qwen3_coder import QWEN3_CODER, QWEN3_XML
 from .think_tags import THINK_TAGS
 
 _JSON_FORMATS = (
     HERMES,
+    *(LLAMA3_JSON, LLAMA4_JSON),
     *(GRANITE, GRANITE4, GRANITE_20B_FC),
     *(HUNYUAN_A13B, INTERNLM, JAMBA, LONGCAT, MINIMAX, PHI4_MINI_JSON, XLAM),
 )
-_HEADED_FORMATS = (DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2)
+_HEADED_FORMATS = (DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, MISTRAL)
+_TAGGED_FORMATS = (QWEN3_CODER, QWEN3_XML)
 
-TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {table.name: table for table in (*_JSON_FORMATS, *_HEADED_FORMATS)}
-REASONING_FORMATS: dict[str, ReasoningFormat] = {table.name: table for table in (*THINK_TAGS, GRANITE_REASONING)}
+TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
+    table.name: table for table in (*_JSON_FORMATS, *_HEADED_FORMATS, *_TAGGED_FORMATS)
+}
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    table.name: table
+    for table in (
+        *THINK_TAGS,
+        GRANITE_REASONING,
+        MISTRAL_REASONING,
+    )
+}

@@ -1,0 +1,239 @@
+"""Reads calls whose arguments are a language's literals, such as Python's, and makes JSON of them while they arrive.
+
+For: the sections of calls. Does not know: what stands around a call. Invariant: each literal is passed on as soon as
+its JSON is certain; what is no literal leaves the call incomplete, and becomes content.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Collection
+from string import hexdigits
+from typing import NoReturn
+
+from .arguments import MAX_HEADER_CHARS, end, read_header, start
+from .json_values import text_is_next
+from .reader import SPACE, Markers, NotACall, Reader, Reading
+from .sink import Sink
+from .tables import ANY_NAME, LiteralCall
+
+_MAX_DEPTH = 64
+_WORD_ENDS = frozenset(",:=()[]{}\"'" + SPACE)
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_PLAIN = re.compile(r"[^\"'\\]+")
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
+_CODES = {"x": 2, "u": 4, "U": 8}
+
+
+class LiteralCallReader:
+    """Reads one call. Each atom is held while it is read, in case it is none."""
+
+    def __init__(self, reader: Reader, sink: Sink, call: LiteralCall, names: Collection[str]) -> None:
+        """names: the request's functions"""
+        self._reader = reader
+        self._sink = sink
+        self._call = call
+        self._names = names
+
+    def read(self) -> Reading[None]:
+        """Behind `call.begin`."""
+        reader, call = self._reader, self._call
+        name, id, _ = yield from read_header(reader, (call.open,), ANY_NAME)
+        if call.only_known_names and name not in self._names:
+            raise NotACall
+        key = yield from self._read_key()
+        start(reader, self._sink, name, id)
+        try:
+            separator = "{"
+            while key:
+                self._sink.arguments(f"{separator}{_quoted(key)}: ")
+                yield from self._read_value(0)
+                key, separator = (yield from self._read_next_key()), ", "
+        except NotACall:
+            return  # what is held behind the last complete literal is content
+        self._sink.arguments("{}" if separator == "{" else "}")
+        end(reader, self._sink)
+
+    # Keys.
+
+    def _read_key(self) -> Reading[str]:
+        """The key of an argument and what assigns it; "" at the call's end, which is read."""
+        reader, call = self._reader, self._call
+        yield from reader.skip_space()
+        if (yield from reader.one_of((call.close,))):
+            return ""
+        key = yield from self._read_word()
+        yield from self._expect((call.assign,))
+        return key
+
+    def _read_next_key(self) -> Reading[str]:
+        """As `_read_key`, behind an argument."""
+        self._reader.hold()
+        if (yield from self._expect((",", self._call.close))) != ",":
+            return ""
+        return (yield from self._read_key())
+
+    def _expect(self, options: Collection[str]) -> Reading[str]:
+        yield from self._reader.skip_space()
+        found = yield from self._reader.one_of(options)
+        if found is None:
+            raise NotACall
+        return found
+
+    # Values.
+
+    def _read_value(self, depth: int) -> Reading[None]:
+        reader, sink = self._reader, self._sink
+        if depth > _MAX_DEPTH:
+            raise NotACall
+        reader.hold()
+        yield from reader.skip_space()
+        begin = yield from reader.one_of(("[", "(", "{", *self._call.quotes, ""))
+        if begin is None:
+            raise NotACall
+        if begin in self._call.quotes:
+            yield from self._read_string(begin)
+        elif begin == "{":
+            yield from self._read_mapping(depth + 1)
+        elif begin:
+            yield from self._read_sequence("]" if begin == "[" else ")", depth + 1)
+        else:
+            sink.arguments(_json_of_word((yield from self._read_word()), is_whole=not reader.is_at_end))
+
+    def _read_sequence(self, close: str, depth: int) -> Reading[None]:
+        self._sink.arguments("[")
+        separator = ""
+        while not (yield from self._closes(close)):
+            self._sink.arguments(separator)
+            yield from self._read_value(depth)
+            separator = ", "
+            self._reader.hold()
+            if (yield from self._expect((",", close))) == close:
+                break
+        self._sink.arguments("]")
+
+    def _read_mapping(self, depth: int) -> Reading[None]:
+        self._sink.arguments("{")
+        separator = ""
+        while not (yield from self._closes("}")):
+            self._sink.arguments(separator)
+            yield from self._read_mapping_key()
+            yield from self._expect((":",))
+            self._sink.arguments(": ")
+            yield from self._read_value(depth)
+            separator = ", "
+            self._reader.hold()
+            if (yield from self._expect((",", "}"))) == "}":
+                break
+        self._sink.arguments("}")
+
+    def _closes(self, close: str) -> Reading[bool]:
+        """Whether the next is what closes a sequence or mapping; then it is read."""
+        self._reader.hold()
+        yield from self._reader.skip_space()
+        return bool((yield from self._reader.one_of((close,))))
+
+    def _read_mapping_key(self) -> Reading[None]:
+        quote = yield from self._reader.one_of((*self._call.quotes, ""))
+        if quote:
+            yield from self._read_string(quote)
+        else:
+            self._sink.arguments(_quoted((yield from self._read_word())))
+
+    def _read_word(self) -> Reading[str]:
+        """A key or a value without quotes."""
+        reader, word = self._reader, ""
+        while (symbol := (yield from reader.peek())) and not reader.is_special and symbol not in _WORD_ENDS:
+            word += reader.take()
+            if len(word) > MAX_HEADER_CHARS:
+                raise NotACall
+        if not word:
+            raise NotACall
+        return word
+
+    # Strings.
+
+    def _give_up(self) -> NoReturn:
+        """Nothing is held of a string that has no end."""
+        self._reader.hold()
+        raise NotACall
+
+    def _read_string(self, quote: str) -> Reading[None]:
+        """Behind its first quote."""
+        reader, sink = self._reader, self._sink
+        reader.drop()
+        sink.arguments('"')
+        if len(quote) > 1:
+            if not (yield from reader.until(Markers((quote,)), lambda text: sink.arguments(_escaped(text)))):
+                self._give_up()
+        else:
+            yield from self._read_escaped(quote)
+        sink.arguments('"')
+
+    def _read_escaped(self, quote: str) -> Reading[None]:
+        reader, sink = self._reader, self._sink
+        while (yield from text_is_next(reader)):
+            if plain := _PLAIN.match(reader.text, reader.at):
+                sink.arguments(_escaped(reader.consume(plain.end())))
+                continue
+            symbol = reader.take()
+            if symbol == quote:
+                return
+            if symbol == "\\":
+                yield from self._read_escape()
+            else:
+                sink.arguments(_escaped(symbol))
+        self._give_up()
+
+    def _read_escape(self) -> Reading[None]:
+        """Behind a backslash. An unknown escape is the characters themselves, as in Python."""
+        reader, sink = self._reader, self._sink
+        if not (yield from text_is_next(reader)):
+            self._give_up()
+        symbol = reader.take()
+        if symbol not in _CODES:
+            known = symbol in _ESCAPES or symbol in "\\/'\""
+            sink.arguments(_escaped(_ESCAPES.get(symbol, symbol) if known else "\\" + symbol))
+            return
+        digits = ""
+        while (
+            len(digits) < _CODES[symbol] and (yield from text_is_next(reader)) and reader.text[reader.at] in hexdigits
+        ):
+            digits += reader.take()
+        sink.arguments(_json_of_code(symbol, digits))
+
+
+def _json_of_code(kind: str, digits: str) -> str:
+    """The JSON of \\xhh, \\uhhhh or \\Uhhhhhhhh: as a code again, so that halves of a pair stay what they are."""
+    if len(digits) != _CODES[kind] or int(digits, 16) > sys.maxunicode:
+        return _escaped(f"\\{kind}{digits}")
+    return json.dumps(chr(int(digits, 16)))[1:-1]
+
+
+def _json_of_word(word: str, *, is_whole: bool) -> str:
+    """The JSON of a number or a constant. Raises NotACall for another word; what the output's end has cut passes."""
+    if word in _WORDS:
+        return _WORDS[word]
+    if _NUMBER.fullmatch(word):
+        return word
+    try:
+        value = ast.literal_eval(word)
+        if isinstance(value, int | float):
+            return json.dumps(value, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        pass
+    if not is_whole:
+        return word
+    raise NotACall
+
+
+def _escaped(text: str) -> str:
+    return _quoted(text)[1:-1]
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,147 @@
+"""Reads calls whose parameters are tagged text, and makes JSON of them.
+
+For: the sections of calls. Does not know: what stands around a call. Invariant: a value that can only be a string is
+passed on at once; any other waits for its end, up to MAX_HELD_CHARS, and is a string if it is longer.
+"""
+
+from __future__ import annotations
+
+import json
+
+from .arguments import MAX_HEADER_CHARS, cut_off, end, read_header, start
+from .reader import MAX_HELD_CHARS, Markers, NotACall, Reader, Reading
+from .schema_types import Schemas, allowed_types, json_of
+from .sink import Sink
+from .tables import TaggedCall
+
+
+class TaggedCallReader:
+    """Reads the calls of one section, one after the other."""
+
+    def __init__(
+        self, reader: Reader, sink: Sink, call: TaggedCall, schemas: Schemas, section_ends: tuple[str, ...]
+    ) -> None:
+        self._reader = reader
+        self._sink = sink
+        self._call = call
+        self._schemas = schemas
+        self._ends = (*call.end, *section_ends)
+        self._own_ends = call.end
+        as_text = (call.key_begin, *call.end) if call.may_omit_value_end else ()
+        breaks = frozenset((call.key_begin, *self._ends))
+        self._value_ends = Markers((call.value_end, *breaks), only_special=breaks.difference(as_text))
+
+    def read(self) -> Reading[str | None]:
+        """Behind `call.begin`. Returns what it has read of what follows the call: the section's end, or None."""
+        reader, call = self._reader, self._call
+        name, id, found = yield from read_header(reader, (*call.header_end, call.key_begin, *self._ends), call.header)
+        option: str | None = found
+        if found in call.header_end:
+            option = yield from self._next_option()
+        if option is None and not reader.is_at_end:
+            raise NotACall
+        start(reader, self._sink, name, id)
+        has_any = False
+        while option == call.key_begin:
+            option = yield from self._read_parameter(name, ", " if has_any else "{")
+            has_any = True
+        if option is None and (reader.is_cut_off or not reader.is_at_end):
+            self._cut_off()
+            return None
+        self._sink.arguments("}" if has_any else "{}")
+        end(reader, self._sink)
+        return None if option in self._own_ends else option
+
+    def _cut_off(self) -> None:
+        """The call stays incomplete; what is held of it becomes content."""
+        if self._reader.is_at_end:
+            cut_off(self._reader)
+
+    def _next_option(self) -> Reading[str | None]:
+        yield from self._reader.skip_space()
+        return (yield from self._reader.one_of((self._call.key_begin, *self._ends)))
+
+    def _read_parameter(self, function: str, separator: str) -> Reading[str | None]:
+        """Behind `key_begin`. Returns what follows the parameter, None if that is no part of a call."""
+        reader, call = self._reader, self._call
+        key = yield from self._read_key()
+        if key is None:
+            return None
+        reader.drop()
+        self._sink.arguments(f"{separator}{_quoted(key)}: ")
+        types = allowed_types(self._schemas.get(function), key)
+        value = _ValueWriter(self._sink, types, trims_newline=call.trims_newline)
+        found = yield from reader.until(self._value_ends, value.push)
+        value.end(is_cut_off=not found and reader.is_cut_off)
+        reader.hold()
+        if found and found != call.value_end:
+            return found
+        return (yield from self._next_option())
+
+    def _read_key(self) -> Reading[str | None]:
+        reader, call = self._reader, self._call
+        text = ""
+        while not text.endswith(call.key_end):
+            if not (yield from reader.peek()) or len(text) > MAX_HEADER_CHARS:
+                return None
+            text += reader.take()
+        if call.value_begin:
+            yield from reader.skip_space()
+            if (yield from reader.one_of((call.value_begin,))) is None:
+                return None
+        return text.removesuffix(call.key_end).strip()
+
+
+class _ValueWriter:
+    """Makes JSON of one value, which comes in pieces."""
+
+    def __init__(self, sink: Sink, types: frozenset[str], *, trims_newline: bool) -> None:
+        self._sink = sink
+        self._types = types
+        self._trims = trims_newline
+        self._pieces: list[str] = []
+        self._num_chars = 0
+        self._newline = ""
+        """The last one, which is layout if nothing follows it."""
+        self._is_first = True
+        self._is_string = False
+        if types == {"string"}:
+            self._begin_string()
+
+    def push(self, text: str) -> None:
+        if not (text := self._trimmed(text)):
+            return
+        if self._is_string:
+            self._sink.arguments(_quoted(text)[1:-1])
+            return
+        self._pieces.append(text)
+        self._num_chars += len(text)
+        if self._num_chars > MAX_HELD_CHARS:
+            self._begin_string()
+
+    def _trimmed(self, text: str) -> str:
+        if not text or not self._trims:
+            return text
+        if self._is_first:
+            self._is_first = False
+            text = text.removeprefix("\n")
+        text, self._newline = self._newline + text, ""
+        if text.endswith("\n"):
+            text, self._newline = text[:-1], "\n"
+        return text
+
+    def _begin_string(self) -> None:
+        self._is_string = True
+        self._sink.arguments('"' + _quoted("".join(self._pieces))[1:-1])
+
+    def end(self, *, is_cut_off: bool) -> None:
+        if self._is_string:
+            self._sink.arguments("" if is_cut_off else '"')
+        elif is_cut_off:
+            self._sink.arguments("".join(self._pieces))
+        else:
+            self._sink.arguments(json_of("".join(self._pieces), self._types))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
