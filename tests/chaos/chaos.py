@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .agents.model import LORA_SEPARATOR, adapters_of, agents_model
+from .agents.requests import make_agent_specs
 from .engine_rounds import (
     EngineRound,
     break_engine,
@@ -59,6 +61,7 @@ class Act:
     models: Sequence[ModelSetup]
     specs: Sequence[StreamSpec]
     rounds: Sequence[Round]
+    arguments: Sequence[str] = ()
 
 
 def _hurt(model: str, fault: Fault, times: int, seed: int, **more: bool | int | tuple[float, float]) -> Round:
@@ -67,7 +70,7 @@ def _hurt(model: str, fault: Fault, times: int, seed: int, **more: bool | int | 
 
 
 def acts() -> list[Act]:
-    return [_mock_act(), _demo_act(), *(_sigterm_act(kill) for kill in (False, True))]
+    return [_mock_act(), _demo_act(), _agents_act(), *(_sigterm_act(kill) for kill in (False, True))]
 
 
 def _mock_act() -> Act:
@@ -116,6 +119,21 @@ def _demo_act() -> Act:
     return Act(models, specs, rounds)
 
 
+def _agents_act() -> Act:
+    """Few blocks: preemption is part of what goes on."""
+    models = [agents_model("agents", step_timeout_s=10.0, num_kv_blocks=400)]
+    rounds = [
+        _hurt("agents", KILL, 10, seed=51, concurrency=36),
+        _hurt("agents", EXCEPTION, 3, seed=52, concurrency=36),
+        _hurt("agents", HANG, 1, seed=53, concurrency=36),
+        _hurt("agents", OUT_OF_MEMORY, 2, seed=54, concurrency=36),
+        Round("cancel while restarting agents", lambda stage: cancel_while_restarting(stage, "agents", seed=55)),
+        Round("disconnects agents", lambda stage: disconnects(stage, "agents", seed=56)),
+    ]
+    specs = make_agent_specs(5, 56, "agents", adapters_of("agents"))
+    return Act(models, specs, rounds, ("--lora-separator", LORA_SEPARATOR))
+
+
 def _sigterm_act(kill: bool) -> Act:
     models = [mock("mock", mock_step_ms=15)]
     round_ = Round(f"SIGTERM{' kill' * kill} mock", lambda stage: sigterm(stage, "mock", seed=41, kill=kill))
@@ -145,7 +163,7 @@ async def run_chaos(*, quick: bool, only: str = "") -> int:
 
 async def _play(act: Act, rounds: Sequence[Round], rows: list[Row]) -> None:
     began_s = time.monotonic()
-    async with open_stage(act.models, act.specs) as stage:
+    async with open_stage(act.models, act.specs, act.arguments) as stage:
         print(f"-- {len(act.specs)} requests run undisturbed in {time.monotonic() - began_s:.0f} s", flush=True)
         for one in rounds:
             began_s = time.monotonic()

@@ -1,7 +1,7 @@
 """Lost, repeated, changed: one stream against the same request on an undisturbed server.
 
 For: every round. Does not know: how the streams came about. Invariant: a verdict is clean only if text, token ids,
-logprobs, finish reason, usage and cumulative logprob are all equal; any difference counts at least one.
+logprobs, finish reason, usage, cumulative logprob and parts are all equal; any difference counts at least one.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def judge(expected: Outcome, seen: Outcome) -> Verdict:
 
 def judge_prefix(expected: Outcome, seen: Outcome) -> Verdict:
     """A stream that was given up, or had to fail: what came must be how the undisturbed one begins."""
+    if expected.parts:
+        return _judge_parts(dict(expected.parts), dict(seen.parts))
     whole, part = _units(expected, seen)
     beginning = Outcome(expected.text[: len(seen.text)], None, expected.logprobs[: len(seen.logprobs)])
     if part == whole[: len(part)] and (seen.text, seen.logprobs) == (beginning.text, beginning.logprobs):
@@ -55,13 +57,27 @@ def judge_prefix(expected: Outcome, seen: Outcome) -> Verdict:
     return Verdict(lost, repeated, max(changed, 0 if lost + repeated else 1), "no prefix of the undisturbed stream")
 
 
+def _judge_parts(expected: dict[str, str], seen: dict[str, str]) -> Verdict:
+    """Each part must be how the undisturbed one begins."""
+    wrong = sorted(name for name, text in seen.items() if not expected.get(name, "").startswith(text))
+    return Verdict(
+        changed=len(wrong), reason=f"no beginnings of the undisturbed parts: {', '.join(wrong)}" if wrong else ""
+    )
+
+
 def _units(expected: Outcome, seen: Outcome) -> tuple[Sequence[Any], Sequence[Any]]:
     """The finest thing that both tell: token ids, else log probabilities (one per token), else characters."""
+    if expected.parts:
+        return _shown(expected.parts), _shown(seen.parts)
     if expected.token_ids is not None and (seen.token_ids is not None or not seen.text):
         return expected.token_ids, seen.token_ids or ()
     if expected.logprobs:
         return [repr(entry) for entry in expected.logprobs], [repr(entry) for entry in seen.logprobs]
     return expected.text, seen.text
+
+
+def _shown(parts: tuple[tuple[str, str], ...]) -> str:
+    return "\n".join(f"{name}: {text}" for name, text in parts)
 
 
 def _compare(expected: Sequence[Any], seen: Sequence[Any]) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from .clients import StreamClient
+from .clients.agent_api import AgentClient
 from .clients.generate import GenerateClient
 from .clients.grpc_stream import GrpcClient
 from .clients.openai_api import OpenAIClient
@@ -65,6 +66,7 @@ class Clients:
             "grpc": GrpcClient(grpc),
             "chat": openai,
             "completions": openai,
+            "agent": AgentClient(http, receive_buffer_bytes),
         }
 
     async def close(self) -> None:

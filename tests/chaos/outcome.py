@@ -20,7 +20,8 @@ class StreamFailed(Exception):  # noqa: N818  # the server's refusal or the end 
 
 @dataclass(frozen=True)
 class Piece:
-    """One response or event. `token_ids` None: the protocol tells no ids. usage: (prompt tokens, output tokens)."""
+    """One response or event. `token_ids` None: the protocol tells no ids. usage: (prompt tokens, output tokens). parts:
+    what else there is, as names and texts; texts of one name are put together."""
 
     text: str = ""
     token_ids: tuple[int, ...] | None = None
@@ -28,6 +29,7 @@ class Piece:
     finish_reason: str | None = None
     usage: tuple[int, int] | None = None
     cumulative_logprob: float | None = None
+    parts: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,22 @@ class Collector:
     _token_ids: list[int] | None = None
     _logprobs: list[Any] = field(default_factory=list)
     _last: dict[str, Any] = field(default_factory=dict)
+    _parts: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, piece: Piece) -> None:
         self._texts.append(piece.text)
         self._logprobs.extend(piece.logprobs)
         if piece.token_ids is not None:
             self._token_ids = [*(self._token_ids or []), *piece.token_ids]
+        for name, text in piece.parts:
+            self._parts.setdefault(name, []).append(text)
         for name in ("finish_reason", "usage", "cumulative_logprob"):
             if (value := getattr(piece, name)) is not None:
                 self._last[name] = value
 
     def outcome(self, error: str | None = None, code: str = "") -> Outcome:
         ids = None if self._token_ids is None else tuple(self._token_ids)
-        return Outcome("".join(self._texts), ids, tuple(self._logprobs), error=error, code=code, **self._last)
+        parts = tuple((name, "".join(texts)) for name, texts in sorted(self._parts.items()))
+        return Outcome(
+            "".join(self._texts), ids, tuple(self._logprobs), parts=parts, error=error, code=code, **self._last
+        )

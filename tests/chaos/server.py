@@ -17,7 +17,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,15 @@ EXIT_TIMEOUT_S = 45.0
 
 @dataclass(frozen=True)
 class ModelSetup:
-    """A model to serve: the mock, or a copy of the bundled demo model. `arguments`: engine arguments."""
+    """A model to serve: the mock, or a copy of the bundled demo model. `arguments`: engine arguments. `prepare`: what
+    is done to the copy's version directory."""
 
     name: str
     is_demo: bool = False
     instances: int = 1
     parameters: tuple[tuple[str, str], ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
+    prepare: Callable[[Path], None] | None = None
 
 
 def mock(name: str, instances: int = 1, parameters: tuple[tuple[str, str], ...] = (), **arguments: Any) -> ModelSetup:
@@ -190,6 +192,8 @@ def _write_model(directory: Path, model: ModelSetup) -> None:
         arguments |= {"num_threads": 1, "dtype": "float32"}
         version = directory / "models" / model.name / "1"
         shutil.copytree(ROOT / "model_repository" / "demo" / "1", version)
+        if model.prepare is not None:
+            model.prepare(version)
         (version / "model.json").write_text(json.dumps({"model": ".", **arguments}))
     else:
         write_mock_model(directory / "models", model.name, **arguments)

@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Protocol = Literal["generate", "grpc", "chat", "completions"]
+Protocol = Literal["generate", "grpc", "chat", "completions", "agent"]
 PROTOCOLS: tuple[Protocol, ...] = ("generate", "grpc", "chat", "completions")
 
 POISON = "~"
@@ -22,8 +22,8 @@ _WORDS = ("count", "from", "three", "Triton", "serves", "streams", "é", "名", 
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """One request. `sampling_json` holds vLLM's sampling parameters; logprobs None = not asked for; streams False =
-    one whole answer."""
+    """One request. `sampling_json` holds vLLM's sampling parameters, of an agent's request the whole body; logprobs
+    None = not asked for; streams False = one whole answer."""
 
     index: int
     protocol: Protocol

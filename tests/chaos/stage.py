@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
+from .agents.validity import validity
 from .faults import Fault, Injected
 from .judge import judge, judge_prefix
 from .load import Arrivals, Clients, Load, Run, undisturbed
@@ -49,6 +50,8 @@ class Stage:
             verdict = judge(self.expected[spec], seen)
             row.completed += verdict.is_clean
             row.add(verdict, name=name)
+            if spec.protocol == "agent":
+                row.add_validity(validity(spec, seen), name=name)
 
     async def check_idle(self, row: Row, model: str) -> None:
         """All requests gone and all blocks back."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from .agents.validity import Validity
 from .judge import Verdict
 
 MAX_PROBLEMS_SHOWN = 8
@@ -20,7 +21,8 @@ MAX_PROBLEMS_SHOWN = 8
 
 @dataclass
 class Row:
-    """One round. otherwise: streams that ended in another way than completing, as the round means it (`how`)."""
+    """One round. otherwise: streams that ended in another way than completing, as the round means it (`how`). valid,
+    truncated: choices of agents' answers that are what was asked for, and those cut off at their length."""
 
     fault: str
     injected: int = 0
@@ -31,6 +33,8 @@ class Row:
     lost: int = 0
     repeated: int = 0
     changed: int = 0
+    valid: int = 0
+    truncated: int = 0
     recoveries_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -40,6 +44,11 @@ class Row:
         self.changed += verdict.changed
         if not verdict.is_clean:
             self.problems.append(f"{name}: {verdict.reason}")
+
+    def add_validity(self, found: Validity, *, name: str) -> None:
+        self.valid += found.valid
+        self.truncated += found.truncated
+        self.check(not found.complaint, f"{name}: {found.complaint}")
 
     def check(self, is_right: bool, problem: str) -> None:
         if not is_right:
@@ -55,7 +64,8 @@ class Row:
 def print_row(row: Row, took_s: float) -> None:
     """As soon as a round is over; the table follows at the end."""
     verdict = "ok" if not row.problems else f"{len(row.problems)} PROBLEMS"
-    print(f"{row.fault}: {row.injected} faults, {row.streams} streams, {verdict} ({took_s:.0f} s)", flush=True)
+    answers = f", {row.valid} answers valid, {row.truncated} cut off" if row.valid or row.truncated else ""
+    print(f"{row.fault}: {row.injected} faults, {row.streams} streams{answers}, {verdict} ({took_s:.0f} s)", flush=True)
     for problem in row.problems[:MAX_PROBLEMS_SHOWN]:
         print(f"    {problem}", flush=True)
 

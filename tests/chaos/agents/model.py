@@ -1,0 +1,54 @@
+"""The model that agents ask: the bundled one, with two adapters, guessed drafts, and a template that can think.
+
+For: the acts. Does not know: requests. Invariant: everything is made from a seed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from ..server import ModelSetup
+
+LORA_SEPARATOR = "_lora_"
+_ADAPTERS = ("doll", "sheep")
+_GENERATION = "'<|im_start|>assistant\\n'"
+_THINKING = "{{- '<think>\\n' if enable_thinking else '' -}}\n"
+
+
+def agents_model(name: str, **arguments: Any) -> ModelSetup:
+    arguments = {"enable_lora": True, "speculative_config": {"num_speculative_tokens": 4}} | arguments
+    return ModelSetup(name, True, arguments=tuple(arguments.items()), prepare=_prepare)
+
+
+def adapters_of(model: str) -> tuple[str, ...]:
+    """As models of the OpenAI API."""
+    return tuple(f"{model}{LORA_SEPARATOR}{adapter}" for adapter in _ADAPTERS)
+
+
+def _prepare(version: Path) -> None:
+    for seed, adapter in enumerate(_ADAPTERS):
+        _write_adapter(version, adapter, seed)
+    (version / "multi_lora.json").write_text(json.dumps({name: f"weights/{name}" for name in _ADAPTERS}))
+    template = version / "chat_template.jinja"
+    text = template.read_text()
+    end = text.rindex("{%- endif -%}")
+    assert _GENERATION in text[:end], "the template no longer ends with the turn of the assistant"
+    template.write_text(text[:end] + _THINKING + "{#- </think> ends it. -#}\n" + text[end:])
+
+
+def _write_adapter(version: Path, name: str, seed: int) -> None:
+    config = json.loads((version / "config.json").read_text())
+    width, folder = config["hidden_size"], version / "weights" / name
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4}))
+    draw, tensors = np.random.default_rng(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        place = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+        tensors[f"{place}.lora_A.weight"] = (draw.standard_normal((2, width)) / 8).astype(np.float32)
+        tensors[f"{place}.lora_B.weight"] = (draw.standard_normal((width, 2)) / 8).astype(np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")

@@ -1,0 +1,70 @@
+"""Whether an answer is what its request asked for, however it came about.
+
+For: the rounds of agents. Does not know: faults, the undisturbed answer. Invariant: an answer that was cut off at its
+length is not asked to be whole, and is counted apart.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import jsonschema
+
+from ..outcome import Outcome
+from ..specs import StreamSpec
+from .requests import TOOLS
+
+_PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+
+
+@dataclass(frozen=True)
+class Validity:
+    """Choices that are whole and valid, those that were cut off, and what is wrong ("" if nothing)."""
+
+    valid: int = 0
+    truncated: int = 0
+    complaint: str = ""
+
+
+def validity(spec: StreamSpec, seen: Outcome) -> Validity:
+    body, parts = spec.sampling, dict(seen.parts)
+    valid = truncated = 0
+    try:
+        for choice in range(body.get("n", 1)):
+            reason = parts.get(f"{choice} finish_reason")
+            if reason == "length":
+                truncated += 1
+                continue
+            _check_choice(body, parts, choice, reason)
+            valid += 1
+        _check_beside(body, parts)
+    except (AssertionError, ValueError, KeyError, jsonschema.ValidationError) as error:
+        return Validity(valid, truncated, f"{type(error).__name__}: {error}"[:300])
+    return Validity(valid, truncated)
+
+
+def _check_choice(body: dict[str, Any], parts: dict[str, str], choice: int, reason: str | None) -> None:
+    calls = [key for key in parts if key.startswith(f"{choice} call ") and key.endswith("arguments")]
+    is_named = isinstance(body.get("tool_choice"), dict)  # then OpenAI's API says stop
+    expected = ("stop",) if not calls else ("stop", "tool_calls") if is_named else ("tool_calls",)
+    assert reason in expected, f"choice {choice} has {len(calls)} calls and ended by {reason}"
+    if "response_format" in body:
+        schema = body["response_format"]["json_schema"]["schema"]
+        jsonschema.validate(json.loads(parts[f"{choice} content"]), schema)
+    if "tool_choice" in body:
+        assert calls, f"choice {choice} has no call, tool_choice is {body['tool_choice']}"
+    for key in calls:
+        name = parts[key.replace("arguments", "name")]
+        if "tool_choice" in body:  # a free call is the model's
+            jsonschema.validate(json.loads(parts[key]), _PARAMETERS[name])
+
+
+def _check_beside(body: dict[str, Any], parts: dict[str, str]) -> None:
+    for choice in range(body.get("n", 1)):
+        assert not body.get("logprobs") or f"{choice} logprobs" in parts, f"choice {choice} has no logprobs"
+        if "thinking_token_budget" in body:
+            assert f"{choice} reasoning" in parts, f"choice {choice} has no reasoning"
+    assert "prompt_logprobs" not in body or "prompt_logprobs" in parts, "no prompt_logprobs"
+    assert "usage" in parts, "no usage"
