@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from .events import Event
+from .messages import MessagesReader
 from .reader import Reader, Reading
 from .sections import MarkedCallsReader
 from .sink import Sink
-from .tables import MarkedCalls, ReasoningFormat, ToolCallFormat
+from .tables import MarkedCalls, Messages, ReasoningFormat, ToolCallFormat
 
 NO_CALLS = MarkedCalls(calls=())
 
@@ -40,8 +41,16 @@ class OutputParser:
         """
         self._reader = Reader(shows_special_tokens=shows_special_tokens)
         self._sink = Sink()
+        reader, sink = self._reader, self._sink
         body = tool_call_format.body if tool_call_format else NO_CALLS
-        self._body = MarkedCallsReader(self._reader, self._sink, body, reasoning_format, schemas or {})
+        messages = reasoning_format.messages if reasoning_format and not tool_call_format else None
+        self._body: MarkedCallsReader | MessagesReader
+        if isinstance(body, Messages):
+            self._body = MessagesReader(reader, sink, body, reads_calls=True)
+        elif messages is not None:
+            self._body = MessagesReader(reader, sink, messages, reads_calls=False)
+        else:
+            self._body = MarkedCallsReader(reader, sink, body, reasoning_format, schemas or {})
         self._sink.is_reasoning = reasoning_is_open and reasoning_format is not None
         self._num_tokens = 0
         self.num_reasoning_tokens = 0

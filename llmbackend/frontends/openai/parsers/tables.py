@@ -110,6 +110,23 @@ class MarkedCalls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """A whole output of messages, each with a header that says what it is (OpenAI's harmony).
+
+    `start`assistant`channel`NAME to=RECIPIENT`message`text`end`: the analysis channel is reasoning, a message to one of
+    the functions a call, any other content. All markers are special tokens.
+    """
+
+    start: str
+    channel: str
+    message: str
+    end: tuple[str, ...]
+    reasoning_channel: str
+    functions: str
+    """What the recipient of a call begins with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallGrammar:
     """By what a grammar enforces calls: calls `begin` + call (+ `separator` + call)… + `end`.
 
@@ -134,7 +151,7 @@ class ToolCallFormat:
     """How a family of models writes tool calls."""
 
     name: str
-    body: MarkedCalls
+    body: MarkedCalls | Messages
     grammar: CallGrammar | None = None
     """None: calls in this format cannot be enforced."""
     trigger: str = ""
@@ -150,3 +167,7 @@ class ReasoningFormat:
     end: str
     ended_by: tuple[str, ...] = field(default=())
     """Markers of content or calls that end the reasoning too, where the model has left out `end`."""
+    content_begin: str = ""
+    """What the model writes between `end` and content; a grammar for the content sets in behind it."""
+    messages: Messages | None = None
+    """Set where reasoning is a kind of message, in outputs that consist of messages."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..tables import ReasoningFormat, ToolCallFormat
 from .deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from .granite import GRANITE, GRANITE4, GRANITE_20B_FC, GRANITE_REASONING
+from .harmony import OPENAI, OPENAI_GPTOSS
 from .hermes import HERMES
 from .json_lists import HUNYUAN_A13B, INTERNLM, JAMBA, LONGCAT, PHI4_MINI_JSON, XLAM
 from .kimi_k2 import KIMI_K2
@@ -28,7 +29,7 @@ _HEADED_FORMATS = (DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, MISTRAL)
 _TAGGED_FORMATS = (QWEN3_CODER, QWEN3_XML)
 
 TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
-    table.name: table for table in (*_JSON_FORMATS, *_HEADED_FORMATS, *_TAGGED_FORMATS)
+    table.name: table for table in (*_JSON_FORMATS, *_HEADED_FORMATS, *_TAGGED_FORMATS, OPENAI)
 }
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     table.name: table
@@ -36,5 +37,6 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         *THINK_TAGS,
         GRANITE_REASONING,
         MISTRAL_REASONING,
+        OPENAI_GPTOSS,
     )
 }
