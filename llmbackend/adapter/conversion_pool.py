@@ -17,7 +17,7 @@ from llmbackend.core.backend_api import Request, Tenant, TritonError, cancelled,
 from llmbackend.waiting.timer import Alarm, Timer
 
 from .infer_task import InferTask
-from .schemas.schema import num_bytes
+from .schemas.schema import may_have_constraint, num_bytes
 from .task_map import TaskMap
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,10 @@ _FEW_ELEMENTS = 64
 
 
 def is_short(request: Request) -> bool:
-    """Whether a request can be converted on its instance's thread."""
+    """Whether a request can be converted on its instance's thread. A constraint is compiled, which may take long."""
     tensors = request.inputs.values()
+    if may_have_constraint(request):
+        return False
     if sum(tensor.data.size for tensor in tensors if tensor.datatype == "BYTES") > _FEW_ELEMENTS:
         return False
     texts = (len(value) for value in request.parameters.values() if isinstance(value, str))

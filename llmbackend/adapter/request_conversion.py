@@ -18,7 +18,7 @@ import msgspec
 import numpy.typing as npt
 
 from llmbackend.core.backend_api import ModelInstance, Request, TritonError, invalid_argument
-from llmbackend.engine.infer_request import InferRequest
+from llmbackend.engine.infer_request import InferRequest, Reasoning
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .choices import CollectedChoices
@@ -26,6 +26,7 @@ from .infer_task import InferTask
 from .response_sender import ResponseSender
 from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameters
 from .schemas.schema import SEQUENCE_INDEX, LlmInputs, LoraError, Prompt, Schema, TaskTimes
+from .structured_outputs.compilation import GrammarCompiler
 from .text.chat import MAX_MESSAGES_BYTES, ChatBounds, read_chat
 from .text.output_assembler import OutputAssembler
 from .text.token_bias import TokenBias
@@ -65,6 +66,9 @@ class _CheckedGeneration:
     inputs: LlmInputs
     prompt: Prompt
     params: GenerationParams
+    grammar: str
+    """"" = any text."""
+    reasoning: Reasoning | None
 
 
 def _choices(generation: _CheckedGeneration) -> list[_CheckedGeneration]:
@@ -98,6 +102,7 @@ class RequestConverter:
         self._limits = limits
         self._policies = policies
         self._sampling_defaults = sampling_defaults
+        self._grammars = GrammarCompiler(tokenizer.special_text, limits.vocab_size)
 
     def convert(self, request: Request, instance: ModelInstance, exec_start_ns: int) -> list[InferTask]:
         """A task for each generation. Raises TritonError INVALID_ARG or UNSUPPORTED with a text for the client; then
@@ -157,7 +162,9 @@ class RequestConverter:
             defaults=self._sampling_defaults,
         )
         self._check_lora(params.lora_name)
-        return _CheckedGeneration(inputs, prompt, self._biased(params, inputs.bias))
+        grammar = self._grammars.grammar(params.constraint) if params.constraint else ""
+        reasoning = params.reasoning.for_prompt(prompt.token_ids, self._tokenizer) if params.reasoning else None
+        return _CheckedGeneration(inputs, prompt, self._biased(params, inputs.bias), grammar, reasoning)
 
     def _biased(self, params: GenerationParams, bias: TokenBias) -> GenerationParams:
         if not bias:
@@ -183,6 +190,8 @@ class RequestConverter:
             tenant=sender.tenant.cache_name,
             cache_salt=params.cache_salt,
             lora_name=params.lora_name,
+            grammar=generation.grammar,
+            reasoning=generation.reasoning,
             prefix_group=f"{group}.{inputs.batch_index}" if inputs.num_sequences > 1 else "",
         )
         return InferTask(

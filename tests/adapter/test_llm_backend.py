@@ -202,7 +202,7 @@ def test_only_requested_outputs_are_sent(host: LlmHost) -> None:
         ({"messages": '{"messages": [{"role": "a"}], "tools": {}}'}, "'tools' of input", ErrorCode.INVALID_ARG),
         ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, "cannot be tokenised", ErrorCode.INVALID_ARG),
         ({"text_input": "a", "sampling": {"temperature": -1}}, "'temperature' is -1", ErrorCode.INVALID_ARG),
-        ({"text_input": "a", "sampling": {"guided_json": "{}"}}, "'guided_json'", ErrorCode.UNSUPPORTED),
+        ({"text_input": "a", "sampling": {"guided_json": "{"}}, "'guided_json'", ErrorCode.INVALID_ARG),
         (
             {"text_input": "a", "stream": True, "exclude_input_in_output": False},
             "When streaming",

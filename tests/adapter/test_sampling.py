@@ -98,7 +98,7 @@ def test_an_unknown_name_is_refused_with_the_names_that_exist() -> None:
     assert all(name in error.message for name in ACCEPTED)
 
 
-@pytest.mark.parametrize("name", ["guided_json", "structured_outputs", "bad_words", "prompt_logprobs"])
+@pytest.mark.parametrize("name", ["bad_words", "prompt_logprobs"])
 def test_a_vllm_field_that_is_not_built_is_refused_by_name(name: str) -> None:
     error = refusal(**{name: "x"})
     assert error.code is ErrorCode.UNSUPPORTED

@@ -34,6 +34,10 @@ from ..generation_bounds import (
     check_stops,
     shown_keys,
 )
+from ..structured_outputs import constraint as constraints
+from ..structured_outputs.constraint import Constraint
+from ..structured_outputs.reasoning import FIELDS as REASONING_FIELDS
+from ..structured_outputs.reasoning import ReasoningParams, read_reasoning
 from ..text.tokenizer_files import GENERATION_CONFIG_FILE
 from ..text.tokenizer_loading import local_directory, read_json
 
@@ -52,19 +56,12 @@ NOT_SUPPORTED = frozenset(
         "early_stopping",
         "extra_args",
         "flat_logprobs",
-        "guided_choice",
-        "guided_decoding",
-        "guided_decoding_backend",
-        "guided_grammar",
-        "guided_json",
-        "guided_regex",
         "length_penalty",
         "logits_processors",
         "output_kind",
         "prompt_logprobs",
         "response_format",
         "spaces_between_special_tokens",
-        "structured_outputs",
         "truncate_prompt_tokens",
         "use_beam_search",
     }
@@ -93,6 +90,10 @@ class GenerationParams:
     """Choices that the client gets."""
     best_of: int = 1
     """Choices that are generated; the client gets the n with the largest cumulative logprob."""
+    constraint: Constraint | None = None
+    """What the output must be."""
+    reasoning: ReasoningParams | None = None
+    """How the model marks reasoning, and how much of it there may be."""
 
     def of_choice(self, index: int) -> GenerationParams:
         """The parameters of one of the choices: as alone, with the seed `index` higher."""
@@ -242,7 +243,9 @@ _PARSERS: dict[str, Parser] = {
     "n": _integer(1, MAX_CHOICES),
     "best_of": _integer(1, MAX_CHOICES),
 }
-ACCEPTED = tuple(sorted(_PARSERS))
+_READ_TOGETHER = frozenset((*constraints.FIELDS, *REASONING_FIELDS))
+"""Parameters that structured_outputs/ reads, several at once."""
+ACCEPTED = tuple(sorted((*_PARSERS, *_READ_TOGETHER)))
 _OUTSIDE_SAMPLING = (
     "stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name", "n", "best_of",
 )  # fmt: skip
@@ -286,8 +289,9 @@ def parse_sampling_parameters(
     fields = {
         name: parse_sampling_parameter(name, value)
         for name, value in values.items()
-        if name not in IGNORED_REQUEST_PARAMETERS
+        if name not in IGNORED_REQUEST_PARAMETERS and name not in _READ_TOGETHER
     }
+    constraint, reasoning = constraints.read(values), read_reasoning(values)
     max_tokens = _max_tokens(fields, defaults, room_tokens)
     chosen = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
     chosen.pop("max_tokens", None)
@@ -306,7 +310,7 @@ def parse_sampling_parameters(
         top_k=min(max(top_k, 0), vocab_size),  # a larger one is off, and may not fit the engine's integers
         **chosen,
     )
-    return GenerationParams(sampling=sampling, **others)
+    return GenerationParams(sampling=sampling, constraint=constraint, reasoning=reasoning, **others)
 
 
 def _max_tokens(fields: dict[str, Any], defaults: Mapping[str, Any], room_tokens: int) -> int:

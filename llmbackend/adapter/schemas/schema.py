@@ -13,14 +13,28 @@ from typing import Any, Final, Protocol
 import numpy.typing as npt
 from tritonclient.grpc import model_config_pb2
 
-from llmbackend.core.backend_api import ErrorCode, ModelConfig, Request, Tensor, TritonError, invalid_argument
+from llmbackend.core.backend_api import (
+    ErrorCode,
+    JsonTensor,
+    ModelConfig,
+    Request,
+    Tensor,
+    TritonError,
+    invalid_argument,
+)
 
+from ..structured_outputs.constraint import FIELDS
 from ..text.output_assembler import Chunk, OutputAssembler
 from ..text.token_bias import NO_BIAS, TokenBias
 from ..text.tokenizer import ModelTokenizer
 
 SEQUENCE_INDEX: Final = "sequence_index"
 """The output that says to which choice a response belongs."""
+
+
+CONSTRAINT_FIELDS = frozenset(FIELDS)
+GUIDE_TYPE, GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
+"""TensorRT-LLM's tensors of a constraint."""
 
 
 @dataclass(slots=True)
@@ -234,6 +248,20 @@ def num_bytes(tensor: Tensor) -> int:
     if tensor.datatype != "BYTES":
         return tensor.data.nbytes
     return sum(map(len, tensor.data.ravel().tolist()))
+
+
+def may_have_constraint(request: Request) -> bool:
+    """Whether the request may ask for structured output; false where it certainly does not."""
+    if GUIDE_TYPE in request.inputs or not CONSTRAINT_FIELDS.isdisjoint(request.parameters):
+        return True
+    tensor = request.inputs.get("sampling_parameters")
+    if isinstance(tensor, JsonTensor):
+        return isinstance(tensor.value, dict) and not CONSTRAINT_FIELDS.isdisjoint(tensor.value)
+    if tensor is None or tensor.datatype != "BYTES" or tensor.data.size != 1:
+        return False
+    text = tensor.data.ravel()[0]
+    names = (name if isinstance(text, str) else name.encode() for name in CONSTRAINT_FIELDS)
+    return any(name in text for name in names) or ("\\u" if isinstance(text, str) else b"\\u") in text
 
 
 def wanted_outputs(enabled: Iterable[str], request: Request) -> frozenset[str]:

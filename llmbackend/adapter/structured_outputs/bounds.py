@@ -1,0 +1,60 @@
+"""Bounds of constraints: what one request may make the adapter walk and the grammar compiler build.
+
+For: all of structured_outputs. Does not know: what is bounded. Invariant: within them a constraint costs its own
+request well below a second of a conversion thread, and nobody else a step: the compiler works without the GIL.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from llmbackend.core.backend_api import invalid_argument, shown
+
+MAX_DEPTH = 64
+"""Of nested schemas, tags, groups of a regular expression."""
+MAX_SCHEMA_NODES = 8192
+"""Schemas, enumerated values and what is in them, in one constraint."""
+MAX_PROPERTIES = 1024
+"""Of one object."""
+MAX_CHOICES = 4096
+MAX_CHOICE_CHARS = 65536
+"""Of all choices together."""
+MAX_REGEX_CHARS = 8192
+MAX_REGEX_LENGTH = 100_000
+"""Characters of a regular expression with its repetitions written out."""
+MAX_MULTIPLE_OF = 10_000
+"""Numerator and denominator of multipleOf: the compiler builds a state for each remainder."""
+MAX_GRAMMAR_CHARS = 65536
+MAX_TAGS = 512
+LEXER_FUEL, STEP_LEXER_FUEL, STEP_ITEMS, LEXER_STATES, GRAMMAR_SIZE = 500_000, 200_000, 50_000, 100_000, 100_000
+"""Of the compiler: fuel to build regular expressions, fuel and items of one mask, states, symbols."""
+
+
+class Place:
+    """Where in a request something stands: the parameter, and the path inside its value."""
+
+    __slots__ = ("param", "path")
+
+    def __init__(self, param: str, path: str = "") -> None:
+        self.param = param
+        self.path = path
+
+    def __truediv__(self, part: str | int) -> Place:
+        """The place of a member, as a JSON pointer."""
+        text = str(part)[:80].replace("~", "~0").replace("/", "~1")
+        return Place(self.param, f"{self.path}/{text}")
+
+    def __str__(self) -> str:
+        return f"'{self.param}'" + (f" at {self.path}" if self.path else "")
+
+    def refuse(self, value: object, expected: str) -> NoReturn:
+        """Raises TritonError INVALID_ARG naming the place, the value, and what was expected."""
+        raise invalid_argument(f"{self} is {shown(value)}, expected {expected}", param=self.param)
+
+    def wrong(self, why: str) -> NoReturn:
+        """Raises TritonError INVALID_ARG."""
+        raise invalid_argument(f"{self}: {why}", param=self.param)
+
+    def check_at_most(self, count: int, limit: int, unit: str) -> None:
+        if count > limit:
+            self.wrong(f"{count} {unit}, expected at most {limit}")

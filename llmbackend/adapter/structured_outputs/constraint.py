@@ -1,0 +1,171 @@
+"""What a client asks of its output's form, read from sampling parameters of vLLM's names, present and former.
+
+For: schemas/sampling.py, and compilation.py, which makes a grammar of it. Does not know: grammars, tokenizers.
+Invariant: a constraint asks for one thing; the value inside is not checked yet, since that may take long.
+Source: vLLM's StructuredOutputsParams, its former GuidedDecodingParams and guided_* fields.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from llmbackend.core.backend_api import invalid_argument
+
+from .bounds import MAX_GRAMMAR_CHARS, Place
+
+KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_FLAGS = ("disable_any_whitespace", "disable_additional_properties")
+_BACKENDS = ("auto", "guidance")
+"""Of vLLM's names for compilers, those that mean the one used here."""
+_FORMER_FIELDS: Final = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+_OPTION_FIELDS = ("guided_whitespace_pattern", "guided_decoding_backend")
+OBJECT_FIELDS: Final = ("structured_outputs", "guided_decoding")
+FIELDS: Final = (*OBJECT_FIELDS, *_FORMER_FIELDS, *_OPTION_FIELDS)
+"""The sampling parameters that `read` reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    kind: str
+    """One of KINDS, but `json_object`, which is the kind "json" with a schema."""
+    value: Any
+    place: Place
+    disable_any_whitespace: bool = False
+    """JSON has no spaces and line ends between its parts."""
+    disable_additional_properties: bool = False
+    whitespace_pattern: str = ""
+    """A regular expression of what may stand between parts of JSON; "" = the default."""
+
+
+def read(parameters: Mapping[str, Any]) -> Constraint | None:
+    """The constraint in sampling parameters; None when there is none. Raises TritonError INVALID_ARG."""
+    given = [name for name in (*OBJECT_FIELDS, *_FORMER_FIELDS) if parameters.get(name) is not None]
+    if len(given) > 1:
+        raise invalid_argument(
+            f"sampling parameters {' and '.join(repr(name) for name in given)} exclude each other", param=given[1]
+        )
+    _check_backend(parameters.get("guided_decoding_backend"), Place("guided_decoding_backend"))
+    pattern = parameters.get("guided_whitespace_pattern")
+    constraint = _read_field(given[0], parameters[given[0]]) if given else None
+    if pattern is None or constraint is None:
+        if pattern is not None:
+            Place("guided_whitespace_pattern").refuse(pattern, "it to come with a constraint")
+        return constraint
+    return replace(constraint, whitespace_pattern=_text(pattern, Place("guided_whitespace_pattern")))
+
+
+def _read_field(name: str, value: object) -> Constraint | None:
+    place = Place(name)
+    if name in _FORMER_FIELDS:
+        return Constraint(_FORMER_FIELDS[name], _checked(_FORMER_FIELDS[name], value, place), place)
+    return _read_object(_object(value, place), place)
+
+
+def _object(value: object, place: Place) -> dict[str, Any]:
+    """Request parameters are scalars, so an object arrives in them as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            place.wrong(f"is not JSON: {error}")
+    if not isinstance(value, dict):
+        place.refuse(value, "an object")
+    return value
+
+
+def _read_object(fields: dict[str, Any], place: Place) -> Constraint | None:
+    known = (*KINDS, *_FLAGS, "whitespace_pattern", "disable_fallback", "backend", "_backend")
+    for name in fields:
+        if name not in known:
+            (place / name).wrong(f"is not known, expected one of: {', '.join(known[:-1])}")
+    _check_backend(fields.get("backend") or fields.get("_backend"), place / "backend")
+    kinds = [name for name in KINDS if fields.get(name) is not None and fields[name] is not False]
+    if not kinds and fields.get("json_object") is False:
+        return None
+    if len(kinds) != 1:
+        place.wrong(f"asks for {' and '.join(kinds) or 'nothing'}, expected exactly one of: {', '.join(KINDS)}")
+    kind = kinds[0]
+    flags = {name: _flag(fields.get(name), place / name) for name in _FLAGS}
+    _flag(fields.get("disable_fallback"), place / "disable_fallback")  # there is no other compiler to fall back to
+    pattern = fields.get("whitespace_pattern")
+    value = _checked(kind, fields[kind], place / kind)
+    return Constraint(
+        "json" if kind == "json_object" else kind,
+        value,
+        place / kind,
+        whitespace_pattern="" if pattern is None else _text(pattern, place / "whitespace_pattern"),
+        **flags,
+    )
+
+
+def _checked(kind: str, value: object, place: Place) -> object:
+    """Of the right type."""
+    return _CHECKS[kind](value, place)
+
+
+def _text(value: object, place: Place) -> str:
+    if not isinstance(value, str) or not value:
+        place.refuse(value, "a non-empty string")
+    place.check_at_most(len(value), MAX_GRAMMAR_CHARS, "characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        place.refuse(value, "text without halves of surrogate pairs")
+    return value
+
+
+def _flag(value: object, place: Place) -> bool:
+    if value is not None and not isinstance(value, bool):
+        place.refuse(value, "true or false")
+    return bool(value)
+
+
+def _json(value: object, place: Place) -> object:
+    if not isinstance(value, dict | str | bool):
+        place.refuse(value, "a JSON schema: an object, or its JSON text")
+    return value
+
+
+def _json_object(value: object, place: Place) -> object:
+    if value is not True:
+        place.refuse(value, "true or false")
+    return {"type": "object"}
+
+
+def _choice(value: object, place: Place) -> object:
+    if isinstance(value, str):  # as JSON text, where parameters are scalars
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            place.refuse(value, "a list of strings")
+    if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+        place.refuse(value, "a non-empty list of strings")
+    return value
+
+
+def _tag(value: object, place: Place) -> object:
+    return _object(value, place)
+
+
+def _check_backend(value: object, place: Place) -> None:
+    if value is not None and value not in _BACKENDS:
+        place.refuse(value, f"one of {', '.join(_BACKENDS)}: llguidance is the one compiler here")
+
+
+_CHECKS: dict[str, Callable[[Any, Place], object]] = {
+    "json": _json,
+    "json_object": _json_object,
+    "regex": _text,
+    "choice": _choice,
+    "grammar": _text,
+    "structural_tag": _tag,
+}

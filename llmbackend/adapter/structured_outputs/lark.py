@@ -1,0 +1,92 @@
+"""Pieces of a grammar in Lark's notation, as the compiler reads it.
+
+For: the translators beside it. Does not know: what is asked for. Invariant: a client's text stands in a grammar as a
+quoted literal, a translated regular expression or translated JSON, never as notation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+NOTHING = '""'
+TEXT = "TEXT"
+"""The terminal of any text; defined by `Rules`."""
+_ANY_TEXT = "/(?s:.*)/"
+
+
+class Rules:
+    """The rules of one grammar, under names that no client chose."""
+
+    def __init__(self, special_tokens: Mapping[str, int], json_options: Mapping[str, Any]) -> None:
+        """special_tokens: id by text, of tokens whose text no other tokens can write
+        json_options: the compiler's, for embedded schemas
+        """
+        self._special_tokens = special_tokens
+        self._json_options = dict(json_options)
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._lines: list[str] = []
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """The name of a new rule."""
+        name = f"r{len(self._lines)}"
+        self._lines.append(f"{name}{attributes}: {body}")
+        return name
+
+    def define(self, name: str, body: str) -> None:
+        """A rule whose name was chosen before, since its body refers to it."""
+        self._lines.append(f"{name}: {body}")
+
+    def terminal(self, body: str) -> str:
+        """The name of a new terminal: one regular expression, matched as far as it goes."""
+        name = f"T{len(self._lines)}"
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def schema(self, schema: Mapping[str, Any]) -> str:
+        """Of JSON that a translated schema describes."""
+        with_options = {"x-guidance": self._json_options, **schema}
+        return self.rule(f"%json {json.dumps(with_options, ensure_ascii=False)}")
+
+    def marker(self, text: str) -> str:
+        """Text in which special tokens may stand as such or as text."""
+        pieces, end = [], 0
+        for match in self._special.finditer(text) if self._special else ():
+            if match.start() > end:
+                pieces.append(literal(text[end : match.start()]))
+            token_id = self._special_tokens[match.group()]
+            pieces.append(f"(<[{token_id}]> | {literal(match.group())})")
+            end = match.end()
+        if end < len(text) or not pieces:
+            pieces.append(literal(text[end:]))
+        return " ".join(pieces)
+
+    def text_until(self, end: str, excluded: tuple[str, ...] = ()) -> str:
+        """Any text up to the first `end`, with it."""
+        alternatives = []
+        token = self._special.match(end) if self._special else None
+        if token:
+            rest = self.marker(end[token.end() :]) if token.end() < len(end) else ""
+            token_id = self._special_tokens[token.group()]
+            alternatives.append(f"{without(excluded)} <[{token_id}]> {rest}")
+        if not excluded:
+            alternatives.append(self.rule(f"{TEXT} {literal(end)}", "[lazy]"))
+        else:
+            alternatives.append(self.terminal(f"({without((*excluded, end))}) {literal(end)}"))
+        return f"({' | '.join(alternatives)})"
+
+    def grammar(self, start: str) -> str:
+        lines = (f"start: {start}", f"{TEXT}: {_ANY_TEXT}", *self._lines)
+        return "%llguidance {}\n" + "\n".join(lines) + "\n"
+
+
+def literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def without(excluded: tuple[str, ...]) -> str:
+    """Any text that holds none of `excluded`, as a terminal's body."""
+    return " & ".join((TEXT, *(f"~(/(?s:.*)/ {literal(text)} /(?s:.*)/)" for text in excluded)))

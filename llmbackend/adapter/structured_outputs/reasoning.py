@@ -1,0 +1,77 @@
+"""Reasoning as the engine sees it: markers and a budget of a request → sequences of tokens.
+
+For: request_conversion.py. Does not know: which formats there are: the frontend names the markers. Invariant: the
+result depends on the request's parameters and its prompt alone.
+Source: vLLM's `thinking_token_budget` for the budget's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from llmbackend.engine.infer_request import Reasoning
+
+from .bounds import Place
+
+MARKERS, BUDGET = "reasoning_markers", "thinking_token_budget"
+FIELDS: Final = (MARKERS, BUDGET)
+"""The sampling parameters that `read_reasoning` reads."""
+_MAX_MARKER_CHARS = 256
+_MAX_BUDGET_TOKENS = 1 << 31
+_TAIL_TOKENS = 16
+"""Beside the marker's own, how many tokens of the prompt's end are looked at: spaces and line ends may follow it."""
+
+
+class Tokens(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]: ...
+    def token_text(self, token_id: int) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningParams:
+    start: str
+    """"" = reasoning only where the prompt ends inside it, which such a model's always does."""
+    end: str
+    max_tokens: int | None
+
+    def for_prompt(self, prompt_token_ids: Sequence[int], tokens: Tokens) -> Reasoning:
+        """Raises TritonError INVALID_ARG for a marker that is no token."""
+        start = tuple(tokens.encode(self.start, add_special_tokens=False)) if self.start else ()
+        end = tuple(tokens.encode(self.end, add_special_tokens=False))
+        if not end:
+            Place(MARKERS).refuse(self.end, "an end marker of at least one token")
+        tail = prompt_token_ids[-_TAIL_TOKENS - len(start) :]
+        text = "".join(map(tokens.token_text, tail)).rstrip()
+        is_open = text.endswith(self.start.rstrip()) if self.start else True
+        return Reasoning(start_token_ids=start, end_token_ids=end, max_tokens=self.max_tokens, is_open=is_open)
+
+
+def read_reasoning(parameters: Mapping[str, Any]) -> ReasoningParams | None:
+    """None where a request says nothing of it. Raises TritonError INVALID_ARG."""
+    markers, budget = parameters.get(MARKERS), parameters.get(BUDGET)
+    if budget is not None and (type(budget) is not int or not 0 <= budget <= _MAX_BUDGET_TOKENS):
+        Place(BUDGET).refuse(budget, f"an integer from 0 to {_MAX_BUDGET_TOKENS}")
+    if markers is None:
+        if budget is not None:
+            Place(BUDGET).wrong(f"expected it together with '{MARKERS}': the model has no known reasoning format")
+        return None
+    start, end = _pair(markers)
+    return ReasoningParams(start, end, budget)
+
+
+def _pair(markers: object) -> tuple[str, str]:
+    if isinstance(markers, str):  # as JSON text, where parameters are scalars
+        try:
+            markers = json.loads(markers)
+        except (ValueError, RecursionError):
+            Place(MARKERS).refuse(markers, "a list of two strings: the start and the end of reasoning")
+    if not isinstance(markers, list) or len(markers) != 2 or not all(isinstance(marker, str) for marker in markers):
+        Place(MARKERS).refuse(markers, "a list of two strings: the start and the end of reasoning")
+    for index, marker in enumerate(markers):
+        (Place(MARKERS) / index).check_at_most(len(marker), _MAX_MARKER_CHARS, "characters")
+    return markers[0], markers[1]

@@ -1,0 +1,273 @@
+"""Regular expressions of clients (ECMA-262, as JSON Schema has them) → the compiler's syntax, which is Rust's.
+
+For: patterns of schemas, regex constraints, EBNF classes. Does not know: JSON, grammars. Invariant: whatever the result
+matches, the client's expression matches under ECMA-262 and under Python's `re`, too; where they differ (what `.`, \\d,
+\\s and \\w mean) it is the part they share. What cannot be expressed without looking around is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .bounds import MAX_DEPTH, MAX_REGEX_CHARS, MAX_REGEX_LENGTH, Place
+
+_LINE_ENDS = r"\n\r\u{2028}\u{2029}"
+_NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\u{b}\u{c}\r\u{20}"}
+"""What every dialect counts as a digit, word character, space."""
+_WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{M}\p{N}\p{Pc}", "s": r"\p{Z}\u{9}-\u{d}\u{1c}-\u{1f}\u{85}\u{feff}"}
+"""What any dialect counts as one; without \\w and the like, which the compiler would take for ASCII's."""
+_CONTROL = {"n": 0x0A, "r": 0x0D, "t": 0x09, "v": 0x0B, "f": 0x0C, "0": 0x00}
+_QUANTIFIERS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+_MAX_CODE_POINT = 0x10FFFF
+_GROUPS = ("?:", "?<", "?P<")
+
+
+def character(code_point: int) -> str:
+    """One character, wherever it stands."""
+    shown = chr(code_point)
+    return shown if shown.isascii() and shown.isalnum() else f"\\u{{{code_point:x}}}"
+
+
+def searched(pattern: str, place: Place) -> str:
+    """An expression that is searched for in a string, as JSON Schema's `pattern`: anchors are kept."""
+    return _Translation(pattern, place, keep_anchors=True).result()
+
+
+def whole(pattern: str, place: Place) -> str:
+    """An expression that the whole text must match. Anchors at the ends of its alternatives say what holds anyway."""
+    return _Translation(pattern, place, keep_anchors=False).result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    text: str
+    length: int
+    """Characters, with repetitions written out."""
+
+
+class _Translation:
+    def __init__(self, pattern: str, place: Place, *, keep_anchors: bool) -> None:
+        place.check_at_most(len(pattern), MAX_REGEX_CHARS, "characters of a regular expression")
+        self._pattern = pattern
+        self._place = place
+        self._keep_anchors = keep_anchors
+        self._at = 0
+        self._depth = 0
+
+    def result(self) -> str:
+        part = self._alternatives()
+        if self._at < len(self._pattern):
+            self._refuse("an unmatched ')'")
+        self._place.check_at_most(part.length, MAX_REGEX_LENGTH, "characters with repetitions written out")
+        return part.text
+
+    def _refuse(self, what: str) -> None:
+        self._place.wrong(f"{what} in the regular expression at character {self._at} is not supported")
+
+    def _peek(self, length: int = 1) -> str:
+        return self._pattern[self._at : self._at + length]
+
+    def _take(self) -> str:
+        taken = self._peek()
+        if not taken:
+            self._refuse("an unfinished expression")
+        self._at += 1
+        return taken
+
+    def _skip(self, text: str) -> bool:
+        if self._pattern.startswith(text, self._at):
+            self._at += len(text)
+            return True
+        return False
+
+    def _alternatives(self) -> _Part:
+        parts = [self._sequence()]
+        while self._skip("|"):
+            parts.append(self._sequence())
+        return _Part("|".join(part.text for part in parts), sum(part.length for part in parts) + len(parts))
+
+    def _sequence(self) -> _Part:
+        texts, length, start = [], 0, self._at
+        while self._peek() not in ("", "|", ")"):
+            if self._peek() in ("^", "$"):
+                texts.append(self._anchor(self._at == start))
+                continue
+            part = self._quantified(self._atom())
+            texts.append(part.text)
+            length += part.length
+            if length > MAX_REGEX_LENGTH:
+                self._place.check_at_most(length, MAX_REGEX_LENGTH, "characters with repetitions written out")
+        return _Part("".join(texts), length)
+
+    def _anchor(self, is_first: bool) -> str:
+        anchor = self._take()
+        if self._peek() in ("*", "+", "?", "{"):
+            self._refuse("a repeated anchor")
+        if self._keep_anchors:
+            return anchor
+        if self._depth or not (is_first if anchor == "^" else self._peek() in ("", "|")):
+            self._refuse(f"'{anchor}' inside the expression")
+        return ""
+
+    def _atom(self) -> _Part:
+        symbol = self._take()
+        if symbol == "(":
+            return self._group()
+        if symbol == "[":
+            return _Part(self._class(), 1)
+        if symbol == ".":
+            return _Part(f"[^{_LINE_ENDS}]", 1)
+        if symbol == "\\":
+            return _Part(self._escape(), 1)
+        if symbol in "*+?":
+            self._at -= 1
+            self._refuse(f"'{symbol}' that repeats nothing")
+        return _Part(character(ord(symbol)), 1)
+
+    def _group(self) -> _Part:
+        if self._peek() == "?":
+            kind = next((start for start in _GROUPS if self._pattern.startswith(start, self._at)), "")
+            if not kind or (kind == "?<" and self._peek(3) in ("?<=", "?<!")):
+                self._refuse(f"'({self._peek(3)}'")
+            self._at += len(kind)
+            if kind != "?:":
+                end = self._pattern.find(">", self._at)
+                if not self._pattern[self._at : end].isidentifier():
+                    self._refuse("the name of a group")
+                self._at = end + 1
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            self._place.check_at_most(self._depth, MAX_DEPTH, "nested groups")
+        inside = self._alternatives()
+        if not self._skip(")"):
+            self._refuse("a group without ')'")
+        self._depth -= 1
+        return _Part(f"(?:{inside.text})", inside.length)
+
+    def _quantified(self, part: _Part) -> _Part:
+        least, most = self._quantifier()
+        if (least, most) == (1, 1):
+            return part
+        if most is not None and most < least:
+            self._refuse(f"a repetition from {least} to {most} times")
+        if self._peek() in ("+", "*", "?"):
+            if not self._skip("?"):  # a lazy one matches the same strings
+                self._refuse("a repeated repetition")
+        elif self._peek() == "{":
+            self._refuse("a repeated repetition")
+        times = max(least, most or 1, 1)
+        length = min(part.length * times, MAX_REGEX_LENGTH + 1)
+        return _Part(f"(?:{part.text}){{{least},{'' if most is None else most}}}", length)
+
+    def _quantifier(self) -> tuple[int, int | None]:
+        if self._peek() and self._peek() in _QUANTIFIERS:
+            return _QUANTIFIERS[self._take()]
+        if self._peek() != "{":
+            return 1, 1
+        end = self._pattern.find("}", self._at)
+        least, comma, most = self._pattern[self._at + 1 : end].partition(",")
+        numbers = [number for number in (least, most) if number]
+        if end < 0 or not least or not all(n.isascii() and n.isdigit() and len(n) < 8 for n in numbers):
+            self._refuse("'{' that begins no repetition (write it as '\\{')")
+        self._at = end + 1
+        return int(least), int(least) if not comma else int(most) if most else None
+
+    def _escape(self) -> str:
+        """Of one behind a backslash, outside a class."""
+        symbol = self._peek()
+        if symbol and symbol in "dwsDWS":
+            self._at += 1
+            return f"[{_kind(symbol, is_excluded=False)}]"
+        if symbol and symbol in "pP":
+            return self._property()
+        return character(self._escaped_code_point())
+
+    def _property(self) -> str:
+        letter = self._take()
+        end = self._pattern.find("}", self._at)
+        name = self._pattern[self._at + 1 : end]
+        if self._peek() != "{" or end < 0 or not name.replace("_", "").replace("=", "").isalnum():
+            self._refuse("a Unicode property without its name in braces")
+        self._at = end + 1
+        return f"\\{letter}{{{name}}}"
+
+    def _escaped_code_point(self) -> int:
+        symbol = self._take()
+        if symbol in _CONTROL and not (symbol == "0" and self._peek().isdigit()):
+            return _CONTROL[symbol]
+        if symbol == "c" and self._peek().isascii() and self._peek().isalpha():
+            return ord(self._take()) % 32
+        if symbol == "x":
+            return self._hexadecimal(2)
+        if symbol == "u":
+            return self._unicode_escape()
+        if symbol.isalnum() or not symbol.isascii():
+            self._refuse(f"'\\{symbol}'")
+        return ord(symbol)
+
+    def _unicode_escape(self) -> int:
+        if self._skip("{"):
+            end = self._pattern.find("}", self._at)
+            code_point = self._hexadecimal(end - self._at if 0 < end - self._at <= 6 else 0)
+            self._at += 1
+            return code_point
+        code_point = self._hexadecimal(4)
+        if 0xD800 <= code_point < 0xDC00 and self._skip("\\u"):
+            low = self._hexadecimal(4)
+            code_point = 0x10000 + ((code_point - 0xD800) << 10) + (low - 0xDC00)
+        if 0xD800 <= code_point < 0xE000 or code_point > _MAX_CODE_POINT:
+            self._refuse("half of a surrogate pair")
+        return code_point
+
+    def _hexadecimal(self, length: int) -> int:
+        digits = self._peek(length)
+        if not length or len(digits) != length or not all(digit in "0123456789abcdefABCDEF" for digit in digits):
+            self._refuse("an escape without its hexadecimal digits")
+        self._at += length
+        code_point = int(digits, 16)
+        if code_point > _MAX_CODE_POINT:
+            self._refuse("a character beyond Unicode")
+        return code_point
+
+    def _class(self) -> str:
+        is_excluded = self._skip("^")
+        items: list[str] = []
+        while not self._skip("]"):
+            low = self._class_item(is_excluded)
+            if isinstance(low, int) and self._peek() == "-" and self._peek(2) not in ("-]", "-"):
+                self._at += 1
+                high = self._class_item(is_excluded)
+                if not isinstance(high, int) or high < low:
+                    self._refuse("a range of characters that is none")
+                items.append(f"{character(low)}-{character(int(high))}")
+            else:
+                items.append(character(low) if isinstance(low, int) else low)
+        if not items and not is_excluded:
+            self._refuse("an empty class of characters")
+        return f"[{'^' if is_excluded else ''}{''.join(items)}]" if items else r"[\u{0}-\u{10ffff}]"
+
+    def _class_item(self, is_excluded: bool) -> int | str:
+        """A code point, or a set in the compiler's syntax."""
+        symbol = self._take()
+        if symbol == "[":  # Python warns of it, newer dialects nest classes
+            return ord(symbol)
+        if symbol != "\\":
+            return ord(symbol)
+        symbol = self._peek()
+        if symbol and symbol in "dwsDWS":
+            self._at += 1
+            return _kind(symbol, is_excluded)
+        if symbol and symbol in "pP":
+            return self._property()
+        if symbol == "b":
+            self._at += 1
+            return 0x08
+        return self._escaped_code_point()
+
+
+def _kind(letter: str, is_excluded: bool) -> str:
+    """Digits, word characters or spaces, or all others, as items of a class; of a class whose items are excluded, as
+    many as any dialect means."""
+    if letter.islower():
+        return (_WIDE if is_excluded else _NARROW)[letter]
+    return f"[^{(_NARROW if is_excluded else _WIDE)[letter.lower()]}]"

@@ -1,0 +1,240 @@
+"""Structural tags: free text with constrained parts between markers → rules of a grammar.
+
+For: compilation.py. Does not know: tools, parsers of model output. Invariant: a marker is matched as special tokens and
+as text alike; once a trigger is written, one of its tags must follow.
+Source: XGrammar's structural tags (`format`), and vLLM's former form of them (`structures` and `triggers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from . import regular_expressions
+from .bounds import MAX_DEPTH, MAX_TAGS, Place
+from .json_schema import SchemaOptions, enforceable, parse_schema
+from .lark import NOTHING, TEXT, Rules, without
+
+Grammar = Callable[[str, Place, Rules], str]
+"""Reads a client's grammar as rules; the name of its first one."""
+
+
+def structural_tag(value: dict[str, Any], place: Place, rules: Rules, options: SchemaOptions, read: Grammar) -> str:
+    """The start of the grammar. Raises TritonError INVALID_ARG naming the path."""
+    _check_keys(value, place, ("type", "format", "structures", "triggers"))
+    if value.get("type", "structural_tag") != "structural_tag":
+        (place / "type").refuse(value["type"], "'structural_tag'")
+    tags = _Tags(rules, options, read)
+    if "format" in value:
+        return tags.read(value["format"], place / "format")
+    return tags.read_former(value, place)
+
+
+class _Tags:
+    def __init__(self, rules: Rules, options: SchemaOptions, read: Grammar) -> None:
+        self._rules = rules
+        self._options = options
+        self._read_grammar = read
+        self._depth = 0
+        self._count = 0
+
+    def read(self, value: object, place: Place) -> str:
+        fields = _object(value, place)
+        kind = fields.get("type", "tag" if "begin" in fields else None)
+        if not isinstance(kind, str) or kind not in _FORMATS:
+            (place / "type").refuse(kind, f"one of {', '.join(_FORMATS)}")
+        keys, method = _FORMATS[kind]
+        _check_keys(fields, place, ("type", *keys))
+        self._depth += 1
+        self._count += 1
+        place.check_at_most(self._depth, MAX_DEPTH, "nested formats")
+        place.check_at_most(self._count, MAX_TAGS, "formats")
+        body = method(self, fields, place)
+        self._depth -= 1
+        return body
+
+    def read_former(self, value: dict[str, Any], place: Place) -> str:
+        tags = []
+        for index, item in enumerate(_list(value, "structures", place)):
+            at = place / "structures" / index
+            structure = _object(item, at)
+            _check_keys(structure, at, ("begin", "schema", "end"))
+            content = {"type": "json_schema", "json_schema": structure.get("schema", True)}
+            tags.append({"begin": structure.get("begin"), "content": content, "end": structure.get("end")})
+        return self._triggered({"tags": tags, "triggers": value.get("triggers")}, place)
+
+    # --- formats ------------------------------------------------------------------------------------------------------
+
+    def _const_string(self, fields: dict[str, Any], place: Place) -> str:
+        return self._rules.marker(_text(fields, "value", place))
+
+    def _json_schema(self, fields: dict[str, Any], place: Place) -> str:
+        if fields.get("style", "json") != "json":
+            (place / "style").refuse(fields["style"], "'json'")
+        at = place / "json_schema"
+        return self._rules.schema(enforceable(parse_schema(fields.get("json_schema"), at), at, self._options))
+
+    def _regex(self, fields: dict[str, Any], place: Place) -> str:
+        at = place / "pattern"
+        return self._rules.terminal(f"/{regular_expressions.whole(_text(fields, 'pattern', place), at)}/")
+
+    def _grammar(self, fields: dict[str, Any], place: Place) -> str:
+        return self._read_grammar(_text(fields, "grammar", place), place / "grammar", self._rules)
+
+    def _any_text(self, fields: dict[str, Any], place: Place) -> str:
+        excluded = _excluded(fields, place)
+        return self._rules.terminal(without(excluded)) if excluded else TEXT
+
+    def _sequence(self, fields: dict[str, Any], place: Place) -> str:
+        elements = _list(fields, "elements", place)
+        bodies = [self.read(item, place / "elements" / index) for index, item in enumerate(elements)]
+        return f"({' '.join(bodies) or NOTHING})"
+
+    def _or(self, fields: dict[str, Any], place: Place) -> str:
+        elements = _list(fields, "elements", place)
+        if not elements:
+            (place / "elements").refuse(elements, "a non-empty list")
+        return f"({' | '.join(self.read(item, place / 'elements' / i) for i, item in enumerate(elements))})"
+
+    def _optional(self, fields: dict[str, Any], place: Place) -> str:
+        return f"({self.read(fields.get('content'), place / 'content')})?"
+
+    def _star(self, fields: dict[str, Any], place: Place) -> str:
+        return f"({self.read(fields.get('content'), place / 'content')})*"
+
+    def _plus(self, fields: dict[str, Any], place: Place) -> str:
+        return f"({self.read(fields.get('content'), place / 'content')})+"
+
+    def _tag(self, fields: dict[str, Any], place: Place) -> str:
+        begin = _text(fields, "begin", place)
+        return f"({self._rules.marker(begin)} {self._content_and_end(fields, place)})"
+
+    def _content_and_end(self, fields: dict[str, Any], place: Place) -> str:
+        ends = fields.get("end")
+        ends = ends if isinstance(ends, list) else [ends]
+        if not ends or not all(isinstance(end, str) for end in ends):
+            (place / "end").refuse(fields.get("end"), "a string, or a list of them")
+        content = fields.get("content")
+        if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
+            return self._text_and_end(content, ends, place / "content")
+        body = self.read(content, place / "content")
+        return f"{body} ({' | '.join(self._rules.marker(end) for end in ends)})"
+
+    def _text_and_end(self, content: dict[str, Any], ends: list[str], place: Place) -> str:
+        _check_keys(content, place, ("type", *_EXCLUDED))
+        excluded = _excluded(content, place)
+        if len(ends) > 1:
+            others = {end: tuple(other for other in ends if other != end) for end in ends}
+            return f"({' | '.join(self._rules.text_until(end, (*excluded, *others[end])) for end in ends)})"
+        return self._rules.text_until(ends[0], excluded)
+
+    def _triggered(self, fields: dict[str, Any], place: Place) -> str:
+        by_trigger = self._by_trigger(fields, place)
+        at_least_one, stops = _flag(fields, "at_least_one", place), _flag(fields, "stop_after_first", place)
+        excluded = _excluded(fields, place)
+        parts = [
+            f"{self._rules.text_until(trigger, excluded)} {remainder}" for trigger, remainder in by_trigger.items()
+        ]
+        part = self._rules.rule(" | ".join(parts))
+        first = [f"{self._rules.marker(trigger)} {remainder}" for trigger, remainder in by_trigger.items()]
+        head = self._rules.rule(" | ".join(first)) if at_least_one else ""
+        tail = self._rules.rule(self._rules.terminal(without(excluded)) if excluded else TEXT)
+        if stops:
+            return head or f"({part} | {tail})"
+        return f"({head} {part}* {tail})"
+
+    def _by_trigger(self, fields: dict[str, Any], place: Place) -> dict[str, str]:
+        """For each trigger, what must follow it."""
+        triggers = _list(fields, "triggers", place)
+        if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
+            (place / "triggers").refuse(triggers, "a non-empty list of non-empty strings")
+        remainders: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        for index, item in enumerate(_list(fields, "tags", place)):
+            at = place / "tags" / index
+            tag = _object(item, at)
+            _check_keys(tag, at, ("type", "begin", "content", "end"))
+            begin = _text(tag, "begin", at)
+            matching = [trigger for trigger in triggers if begin.startswith(trigger)]
+            if len(matching) != 1:
+                (at / "begin").refuse(begin, f"text that begins with exactly one of the triggers, not {len(matching)}")
+            self._count += 1
+            at.check_at_most(self._count, MAX_TAGS, "formats")
+            rest = begin[len(matching[0]) :]
+            marker = self._rules.marker(rest) if rest else ""
+            remainders[matching[0]].append(f"{marker} {self._content_and_end(tag, at)}")
+        for index, trigger in enumerate(triggers):
+            if not remainders[trigger]:
+                (place / "triggers" / index).refuse(trigger, "the beginning of one of the tags")
+        return {trigger: self._rules.rule(" | ".join(bodies)) for trigger, bodies in remainders.items()}
+
+    def _separated(self, fields: dict[str, Any], place: Place) -> str:
+        tags = _list(fields, "tags", place)
+        if not tags:
+            (place / "tags").refuse(tags, "a non-empty list")
+        one = self._rules.rule(" | ".join(self.read(tag, place / "tags" / index) for index, tag in enumerate(tags)))
+        separator = fields.get("separator", "")
+        if not isinstance(separator, str):
+            (place / "separator").refuse(separator, "a string")
+        more = f"({self._rules.marker(separator) if separator else ''} {one})*"
+        several = one if _flag(fields, "stop_after_first", place) else f"{one} {more}"
+        return f"({several})" if _flag(fields, "at_least_one", place) else f"({several})?"
+
+
+_EXCLUDED = ("excludes", "excluded_strs", "excluded_str")
+_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[_Tags, dict[str, Any], Place], str]]] = {
+    "const_string": (("value",), _Tags._const_string),
+    "json_schema": (("json_schema", "style"), _Tags._json_schema),
+    "regex": (("pattern",), _Tags._regex),
+    "grammar": (("grammar",), _Tags._grammar),
+    "any_text": (_EXCLUDED, _Tags._any_text),
+    "sequence": (("elements",), _Tags._sequence),
+    "or": (("elements",), _Tags._or),
+    "optional": (("content",), _Tags._optional),
+    "star": (("content",), _Tags._star),
+    "plus": (("content",), _Tags._plus),
+    "tag": (("begin", "content", "end"), _Tags._tag),
+    "triggered_tags": (("triggers", "tags", "at_least_one", "stop_after_first", *_EXCLUDED), _Tags._triggered),
+    "tags_with_separator": (("tags", "separator", "at_least_one", "stop_after_first"), _Tags._separated),
+}
+
+
+def _check_keys(fields: dict[str, Any], place: Place, known: tuple[str, ...]) -> None:
+    for name in fields:
+        if name not in known:
+            (place / name).wrong(f"is not known, expected one of: {', '.join(known)}")
+
+
+def _object(value: object, place: Place) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        place.refuse(value, "an object")
+    return value
+
+
+def _list(fields: dict[str, Any], name: str, place: Place) -> list[Any]:
+    value = fields.get(name)
+    if not isinstance(value, list):
+        (place / name).refuse(value, "a list")
+    (place / name).check_at_most(len(value), MAX_TAGS, "elements")
+    return value
+
+
+def _text(fields: dict[str, Any], name: str, place: Place) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        (place / name).refuse(value, "a string")
+    return value
+
+
+def _flag(fields: dict[str, Any], name: str, place: Place) -> bool:
+    value = fields.get(name, False)
+    if not isinstance(value, bool):
+        (place / name).refuse(value, "true or false")
+    return value
+
+
+def _excluded(fields: dict[str, Any], place: Place) -> tuple[str, ...]:
+    name = next((name for name in _EXCLUDED if name in fields), "")
+    texts = _list(fields, name, place) if name else []
+    if not all(isinstance(text, str) and text for text in texts):
+        (place / name).refuse(texts, "a list of non-empty strings")
+    return tuple(texts)

@@ -1,0 +1,166 @@
+"""Each kind of constraint: what it accepts and rejects, and which requests are refused, with which path."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llmbackend.adapter.structured_outputs import constraint
+from llmbackend.core.backend_api import ErrorCode, TritonError
+from tests.helpers.byte_grammars import accepts, compiler, grammar
+
+COMPILER = compiler()
+INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def tag(name: str, schema: Any) -> dict[str, Any]:
+    return {
+        "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": "}\n</tool_call>",
+    }
+
+
+def tools(**options: Any) -> dict[str, Any]:
+    tags = [tag("f", INTEGER), tag("g", {"type": "object"})]
+    kind = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags}
+    return {"structural_tag": {"type": "structural_tag", "format": kind | options}}
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 3}}\n</tool_call>'
+WRONG_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "3"}}\n</tool_call>'
+
+EXPRESSION = 'root ::= term ("+" term)*  # sums\nterm ::= [0-9]+ |\n  "(" root ")"'
+
+CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"structured_outputs": {"json": INTEGER}}, ['{"a": 3}', '{"a":3}', '{"a":3,"b":[]}'], ['{"a":"3"}', "{}", " {}"]),
+    ({"structured_outputs": json.dumps({"json": json.dumps(INTEGER)})}, ['{"a": 3}'], ['{"a": "3"}']),
+    ({"structured_outputs": {"json": INTEGER, "disable_any_whitespace": True}}, ['{"a":3}'], ['{"a": 3}']),
+    ({"structured_outputs": {"json": INTEGER, "disable_additional_properties": True}}, ['{"a":3}'], ['{"a":3,"b":1}']),
+    ({"structured_outputs": {"json": INTEGER, "whitespace_pattern": " ?"}}, ['{"a": 3}'], ['{"a":  3}', '{"a":\n3}']),
+    ({"guided_json": INTEGER, "guided_whitespace_pattern": r"\n?"}, ['{"a":\n3}'], ['{"a": 3}']),
+    ({"structured_outputs": {"json_object": True}}, ["{}", '{"x": [1, "é"]}'], ["[]", "1", ""]),
+    ({"structured_outputs": {"regex": r"^[a-z]+@x\.com$"}}, ["ab@x.com"], ["@x.com", "ab@xxcom", "ab@x.com "]),
+    ({"guided_regex": "a/b|c"}, ["a/b", "c"], ["a/c", "ab"]),
+    ({"structured_outputs": {"choice": ["a", 'b "c"\n']}}, ["a", 'b "c"\n'], ["b", "aa", ""]),
+    ({"guided_choice": '["x", "y"]'}, ["x"], ["z"]),
+    ({"guided_decoding": '{"choice": ["x"]}'}, ["x"], ["y"]),
+    ({"guided_grammar": EXPRESSION}, ["1", "1+(2+33)"], ["1+", "(1", "+1"]),
+    ({"guided_grammar": 'root ::= [a-z]* "end"'}, ["end", "endend", "bend"], ["en", "endx"]),
+    ({"guided_grammar": r'root ::= "\u00e9" [^\]a]{2,3} "x\n"?'}, ["ébc", "ébcdx\n"], ["éab", "éb]", "ébcdx"]),
+    ({"guided_grammar": 'root ::= "a" root "b" | ""'}, ["", "aabb"], ["aab", "ba"]),
+    ({"guided_grammar": 'start: "a" %json {"type": "integer"} B\nB: /x+/'}, ["a12xx"], ["a1", "ax"]),
+    (tools(), ["hi", "", f"hi {CALL}bye {CALL}", "a<tool"], [WRONG_CALL, "<tool_call>x", f"a{CALL}{WRONG_CALL}"]),
+    (tools(at_least_one=True), [CALL, f"{CALL} and {CALL}"], ["", "hi", f"hi {CALL}"]),
+    (tools(at_least_one=True, stop_after_first=True), [CALL], ["", f"{CALL}{CALL}", f"{CALL} "]),
+]
+
+
+@pytest.mark.parametrize(("parameters", "valid", "invalid"), CASES)
+def test_what_a_constraint_accepts(parameters: dict[str, Any], valid: list[str], invalid: list[str]) -> None:
+    for special in (False, True):
+        assert [text for text in valid if not accepts(COMPILER, text, special=special, **parameters)] == []
+        assert [text for text in invalid if accepts(COMPILER, text, special=special, **parameters)] == []
+
+
+FORMATS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (
+        {"type": "tags_with_separator", "separator": ", ", "at_least_one": True, "tags": [tag("f", INTEGER)]},
+        [CALL, f"{CALL}, {CALL}"],
+        ["", f"{CALL}, ", f"{CALL}{CALL}"],
+    ),
+    (
+        {"type": "tags_with_separator", "separator": "", "stop_after_first": True, "tags": [tag("f", INTEGER)]},
+        ["", CALL],
+        [f"{CALL}{CALL}"],
+    ),
+    (
+        {
+            "type": "sequence",
+            "elements": [
+                {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"},
+                {
+                    "type": "or",
+                    "elements": [{"type": "const_string", "value": "A"}, {"type": "regex", "pattern": "\\d"}],
+                },
+                {"type": "optional", "content": {"type": "grammar", "grammar": 'root ::= "q" root | "z"'}},
+            ],
+        },
+        ["<think>x</thin</think>A", "<think></think>1qqz"],
+        ["<think>x</think>", "<think></think>B", "<think></think>Aq"],
+    ),
+    (
+        {"type": "tag", "begin": "[", "content": {"type": "any_text", "excludes": ["!"]}, "end": ["]", "."]},
+        ["[a]", "[a b."],
+        ["[a!]", "[a"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "valid", "invalid"), FORMATS)
+def test_formats_of_structural_tags(form: dict[str, Any], valid: list[str], invalid: list[str]) -> None:
+    test_what_a_constraint_accepts({"structural_tag": json.dumps({"format": form})}, valid, invalid)
+
+
+def test_the_former_form_of_structural_tags() -> None:
+    structures = [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}]
+    former = {"type": "structural_tag", "structures": structures, "triggers": ["<f"]}
+    test_what_a_constraint_accepts({"structural_tag": json.dumps(former)}, ["a<f>3</f>b", "x"], ["a<f>x</f>", "<f"])
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "json and regex"),
+    ({"structured_outputs": {"jsno": {}}}, "structured_outputs", "/jsno"),
+    ({"structured_outputs": {"json": {}}, "guided_regex": "a"}, "guided_regex", "exclude each other"),
+    ({"structured_outputs": {"json": {}, "backend": "outlines"}}, "structured_outputs", "llguidance"),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": ".*"}}, "whitespace_pattern", "spaces, tabs"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "with a constraint"),
+    ({"guided_json": "{"}, "guided_json", "not JSON"),
+    ({"guided_json": 3}, "guided_json", "a JSON schema"),
+    ({"guided_choice": []}, "guided_choice", "non-empty list"),
+    ({"guided_choice": ["\ud800"]}, "guided_choice", "surrogate"),
+    ({"guided_choice": ["x" * 70000]}, "guided_choice", "at most 65536"),
+    ({"guided_regex": "(?=a)b"}, "guided_regex", "(?=a"),
+    ({"guided_regex": "((a{100}){100}){100}"}, "guided_regex", "repetitions written out"),
+    ({"guided_regex": "a" * 9000}, "guided_regex", "at most 8192"),
+    ({"guided_grammar": "root ::= other"}, "guided_grammar", "'other', which is not defined"),
+    ({"guided_grammar": "rule ::= [a]"}, "guided_grammar", "no rule 'root'"),
+    ({"guided_grammar": "root ::= (= [a]) [b]"}, "guided_grammar", "line 1"),
+    ({"guided_grammar": 'root ::= ("a"{1000}){1000}'}, "guided_grammar", "repetitions written out"),
+    ({"guided_grammar": "start: missing"}, "guided_grammar", "missing"),
+    ({"guided_grammar": 'start: a\na[max_tokens=3]: "x"'}, "guided_grammar", "'max_tokens'"),
+    ({"guided_grammar": '%llguidance {}\nstart: "x"'}, "guided_grammar", "%llguidance"),
+    ({"guided_grammar": 'start: %json {"not": {}}'}, "guided_grammar", "/%json at line 1/not"),
+    ({"guided_grammar": '{"grammars": []}'}, "guided_grammar", "is JSON"),
+    ({"structural_tag": '{"type": "x"}'}, "structural_tag", "/type"),
+    ({"structural_tag": '{"format": {"type": "x"}}'}, "structural_tag", "/format/type"),
+    ({"structural_tag": '{"format": {"type": "any_text", "y": 1}}'}, "structural_tag", "/format/y"),
+    (tools(triggers=["<x"]), "structural_tag", "/format/tags/0/begin"),
+    (tools(tags=[tag("f", {"not": {}})]), "structural_tag", "/format/tags/0/content/json_schema/not"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "param", "text"), REFUSED)
+def test_what_is_refused_by_name(parameters: dict[str, Any], param: str, text: str) -> None:
+    with pytest.raises(TritonError) as caught:
+        grammar(COMPILER, **parameters)
+    assert caught.value.code is ErrorCode.INVALID_ARG
+    assert caught.value.param == param
+    assert f"'{param}'" in caught.value.message
+    assert text in caught.value.message
+
+
+def test_nothing_asked_is_no_constraint() -> None:
+    assert constraint.read({"temperature": 1}) is None
+    assert constraint.read({"structured_outputs": None, "guided_json": None}) is None
+    assert constraint.read({"structured_outputs": {"json_object": False}}) is None
+
+
+def test_the_same_constraint_is_compiled_once() -> None:
+    used = compiler()
+    first = grammar(used, guided_json=INTEGER)
+    assert grammar(used, guided_json=dict(INTEGER)) is first
+    assert grammar(used, guided_json=INTEGER | {"maxProperties": 3}) != first
