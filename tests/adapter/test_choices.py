@@ -46,7 +46,7 @@ def ids_by_index(call: Call) -> dict[int, list[int]]:
     for response in call.responses:
         assert response.error is None, response.error.message
         outputs = {tensor.name: tensor.data.tolist() for tensor in response.outputs}
-        found.setdefault(*outputs["sequence_index"], []).extend(outputs["output_ids"])
+        found.setdefault(int(outputs["sequence_index"][0]), []).extend(outputs["output_ids"])
     return found
 
 

@@ -87,6 +87,9 @@ class FakeLlmServer:
         optional = frozenset(tensor.name for tensor in inputs)
         return ModelMetadata(name, ("1",), "fake", inputs, outputs, optional, fingerprint="f1a9")
 
+    def model_parameters(self, name: str, version: int = -1) -> dict[str, str]:
+        return {}
+
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> FakeHandle:
         inputs = {tensor.name: tensor.data for tensor in request.inputs}  # type: ignore[union-attr]
         asked = _decode(inputs)

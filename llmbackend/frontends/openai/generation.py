@@ -19,6 +19,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.inference import Inference
 from llmbackend.frontends.inference_gate import InferenceGate
 
+from .answer_plan import AnswerPlan
 from .errors import OpenAIError
 from .models import Target
 from .requests import GenerationRequest
@@ -47,15 +48,16 @@ class Generation:
         target: Target,
         request_id: str,
         *,
+        plan: AnswerPlan | None = None,
         trace: RequestTrace | None = None,
     ) -> None:
-        """In `trace`, further prompts are children of the first."""
+        """plan: how the answer is read; None: as text. In `trace`, further prompts are children of the first."""
         self._request = request
         self._arrived: deque[int] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
         self._inferences: list[Inference] = []
-        options = _options(request, target)
+        options = _options(request, target, plan)
         parameters: dict[str, ParameterValue] = {MAX_TOKENS_MUST_FIT: True} if request.max_tokens_field else {}
         backlog = gate.new_backlog()
         gate.admit(request.num_generations)
@@ -148,10 +150,11 @@ def _lora(target: Target) -> dict[str, str]:
     return {"lora_name": target.lora_name} if target.lora_name else {}
 
 
-def _options(request: GenerationRequest, target: Target) -> list[Tensor]:
+def _options(request: GenerationRequest, target: Target, plan: AnswerPlan | None) -> list[Tensor]:
     """The inputs other than the prompt, which all prompts share."""
     options = option_inputs(
-        request.sampling | _lora(target),
+        request.sampling | _lora(target) | ({} if plan is None else plan.sampling),
+        text_tokens=plan is not None,
         stream=request.stream is not None,
         logprobs=request.logprobs is not None,
         token_ids=request.return_token_ids,

@@ -1,9 +1,10 @@
 """Chat messages: what a request may hold, and the form that chat templates read.
 
 For: schema.py, whose chat request holds them, and requests.py. Does not know: templates or models. Invariant: what
-this server or another one has sent as an assistant's message is accepted as input again. Definitions of tools, images
-and other parts are further types here. They are TypedDicts since a body may hold thousands of them: pydantic reads one
-in a fifth of the time that an instance of a model takes.
+this server or another one has sent as an assistant's message is accepted as input again, also in the older form of
+tool calls. A role or a field that OpenAI does not know goes to the template, which alone can tell whether it reads it.
+Images and other parts are further types here. They are TypedDicts since a body may hold thousands of them: pydantic
+reads one in a fifth of the time that an instance of a model takes.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 from .errors import JsonObject, missing
-from .validation import Items, Only, refuse_unknown
+from .validation import Items, NonEmpty, Only, refuse_unknown
 
 _NULLS: JsonObject = {"additionalProperties": {"type": "null"}}
 """Clients dump whole objects of types of their own: unknown fields are accepted if they are null."""
@@ -55,20 +56,39 @@ class ToolCall(TypedDict):
 
 class _Message(TypedDict):
     name: NotRequired[str | None]
-    function_call: NotRequired[Annotated[Any, Only()]]
 
 
 class PromptMessage(_Message):
-    __pydantic_config__ = _config(_NULLS)  # type: ignore[misc]
+    __pydantic_config__ = _config({})  # type: ignore[misc]
     role: Literal["system", "developer", "user"]
     content: Content
 
 
 class ToolMessage(_Message):
-    __pydantic_config__ = _config(_NULLS)  # type: ignore[misc]
+    __pydantic_config__ = _config({})  # type: ignore[misc]
     role: Literal["tool"]
     content: Content
     tool_call_id: str
+
+
+class FunctionMessage(TypedDict):
+    """The older form of a tool's message."""
+
+    __pydantic_config__ = _config({})  # type: ignore[misc]
+    role: Literal["function"]
+    name: str
+    content: Content | None
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+class OtherMessage(_Message):
+    """Of a role that the model's chat template knows."""
+
+    __pydantic_config__ = _config({})  # type: ignore[misc]
+    role: Annotated[NonEmpty, Field(json_schema_extra={"not": {"enum": list(_ROLES)}})]
+    content: NotRequired[Content | None]
 
 
 def _has(field: str, json_schema: JsonObject) -> JsonObject:
@@ -82,12 +102,12 @@ class AssistantMessage(_Message):
     """With a content, or what is said instead. Some servers call the reasoning `reasoning`, some send both."""
 
     __pydantic_config__ = _config(  # type: ignore[misc]
-        _NULLS
-        | {
+        {
             "anyOf": [
                 _has("content", {"type": ["string", "array"]}),
                 *(_has(field, _TEXT) for field in ("refusal", "reasoning_content", "reasoning")),
                 _has("tool_calls", {"type": "array", "minItems": 1}),
+                _has("function_call", {"type": "object"}),
             ]
         }
     )
@@ -97,17 +117,42 @@ class AssistantMessage(_Message):
     reasoning_content: NotRequired[str | None]
     reasoning: NotRequired[str | None]
     tool_calls: NotRequired[Annotated[list[ToolCall], Items()] | None]
+    function_call: NotRequired[CalledFunction | None]
     audio: NotRequired[Annotated[Any, Only()]]
     annotations: NotRequired[Annotated[Any, Only([])]]
 
 
-Message = Annotated[PromptMessage | AssistantMessage | ToolMessage, Discriminator("role")]
+def _tag(message: object) -> str | None:
+    """Which of the messages it is; None for what has no role."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or not role:
+        return None
+    return role if role in _ROLES else "other"
+
+
+Message = Annotated[
+    Annotated[PromptMessage, Tag("system")]
+    | Annotated[PromptMessage, Tag("developer")]
+    | Annotated[PromptMessage, Tag("user")]
+    | Annotated[AssistantMessage, Tag("assistant")]
+    | Annotated[ToolMessage, Tag("tool")]
+    | Annotated[FunctionMessage, Tag("function")]
+    | Annotated[OtherMessage, Tag("other")],
+    Discriminator(_tag),
+]
 
 _FIELDS = {
     **dict.fromkeys(("system", "developer", "user"), frozenset(PromptMessage.__annotations__)),
     "assistant": frozenset(AssistantMessage.__annotations__),
     "tool": frozenset(ToolMessage.__annotations__),
+    "function": frozenset(FunctionMessage.__annotations__),
 }
+_OTHER_FIELDS = frozenset(OtherMessage.__annotations__)
+_KNOWN_FIELDS = frozenset[str]().union(*_FIELDS.values())
+"""Of some role; others go to the template as they are."""
+_TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
+LEGACY_CALL_ID = "000000000"
+"""Of a call in the older form, which has no id. Some templates want ids of nine letters or digits."""
 _PART_FIELDS = {"text": frozenset(("type", "text")), "refusal": frozenset(("type", "refusal"))}
 _CALL_FIELDS = frozenset(ToolCall.__annotations__)
 _FUNCTION_FIELDS = frozenset(CalledFunction.__annotations__)
@@ -116,23 +161,46 @@ _FUNCTION_FIELDS = frozenset(CalledFunction.__annotations__)
 def for_template(message: Mapping[str, Any], param: str) -> JsonObject:
     """A valid Message, which is the request's field `param`, as chat templates read it: `content` is a string (text
     parts are joined by a newline, as vLLM does for templates that read strings), a "developer" message is a "system"
-    one. Raises OpenAIError for unknown fields, and for an assistant's message that says nothing."""
+    one, and tools are called in today's form. Raises OpenAIError for an assistant's message that says nothing."""
     role, content = message["role"], message.get("content")
-    refuse_unknown(message, _FIELDS[role], param, may_be_null=True)
-    form: JsonObject = {"role": "system" if role == "developer" else role}
+    further = message.keys() - _FIELDS.get(role, _OTHER_FIELDS)
+    if further:
+        known = {field: message[field] for field in further & _KNOWN_FIELDS}
+        refuse_unknown(known, frozenset(), param, may_be_null=True)
+    form: JsonObject = {"role": _TEMPLATE_ROLES.get(role, role)}
     if role == "assistant":
-        if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-            form["reasoning_content"] = reasoning
-        if calls := message.get("tool_calls"):
-            form["tool_calls"] = [_tool_call(call, f"{param}.tool_calls[{index}]") for index, call in enumerate(calls)]
+        reasoning, calls = _reasoning(form, message), _calls(form, message, param)
         if content is None and (message.get("refusal") or reasoning or calls):
             content = message.get("refusal") or ""
     elif role == "tool":
         form["tool_call_id"] = message["tool_call_id"]
+    elif role == "function":
+        form["tool_call_id"] = LEGACY_CALL_ID
+    if content is None and (role == "function" or role not in _ROLES):
+        content = ""
     form["content"] = content if isinstance(content, str) else _joined(content, f"{param}.content")
     if (name := message.get("name")) is not None:
         form["name"] = name
+    form |= {field: message[field] for field in further - _KNOWN_FIELDS if message[field] is not None}
     return form
+
+
+def _reasoning(form: JsonObject, message: Mapping[str, Any]) -> bool:
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if reasoning:
+        form["reasoning_content"] = reasoning
+    return bool(reasoning)
+
+
+def _calls(form: JsonObject, message: Mapping[str, Any], param: str) -> bool:
+    calls = [
+        _tool_call(call, f"{param}.tool_calls[{index}]") for index, call in enumerate(message.get("tool_calls") or ())
+    ]
+    if (legacy := message.get("function_call")) is not None:
+        calls.append(_tool_call({"id": LEGACY_CALL_ID, "function": legacy}, f"{param}.function_call"))
+    if calls:
+        form["tool_calls"] = calls
+    return bool(calls)
 
 
 def _joined(parts: list[Mapping[str, Any]] | None, param: str) -> str:

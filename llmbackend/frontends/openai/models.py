@@ -18,6 +18,7 @@ from llmbackend.core.messages import ModelMetadata, TensorMetadata
 from llmbackend.core.tensors import Tensor
 
 from .errors import JsonObject, OpenAIError, model_not_found
+from .output_formats import NO_FORMATS, OutputFormats
 from .tensors import INPUT_IDS, MESSAGES, OPTION_INPUTS, PROMPT_INPUTS, TEXT_INPUT, TEXT_OUTPUT
 
 _ENDPOINT_OF_INPUT = {MESSAGES: "/v1/chat/completions", TEXT_INPUT: "/v1/completions"}
@@ -36,10 +37,13 @@ class LanguageModel:
     """Number of dimensions of each input that the model takes and this frontend can send."""
     fingerprint: str
     """OpenAI's `system_fingerprint`; "" when the host has none."""
+    formats: OutputFormats = NO_FORMATS
+    """How it writes tool calls and reasoning."""
 
     @classmethod
-    def of(cls, metadata: ModelMetadata) -> LanguageModel | None:
-        """None for a model that is no language model, or that requires inputs which this frontend does not know."""
+    def of(cls, metadata: ModelMetadata, parameters: Mapping[str, str]) -> LanguageModel | None:
+        """parameters: of the model's configuration. None for a model that is no language model, or that requires inputs
+        which this frontend does not know."""
         outputs = {tensor.name: tensor.datatype for tensor in metadata.outputs}
         known = {tensor.name: tensor for tensor in metadata.inputs if _is_known(tensor)}
         required = {tensor.name for tensor in metadata.inputs} - metadata.optional_inputs
@@ -49,7 +53,8 @@ class LanguageModel:
         if outputs.get(TEXT_OUTPUT) != "BYTES" or not any(name in prompts for name in _ENDPOINT_OF_INPUT):
             return None
         usable = {name: len(tensor.shape) for name, tensor in known.items() if name in OPTION_INPUTS or name in prompts}
-        return cls(usable, f"fp_{metadata.fingerprint}" if metadata.fingerprint else "")
+        fingerprint = f"fp_{metadata.fingerprint}" if metadata.fingerprint else ""
+        return cls(usable, fingerprint, OutputFormats.of(parameters))
 
     def takes(self, name: str) -> bool:
         return name in self.ranks
@@ -148,7 +153,7 @@ class ModelCatalog:
             raise
         read_from, found = self._known.get(name, (None, None))
         if read_from is not metadata.inputs:  # made once per load
-            found = LanguageModel.of(metadata)
+            found = LanguageModel.of(metadata, self._server.model_parameters(name))
             self._known[name] = metadata.inputs, found
         return found
 

@@ -7,6 +7,7 @@ makes the same GenerationRequest.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +24,15 @@ from llmbackend.frontends.inference_gate import InferenceGate
 from .errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, refuse
 from .logprobs import LogprobForm
 from .messages import for_template
+from .reasoning import NO_REASONING_USE, ReasoningUse
 from .schema import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, StreamOptions
 from .tensors import MESSAGES, input_ids_tensor, messages_tensor, text_tensor
+from .tools import ToolUse
 from .validation import read
 
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
 """The first of them that a request has is its limit."""
-_TEMPLATE_OPTIONS = ("add_generation_prompt", "chat_template_kwargs")
+_TEMPLATE_OPTIONS = ("add_generation_prompt", "chat_template_kwargs", "documents", "reasoning_effort")
 _NO_OPTIONS = StreamOptions.model_construct()
 MAX_OBJECTS = 1 << 16
 """JSON objects and lists in a body, at most."""
@@ -62,6 +65,9 @@ class GenerationRequest:
     """The sampling fields that the client sent."""
     max_tokens_field: str
     """The field in which it limited the answer, "" when it did not."""
+    tool_use: ToolUse | None = None
+    """None: no tool may be called."""
+    reasoning: ReasoningUse = NO_REASONING_USE
 
     @property
     def num_choices(self) -> int:
@@ -142,8 +148,11 @@ def parse_chat(body: JsonObject) -> GenerationRequest:
         raise refuse("top_logprobs", "to be sent only with 'logprobs': true", fields.top_logprobs)
     messages = [for_template(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
     options = {name: body[name] for name in _TEMPLATE_OPTIONS if body.get(name) is not None}
+    if (tool_use := fields.tool_use()) is not None:
+        options["tools"] = tool_use.tools
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _request(fields, body, (messages_tensor(messages, options),), ("",), top_logprobs)
+    request = _request(fields, body, (messages_tensor(messages, options),), ("",), top_logprobs)
+    return dataclasses.replace(request, tool_use=tool_use, reasoning=fields.reasoning_use())
 
 
 def parse_completion(body: JsonObject) -> GenerationRequest:

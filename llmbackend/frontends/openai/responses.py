@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from .answer_plan import AnswerPlan
+from .answers import Answer
 from .errors import JsonObject
 from .generation import Generation
 from .logprobs import logprobs_renderer
@@ -34,9 +36,10 @@ class Identity:
     """Changes with the server's release and the model's configuration; "" when the host has none."""
 
     @classmethod
-    def of(cls, request: GenerationRequest, fingerprint: str) -> Identity:
+    def of(cls, request: GenerationRequest, fingerprint: str, request_id: str = "") -> Identity:
+        """Drawn here, once, and the same from then on, whatever happens to engines. request_id: the client's own."""
         prefix = "chatcmpl" if request.is_chat else "cmpl"
-        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), request.model, fingerprint)
+        return cls(f"{prefix}-{request_id or uuid.uuid4().hex}", int(time.time()), request.model, fingerprint)
 
     def fields(self, kind: str) -> JsonObject:
         return {
@@ -54,22 +57,41 @@ class _Choice:
     positions: list[TokenEntries] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = DEFAULT_FINISH_REASON
+    answer: Answer | None = None
+    """Reads a chat's answer that is more than text."""
 
     def add(self, delta: Delta) -> None:
-        self.parts.append(delta.text)
+        if self.answer is None:
+            self.parts.append(delta.text)
+        else:
+            self.answer.add(delta)
         self.positions.extend(delta.logprobs)
         self.token_ids.extend(delta.token_ids)
         self.finish_reason = delta.finish_reason or self.finish_reason
 
+    @property
+    def reason(self) -> str:
+        """Why it ended, as the client gets it."""
+        return self.finish_reason if self.answer is None else self.answer.reader.finish_reason(self.finish_reason)
 
-async def whole_response(generation: Generation, request: GenerationRequest, identity: Identity) -> bytes:
-    """The response's body, once every choice has ended. Raises TritonError when one failed."""
+
+async def whole_response(
+    generation: Generation, request: GenerationRequest, identity: Identity, plan: AnswerPlan | None = None
+) -> bytes:
+    """The response's body, once every choice has ended. plan: how a chat's answer is read. Raises TritonError when one
+    failed."""
     choices = [_Choice(parts=[echo]) for echo in request.echo for _ in range(request.n)]
+    if plan is not None:
+        for index, choice in enumerate(choices):
+            choice.answer = Answer(plan, identity.id, index)
     usage = Usage(request.n)
     while not generation.is_over:
         index, delta = await generation.next()
         choices[index].add(delta)
         usage.add(index, delta)
+    for index, choice in enumerate(choices):
+        if choice.answer is not None and choice.answer.reports_reasoning:
+            usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
     kind = "chat.completion" if request.is_chat else "text_completion"
     body = identity.fields(kind)
     body["choices"] = [_rendered(index, choice, request) for index, choice in enumerate(choices)]
@@ -78,21 +100,22 @@ async def whole_response(generation: Generation, request: GenerationRequest, ide
 
 
 def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonObject:
-    text = "".join(choice.parts)
     form = request.logprobs
     rendered: JsonObject = {
         "index": index,
-        **(_message(text) if request.is_chat else {"text": text}),
+        **(_message(choice) if request.is_chat else {"text": "".join(choice.parts)}),
         "logprobs": None if form is None else logprobs_renderer(form, is_chat=request.is_chat)(choice.positions),
-        "finish_reason": choice.finish_reason,
+        "finish_reason": choice.reason,
     }
     if request.return_token_ids:
         rendered["token_ids"] = choice.token_ids
     return rendered
 
 
-def _message(text: str) -> JsonObject:
-    return {"message": {"role": "assistant", "content": text, "refusal": None}}
+def _message(choice: _Choice) -> JsonObject:
+    if choice.answer is not None:
+        return {"message": choice.answer.message()}
+    return {"message": {"role": "assistant", "content": "".join(choice.parts), "refusal": None}}
 
 
 class Usage:
@@ -103,6 +126,7 @@ class Usage:
         self._n = n
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
+        self._reasoning_tokens: dict[int, int] = {}
         self._completion_tokens = 0
 
     def add(self, index: int, delta: Delta) -> None:
@@ -112,6 +136,10 @@ class Usage:
         if delta.num_cached_tokens is not None and not index % self._n:
             self._cached_tokens[prompt] = delta.num_cached_tokens
         self._completion_tokens += delta.num_output_tokens
+
+    def set_reasoning(self, index: int, num_tokens: int) -> None:
+        """How many tokens of a choice are reasoning so far."""
+        self._reasoning_tokens[index] = num_tokens
 
     def total(self) -> JsonObject | None:
         """Of a response that is complete; None when the model has reported nothing."""
@@ -126,4 +154,6 @@ class Usage:
         }
         if self._cached_tokens:
             usage["prompt_tokens_details"] = {"cached_tokens": sum(self._cached_tokens.values())}
+        if self._reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(self._reasoning_tokens.values())}
         return usage

@@ -8,6 +8,7 @@ OpenAI's shape (see requests.py). The Responses API is a further route here.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Awaitable, Callable
 
@@ -26,18 +27,21 @@ from llmbackend.frontends.http.tracing import received, sampled, traced
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.operations.metrics import load_headers
 
+from .answer_plan import plan_answer
+from .answer_streams import chunk_writer
 from .errors import JsonObject, OpenAIError
 from .generation import Generation, check_fields_taken
 from .labels import logged
 from .models import ModelCatalog, Target
 from .requests import GenerationRequest, check_content_type, json_object, parse_chat, parse_completion, read_body
 from .responses import Identity, whole_response
-from .streams import ChunkWriter, EventStream, events, first_arrival, unless_disconnected
+from .streams import EventStream, events, first_arrival, unless_disconnected
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 DEFAULT_MAX_BODY_BYTES = 4 << 20
 """The text of a million tokens; JSON of that size is parsed in some 50 ms, all of which hold the interpreter's lock."""
 _CLIENT_CLOSED_REQUEST = 499
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 def create_openai_router(
@@ -93,12 +97,13 @@ class _OpenAIService:
     async def _answer(
         self, http: Request, request: GenerationRequest, target: Target, trace: RequestTrace | None
     ) -> Response:
-        identity = Identity.of(request, target.model.fingerprint)
-        generation = Generation(self._gate, request, target, identity.id, trace=trace)
+        identity = Identity.of(request, target.model.fingerprint, _request_id(http))
+        plan = plan_answer(request, target)
+        generation = Generation(self._gate, request, target, identity.id, plan=plan, trace=trace)
         release_body(http)
         try:
             if request.stream is None:
-                work = whole_response(generation, request, identity)
+                work = whole_response(generation, request, identity, plan)
                 body = await unless_disconnected(http.receive, work)
                 generation.close()
                 return Response(body, headers=self._load_headers(http, target), media_type="application/json")
@@ -106,7 +111,8 @@ class _OpenAIService:
         except BaseException:
             generation.close()
             raise
-        chunks = events(generation, first, ChunkWriter(request, identity, request.stream))
+        writer = chunk_writer(request, identity, request.stream, plan)
+        chunks = events(generation, first, writer)
         return EventStream(chunks, generation.close, self._load_headers(http, target))
 
     def _load_headers(self, http: Request, target: Target) -> dict[str, str]:
@@ -145,6 +151,12 @@ async def _refuse(request: Request) -> Response:
         response.headers["Allow"] = allowed
         return response
     raise OpenAIError(f"unknown URL: {request.method} {path}", status=404, code="unknown_url")
+
+
+def _request_id(http: Request) -> str:
+    """The client's own id, as vLLM takes it; "" for none, and for one that no id of a response can hold."""
+    request_id = http.headers.get("x-request-id", "")
+    return request_id if _REQUEST_ID.fullmatch(request_id) else ""
 
 
 def _json(value: JsonObject) -> Response:

@@ -14,6 +14,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJso
 from .errors import JsonObject, OpenAIError, refuse
 from .labels import Labels
 from .messages import Message
+from .reasoning import ReasoningFields
+from .tools import ToolFields
 from .unserved_fields import UnservedByChat, UnservedByCompletions, UnservedFields
 from .validation import (
     AnyObject,
@@ -118,7 +120,6 @@ class _Request(Sampling, Labels, UnservedFields):
     return_tokens_as_token_ids: Flag | None = Field(
         None, description="With logprobs: tokens are written as token_id:7 instead of their text."
     )
-    parallel_tool_calls: Flag | None = None
     # Not acted on.
     spaces_between_special_tokens: Annotated[Any, Only(True)] = None
     response_format: Annotated[Any, Only({"type": "text"})] = None
@@ -147,7 +148,7 @@ _STREAM_OPTIONS_NEED_STREAM = _needs("stream_options", _is_true("stream"))
 _TEXTS: JsonObject = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 
 
-class ChatCompletionRequest(_Request, UnservedByChat):
+class ChatCompletionRequest(_Request, ToolFields, ReasoningFields, UnservedByChat):
     model_config = ConfigDict(
         defer_build=False,
         json_schema_extra={
@@ -164,16 +165,11 @@ class ChatCompletionRequest(_Request, UnservedByChat):
     chat_template_kwargs: AnyObject | None = Field(
         None, json_schema_extra={"propertyNames": {"not": {"enum": ["messages", "self"]}}}
     )
+    documents: Annotated[list[AnyObject], Items()] | None = Field(None, description="For templates that read them.")
     # Not acted on.
-    tools: Annotated[Any, Only([])] = None
-    tool_choice: Annotated[Any, Only("none")] = None
-    functions: Annotated[Any, Only([])] = None
-    function_call: Annotated[Any, Only("none")] = None
-    reasoning_effort: Annotated[Any, Only()] = None
     continue_final_message: Annotated[Any, Only(False)] = None
     echo: Annotated[Any, Only(False)] = None
     chat_template: Annotated[Any, Only()] = None
-    documents: Annotated[Any, Only()] = None
 
 
 def _check_count(prompt: object) -> object:

@@ -53,6 +53,8 @@ TokenEntries = dict[str, dict[str, Any]]
 TextToken = tuple[int, str, bool]
 """(token id, the text that it added to the output, whether it is a special token with its own text). A negative id:
 text of earlier tokens that was held back."""
+PROMPT_IN_REASONING = -2
+"""Id of the first TextToken where the prompt already ends inside the reasoning."""
 
 
 class Delta(msgspec.Struct, frozen=True):

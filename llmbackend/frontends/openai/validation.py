@@ -179,11 +179,11 @@ def _refusal(error: ErrorDetails) -> OpenAIError:
         return _unknown(_member(param, error["ctx"]["field"]))
     if kind == "unsupported":
         return _unsupported(f"'{param}' is not supported{error['msg']}", param)
+    if kind == "union_tag_not_found" and error["ctx"]["discriminator"].endswith("()"):
+        return _without_role(param, value)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         field = error["ctx"]["discriminator"].strip("'")
-        return _unknown_kind(
-            _member(param, field), value.get(field), error["ctx"].get("expected_tags", "").replace("'", "")
-        )
+        return _unknown_kind(_member(param, field), value.get(field))
     if kind == "out_of_range":
         return refuse(param, error["msg"], value)
     if kind == "missing" or (value is None and isinstance(error["loc"][-1], str)):
@@ -201,12 +201,18 @@ def _unsupported(message: str, param: str) -> OpenAIError:
     return OpenAIError(message, param=param, code="unsupported_parameter")
 
 
-def _unknown_kind(param: str, kind: object, known: str) -> OpenAIError:
-    """For a message whose `role`, or a content part whose `type`, is none of `known`."""
+def _without_role(param: str, message: object) -> OpenAIError:
+    """For a message that has no role."""
+    if not isinstance(message, dict):
+        return refuse(param, "an object", message)
+    role = message.get("role")
+    return missing(f"{param}.role") if role is None else refuse(f"{param}.role", "a non-empty string", role)
+
+
+def _unknown_kind(param: str, kind: object) -> OpenAIError:
+    """For a content part whose `type` is unknown."""
     if kind is None:
         return missing(param)
-    if param.endswith(".role"):
-        return refuse(param, f"one of {known}", kind)
     shown = as_json(kind).strip('"')
     return _unsupported(f"content part type '{shown}' is not supported yet; only 'text' is accepted", param)
 

@@ -1,0 +1,104 @@
+"""How a chat's answer is to be read, and what the model is held to so that it can be: tools and reasoning.
+
+For: the router, generations and writers. Does not know: HTTP, tokens. Invariant: a chat without tools to a model that
+does not reason has no plan, and its text passes unread; what was asked for and cannot be had is refused by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .call_grammars import required_calls, voluntary_calls
+from .errors import JsonObject, OpenAIError
+from .models import Target
+from .parsers import ReasoningFormat, ToolCallFormat
+from .requests import GenerationRequest
+from .tools import ToolUse
+
+STRUCTURED_OUTPUTS = "structured_outputs"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """How each choice of one request is read."""
+
+    tool_use: ToolUse | None
+    tool_format: ToolCallFormat | None
+    """None: no calls are looked for."""
+    reasoning_format: ReasoningFormat | None
+    includes_reasoning: bool
+    shows_special_tokens: bool
+    """Whether special tokens that are no markers are content."""
+    sampling: JsonObject = field(default_factory=dict)
+    """Sampling parameters, on top of the request's."""
+
+    @property
+    def schemas(self) -> dict[str, JsonObject]:
+        return {function.name: function.parameters for function in self.tool_use.functions} if self.tool_use else {}
+
+
+def plan_answer(request: GenerationRequest, target: Target) -> AnswerPlan | None:
+    """None: the answer is text. Raises OpenAIError for what the model cannot do."""
+    use, formats = request.tool_use, target.model.formats
+    if not request.is_chat or (use is None and not _is_about_reasoning(request, target)):
+        return None
+    formats.check(target.name)
+    if use is not None and formats.tool_calls is None:
+        raise _refused(target, use.field, "names no tool-call parser, and its chat template shows no format of calls")
+    sampling: JsonObject = {}
+    if formats.reasoning is not None and request.reasoning.budget_tokens is not None:
+        sampling["reasoning_markers"] = [formats.reasoning.start, formats.reasoning.end]
+    if (budget := request.reasoning.budget_tokens) is not None:
+        sampling["thinking_token_budget"] = budget
+    if use is not None and formats.tool_calls is not None:
+        sampling |= _held_to(use, formats.tool_calls, request.sampling.get(STRUCTURED_OUTPUTS), target)
+    return AnswerPlan(
+        tool_use=use,
+        tool_format=formats.tool_calls if use is not None else None,
+        reasoning_format=formats.reasoning,
+        includes_reasoning=request.reasoning.is_included,
+        shows_special_tokens=request.sampling.get("skip_special_tokens") is False,
+        sampling=sampling,
+    )
+
+
+def _is_about_reasoning(request: GenerationRequest, target: Target) -> bool:
+    formats = target.model.formats
+    if formats.reasoning is None and request.reasoning.budget_tokens is not None:
+        formats.check(target.name)
+        raise _refused(target, "thinking_token_budget", "names no reasoning parser, and its chat template shows none")
+    return formats.reasoning is not None
+
+
+def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
+    """The grammar of the answer, {} where it is free. wanted: the form of the answer's text, which the request names
+    by itself."""
+    if not use.needs_grammar and wanted is None:
+        return {}
+    if calls.grammar is None or not (use.is_required or calls.trigger):
+        raise _refused(target, use.field, f"writes calls in the format '{calls.name}', which no grammar enforces")
+    if use.is_required:
+        form = required_calls(use, calls.grammar)
+    elif wanted is None:
+        form = voluntary_calls(use, calls.grammar, calls.trigger)
+    else:
+        form = {"type": "or", "elements": [required_calls(use, calls.grammar), _as_format(wanted, target, use)]}
+    return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}}}
+
+
+def _as_format(wanted: JsonObject, target: Target, use: ToolUse) -> JsonObject:
+    if (schema := wanted.get("json")) is not None:
+        return {"type": "json_schema", "json_schema": schema}
+    if wanted.get("json_object"):
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    kind = next(iter(wanted), "")
+    raise OpenAIError(
+        f"'{use.field}' can be sent with an answer of the form of a JSON schema, not with '{kind}'",
+        param=STRUCTURED_OUTPUTS,
+        code="unsupported_parameter",
+    )
+
+
+def _refused(target: Target, field: str, reason: str) -> OpenAIError:
+    message = f"'{field}' can not be served: the model '{target.name}' {reason}"
+    return OpenAIError(message, param=field, code="unsupported_parameter")

@@ -1,0 +1,90 @@
+"""Grammars of tool calls, as structural tags: calls that must be made, and calls that are right if they are made.
+
+For: answer plans. Does not know: which model, how a tag becomes a mask. Invariant: whatever a grammar lets through, the
+parser of the same format reads as calls of the request's functions with arguments by their schemas.
+Source: XGrammar's documentation of structural tags for the forms of `format`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import JsonObject
+from .parsers import CallGrammar
+from .tools import Function, ToolUse
+
+_ANY_OBJECT: JsonObject = {"type": "object"}
+
+
+def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
+    """Nothing but calls, at least one, with arguments by the functions' schemas."""
+    tags = [_call(function, grammar, function.parameters) for function in use.functions]
+    return _section(_calls(tags, use, grammar), grammar)
+
+
+def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
+    """Free text, in which a call that begins follows the schema of a strict function, or is any object of another."""
+    tags = [
+        _call(function, grammar, function.parameters if function.is_strict else _ANY_OBJECT)
+        for function in use.functions
+    ]
+    if grammar.begin:
+        content = _calls(tags, use, grammar)
+        tags = [{"type": "tag", "begin": grammar.begin, "content": content, "end": grammar.end}]
+    return {
+        "type": "triggered_tags",
+        "triggers": [trigger],
+        "tags": tags,
+        "at_least_one": False,
+        "stop_after_first": use.max_calls == 1,
+    }
+
+
+def _calls(tags: list[JsonObject], use: ToolUse, grammar: CallGrammar) -> JsonObject:
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": grammar.separator,
+        "at_least_one": True,
+        "stop_after_first": use.max_calls == 1,
+    }
+
+
+def _section(calls: JsonObject, grammar: CallGrammar) -> JsonObject:
+    if not grammar.begin and not grammar.end:
+        return calls
+    around = [_text(grammar.begin), calls, _text(grammar.end)]
+    return {"type": "sequence", "elements": [part for part in around if part.get("value") != ""]}
+
+
+def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
+    begin = f"{grammar.call_begin}{function.name}{grammar.name_end}"
+    content: JsonObject
+    if grammar.key_begin:
+        content = {"type": "sequence", "elements": _parameters(function, grammar)}
+    else:
+        content = {"type": "json_schema", "json_schema": schema}
+    return {"type": "tag", "begin": begin, "content": content, "end": grammar.call_end}
+
+
+def _parameters(function: Function, grammar: CallGrammar) -> list[JsonObject]:
+    """Tagged parameters in the schema's order; those that are not required may be left out."""
+    properties: Mapping[str, Any] = function.parameters.get("properties") or {}
+    required = function.parameters.get("required") or ()
+    elements: list[JsonObject] = []
+    for name, schema in properties.items():
+        tag = _parameter(name, schema, grammar)
+        elements.append(tag if name in required else {"type": "or", "elements": [tag, _text("")]})
+    return elements or [_text("")]
+
+
+def _parameter(name: str, schema: Any, grammar: CallGrammar) -> JsonObject:
+    is_text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
+    content = {"type": "any_text"} if is_text else {"type": "json_schema", "json_schema": schema}
+    begin = f"{grammar.key_begin}{name}{grammar.key_end}"
+    return {"type": "tag", "begin": begin, "content": content, "end": grammar.value_end}
+
+
+def _text(value: str) -> JsonObject:
+    return {"type": "const_string", "value": value}

@@ -1,0 +1,237 @@
+"""Tool calls and reasoning through the real `openai` client, over the real host and a mock model that says what it is
+told to: whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.server_options import ServerOptions
+from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.scripted_text import SAY, SCRIPT_TEMPLATE, follow_scripts
+
+MODEL = "scripted"
+WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+TOOLS: list[Any] = [{"type": "function", "function": WEATHER}]
+PARIS, ROME = '{"city": "Paris é"}', '{"city":"Rome"}'
+
+
+def call(arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "get_weather", "arguments": {arguments}}}\n</tool_call>'
+
+
+TWO_CALLS = f"Let me see. {call(PARIS)}\n{call(ROME)}"
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
+    version = tmp_path_factory.mktemp("repository") / MODEL / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
+    engine = {"model": "mock", "transport": "inline", "max_model_len": 4096, "chat_template": SCRIPT_TEMPLATE}
+    engine |= {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    (version / "model.json").write_text(json.dumps(engine))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        follow_scripts(monkeypatch)
+        server = InferenceServer(ServerOptions(model_repositories=[version.parent.parent]))
+        server.start()
+        yield server
+        assert server.stop(timeout_s=20)
+
+
+@pytest.fixture(scope="module")
+def client(host: InferenceServer) -> Iterator[openai.OpenAI]:
+    with (
+        serve_openai(host) as base,
+        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def ask(client: openai.OpenAI, script: str, **fields: Any) -> Any:
+    messages: list[Any] = [{"role": "user", "content": SAY + script}]
+    return client.chat.completions.create(**{"model": MODEL, "messages": messages, "temperature": 0, **fields})
+
+
+def joined(chunks: list[Any]) -> dict[str, Any]:
+    """A stream's deltas put together, as a message, with its finish reason."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": {}, "function_call": ["", ""]}
+    for choice in (chunk.choices[0] for chunk in chunks if chunk.choices):
+        delta = choice.delta
+        message["content"] += delta.content or ""
+        message["reasoning"] += (delta.model_extra or {}).get("reasoning") or ""
+        for part in delta.tool_calls or []:
+            if part.index not in message["calls"]:
+                assert part.type == "function" and part.id and part.function.name and part.function.arguments == ""
+                message["calls"][part.index] = [part.id, part.function.name, ""]
+            message["calls"][part.index][2] += part.function.arguments
+        if delta.function_call:
+            message["function_call"][0] += delta.function_call.name or ""
+            message["function_call"][1] += delta.function_call.arguments
+        message["finish_reason"] = choice.finish_reason
+    return message
+
+
+def as_joined(answer: Any) -> dict[str, Any]:
+    """A whole answer in the form of `joined`."""
+    choice = answer.choices[0]
+    message, legacy = choice.message, choice.message.function_call
+    return {
+        "content": message.content or "",
+        "reasoning": (message.model_extra or {}).get("reasoning") or "",
+        "calls": {
+            index: [one.id, one.function.name, one.function.arguments]
+            for index, one in enumerate(message.tool_calls or [])
+        },
+        "function_call": [legacy.name, legacy.arguments] if legacy else ["", ""],
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def both(client: openai.OpenAI, script: str, **fields: Any) -> tuple[Any, dict[str, Any]]:
+    """The whole answer, and its content in one form; the same request's stream is found equal to it."""
+    headers = {"X-Request-Id": "7"}
+    whole = ask(client, script, extra_headers=headers, **fields)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = list(ask(client, script, extra_headers=headers, **options, **fields))
+    found = as_joined(whole)
+    assert joined(chunks) == found
+    for usage in (whole.usage, last.usage):
+        usage.prompt_tokens_details = None  # the second request finds the first one's prompt in the cache
+    assert last.usage == whole.usage
+    assert {chunk.id for chunk in chunks} == {whole.id}
+    return whole, found
+
+
+def test_calls_beside_text(client: openai.OpenAI) -> None:
+    whole, found = both(client, TWO_CALLS, tools=TOOLS)
+    assert (found["content"], found["finish_reason"]) == ("Let me see. ", "tool_calls")
+    assert [one[1:] for one in found["calls"].values()] == [["get_weather", PARIS], ["get_weather", ROME]]
+    assert len({one[0] for one in found["calls"].values()}) == 2
+    assert whole.choices[0].message.tool_calls[0].type == "function"
+
+
+def test_calls_alone_leave_no_content(client: openai.OpenAI) -> None:
+    whole, _ = both(client, call(PARIS), tools=TOOLS)
+    assert whole.choices[0].message.content is None
+
+
+def test_no_call_is_plain_text(client: openai.OpenAI) -> None:
+    whole, found = both(client, "Hi <tool_c", tools=TOOLS)
+    assert (whole.choices[0].message.tool_calls, found["content"]) == (None, "Hi <tool_c")
+    assert found["finish_reason"] == "stop"
+
+
+def test_without_tools_to_call_nothing_is_parsed(client: openai.OpenAI) -> None:
+    choices: list[dict[str, Any]] = [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}]
+    for fields in choices:
+        _, found = both(client, TWO_CALLS, **fields)
+        assert (found["content"], found["finish_reason"]) == (TWO_CALLS, "stop")
+
+
+def test_half_a_call_at_length_is_shown_as_such(client: openai.OpenAI) -> None:
+    length = len(TWO_CALLS[: TWO_CALLS.index("Rome") + 2].encode())
+    _, found = both(client, TWO_CALLS, tools=TOOLS, max_tokens=length)
+    assert [one[2] for one in found["calls"].values()] == [PARIS, '{"city":"Ro']
+    assert found["finish_reason"] == "length"
+
+
+def test_ids_of_calls_are_those_of_the_response(client: openai.OpenAI) -> None:
+    def ids(request_id: str) -> list[str]:
+        answer = ask(client, TWO_CALLS, tools=TOOLS, extra_headers={"X-Request-Id": request_id})
+        assert answer.id == f"chatcmpl-{request_id}"
+        return [one.id for one in answer.choices[0].message.tool_calls]
+
+    assert ids("a") == ids("a") != ids("b")
+    drawn = [ask(client, call(PARIS), tools=TOOLS) for _ in range(2)]
+    assert drawn[0].choices[0].message.tool_calls[0].id != drawn[1].choices[0].message.tool_calls[0].id
+
+
+def test_the_older_form_is_answered_in_the_older_form(client: openai.OpenAI) -> None:
+    _, found = both(client, call(PARIS), functions=[WEATHER])
+    assert (found["function_call"], found["calls"]) == (["get_weather", PARIS], {})
+    assert found["finish_reason"] == "function_call"
+
+
+def test_a_whole_conversation_with_the_clients_stream_helper(client: openai.OpenAI) -> None:
+    """An answer and the tool's result are sent back as they are."""
+    messages: list[Any] = [{"role": "user", "content": SAY + TWO_CALLS}]
+    with client.chat.completions.stream(model=MODEL, messages=messages, tools=TOOLS, temperature=0) as stream:
+        kinds = {event.type for event in stream}
+        answer = stream.get_final_completion().choices[0].message
+    assert {"content.delta", "tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+    assert answer.tool_calls is not None
+    results = [{"role": "tool", "tool_call_id": one.id, "content": "sunny"} for one in answer.tool_calls]
+    again = [*messages, answer, *results, {"role": "user", "content": SAY + "Take a hat."}]
+    final = client.chat.completions.create(model=MODEL, messages=again, tools=TOOLS, temperature=0)
+    assert final.choices[0].message.content == "Take a hat."
+
+
+def test_reasoning(client: openai.OpenAI) -> None:
+    script = f"<think>\nhm, é\n</think>\n\nYes. {call(PARIS)}"
+    whole, found = both(client, script, tools=TOOLS)
+    message = whole.choices[0].message
+    assert found["reasoning"].strip() == "hm, é" and message.reasoning == message.reasoning_content
+    assert (found["content"].strip(), [one[2] for one in found["calls"].values()]) == ("Yes.", [PARIS])
+    num_reasoning = whole.usage.completion_tokens_details.reasoning_tokens
+    assert num_reasoning == len("<think>\nhm, é\n</think>".encode())
+    _, hidden = both(client, script, tools=TOOLS, extra_body={"include_reasoning": False})
+    assert (hidden["reasoning"], hidden["content"], hidden["calls"]) == ("", found["content"], found["calls"])
+
+
+def test_reasoning_at_length_has_no_content(client: openai.OpenAI) -> None:
+    whole, found = both(client, "<think>one two three", max_tokens=11)
+    assert (found["reasoning"], whole.choices[0].message.content) == ("one ", None)
+    assert found["finish_reason"] == "length"
+
+
+def test_logprobs_and_token_ids_of_a_parsed_stream_are_those_of_the_whole(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {
+        "tools": TOOLS,
+        "logprobs": True,
+        "extra_body": {"return_token_ids": True},
+    }
+    whole = ask(client, TWO_CALLS, **fields)
+    choices = [chunk.choices[0] for chunk in ask(client, TWO_CALLS, stream=True, **fields)]
+    positions = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    assert positions == whole.choices[0].logprobs.content and len(positions) == whole.usage.completion_tokens
+    ids = [token for choice in choices for token in choice.model_extra.get("token_ids", [])]
+    assert ids == whole.choices[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {**WEATHER, "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": TOOLS * 2}, "tools[1].function.name"),
+        ({"tools": TOOLS * 129}, "tools"),
+        ({"tool_choice": "required"}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+            "tool_choice.allowed_tools.tools",
+        ),
+        ({"functions": [WEATHER], "tools": TOOLS}, "functions"),
+        ({"functions": [WEATHER], "function_call": {"name": "other"}}, "function_call"),
+        ({"extra_body": {"thinking_token_budget": -1}}, "thinking_token_budget"),
+        ({"extra_body": {"documents": [{"text": "a"}]}}, "documents"),
+        ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages[0].mood"),
+    ],
+)
+def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, "x", **fields)
+    assert caught.value.param == param and param in caught.value.message

@@ -1,0 +1,46 @@
+"""A mock model that says what its prompt tells it to, so that tests choose the text of tool calls and of reasoning.
+
+For: tests of what frontends make of a model's text. Does not know: engines. Invariant: like the mock model's, its
+logits are a function of all tokens so far: after SCRIPT_TEMPLATE's prompt the text behind SAY, byte by byte, then the
+end of the sequence.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from llmbackend.adapter.text.tokenizer import ByteTokenizer
+from llmbackend.engine.mock import mock_model
+from llmbackend.engine.mock.mock_model import FloatArray
+from llmbackend.engine.step import Int32Array
+
+SAY = "SAY:"
+_END_OF_PROMPT = 2
+SCRIPT_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if enable_thinking %}think {% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.reasoning_content }}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments.keys() | list }}"
+    "{% endfor %}{{ message.tool_call_id }}\n{% endfor %}\x02"
+)
+"""Shows what reached the template."""
+_plain_logits = mock_model.mock_logits
+
+
+def scripted_logits(token_ids: Int32Array, vocab_size: int) -> FloatArray:
+    logits = _plain_logits(token_ids, vocab_size)
+    tokens = token_ids.tolist()
+    if _END_OF_PROMPT in tokens:
+        prompt, output = _split(tokens)
+        script = prompt.rpartition(SAY.encode())[2].removesuffix(b"\n")
+        logits[script[len(output)] if len(output) < len(script) else ByteTokenizer.EOS] += 1000.0
+    return logits
+
+
+def _split(tokens: list[int]) -> tuple[bytes, list[int]]:
+    end = len(tokens) - tokens[::-1].index(_END_OF_PROMPT)
+    return bytes(tokens[: end - 1]), tokens[end:]
+
+
+def follow_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mock model follows scripts from now on."""
+    monkeypatch.setattr(mock_model, "mock_logits", scripted_logits)
