@@ -24,6 +24,17 @@ def _config(json_schema: JsonObject) -> ConfigDict:
     return ConfigDict(extra="allow", json_schema_extra=json_schema)
 
 
+def _message_config(json_schema: JsonObject) -> ConfigDict:
+    """Of a message: further fields are accepted, except for those of messages of another role, unless they are null."""
+
+    def describe(schema: JsonObject) -> None:
+        others = _KNOWN_FIELDS - schema["properties"].keys()
+        schema["properties"] |= {name: {"type": "null"} for name in sorted(others)}
+        schema |= json_schema
+
+    return ConfigDict(extra="allow", json_schema_extra=describe)
+
+
 class TextPart(TypedDict):
     __pydantic_config__ = _config({"additionalProperties": False})  # type: ignore[misc]
     type: Literal["text"]
@@ -59,13 +70,13 @@ class _Message(TypedDict):
 
 
 class PromptMessage(_Message):
-    __pydantic_config__ = _config({})  # type: ignore[misc]
+    __pydantic_config__ = _message_config({})  # type: ignore[misc]
     role: Literal["system", "developer", "user"]
     content: Content
 
 
 class ToolMessage(_Message):
-    __pydantic_config__ = _config({})  # type: ignore[misc]
+    __pydantic_config__ = _message_config({})  # type: ignore[misc]
     role: Literal["tool"]
     content: Content
     tool_call_id: str
@@ -74,7 +85,7 @@ class ToolMessage(_Message):
 class FunctionMessage(TypedDict):
     """The older form of a tool's message."""
 
-    __pydantic_config__ = _config({})  # type: ignore[misc]
+    __pydantic_config__ = _message_config({})  # type: ignore[misc]
     role: Literal["function"]
     name: str
     content: Content | None
@@ -86,7 +97,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 class OtherMessage(_Message):
     """Of a role that the model's chat template knows."""
 
-    __pydantic_config__ = _config({})  # type: ignore[misc]
+    __pydantic_config__ = _message_config({})  # type: ignore[misc]
     role: Annotated[NonEmpty, Field(json_schema_extra={"not": {"enum": list(_ROLES)}})]
     content: NotRequired[Content | None]
 
@@ -101,7 +112,7 @@ _TEXT: JsonObject = {"type": "string", "minLength": 1}
 class AssistantMessage(_Message):
     """With a content, or what is said instead. Some servers call the reasoning `reasoning`, some send both."""
 
-    __pydantic_config__ = _config(  # type: ignore[misc]
+    __pydantic_config__ = _message_config(  # type: ignore[misc]
         {
             "anyOf": [
                 _has("content", {"type": ["string", "array"]}),

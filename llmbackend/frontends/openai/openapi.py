@@ -6,6 +6,7 @@ them (schema.py); responses, which are written by hand, have their forms here (`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
@@ -24,6 +25,7 @@ _USAGE: Final = closed(
         "completion_tokens": _COUNT,
         "total_tokens": _COUNT,
         "prompt_tokens_details": closed({"cached_tokens": _COUNT}),
+        "completion_tokens_details": closed({"reasoning_tokens": _COUNT}),
     },
     required=["prompt_tokens", "completion_tokens", "total_tokens"],
 )
@@ -49,11 +51,14 @@ def schemas() -> JsonObject:
     return _RESPONSES | models
 
 
-def _completion(kind: str, choice: JsonObject) -> JsonObject:
+_FINISH_REASONS: Final = ("stop", "length")
+
+
+def _completion(kind: str, choice: JsonObject, finish_reasons: Sequence[str]) -> JsonObject:
     shared = {
         "index": _COUNT,
         "logprobs": {"type": ["object", "null"]},
-        "finish_reason": {"enum": ["stop", "length"]},
+        "finish_reason": {"enum": finish_reasons},
     }
     return closed(
         {
@@ -67,6 +72,20 @@ def _completion(kind: str, choice: JsonObject) -> JsonObject:
         }
     )
 
+
+_CALLED: Final = closed({"name": _STRING, "arguments": _STRING})
+_MESSAGE: Final = closed(
+    {
+        "role": {"const": "assistant"},
+        "content": optional(_STRING),
+        "refusal": _NULL,
+        "reasoning": optional(_STRING),
+        "reasoning_content": optional(_STRING),
+        "tool_calls": array(closed({"id": _STRING, "type": {"const": "function"}, "function": _CALLED})),
+        "function_call": _CALLED,
+    },
+    required=["role", "content", "refusal"],
+)
 
 _RESPONSES: Final[JsonObject] = {
     "OpenAIError": closed(
@@ -86,9 +105,10 @@ _RESPONSES: Final[JsonObject] = {
     "ModelList": closed({"object": {"const": "list"}, "data": array(ref("Model"))}),
     "ChatCompletion": _completion(
         "chat.completion",
-        {"message": closed({"role": {"const": "assistant"}, "content": _STRING, "refusal": _NULL})},
+        {"message": _MESSAGE},
+        [*_FINISH_REASONS, "tool_calls", "function_call"],
     ),
-    "Completion": _completion("text_completion", {"text": _STRING}),
+    "Completion": _completion("text_completion", {"text": _STRING}, _FINISH_REASONS),
 }
 
 
