@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .agents import AGENT_ATTACKS
 from .attack import Attack
 from .control import CONTROL_ATTACKS
 from .generate import GENERATE_ATTACKS
@@ -16,6 +17,7 @@ ATTACKS: tuple[Attack, ...] = (
     *GRPC_ATTACKS,
     *MEMORY_ATTACKS,
     *OPENAI_ATTACKS,
+    *AGENT_ATTACKS,
     *CONTROL_ATTACKS,
 )
 """In the order in which they run."""
