@@ -14,7 +14,7 @@ import numpy as np
 from llmbackend.core.backend_api import ModelInstance, Request, ResponseFlag, Tensor, TritonError
 
 from .response_sender import Choice, ResponseSender
-from .schemas.schema import SEQUENCE_INDEX, TaskTimes
+from .schemas.schema import PROMPT_OUTPUTS, SEQUENCE_INDEX, TaskTimes
 
 
 class CollectedChoices(ResponseSender):
@@ -65,9 +65,11 @@ class CollectedChoices(ResponseSender):
             self._send(tensors, ResponseFlag.NONE, times)
         self._send(last, flags, times)
 
-    def _responses(self) -> list[Sequence[Tensor]]:
+    def _responses(self) -> list[list[Tensor]]:
         choices = sorted(self._ended, key=self._rank)[: self._count]
         numbered = [_numbered(choice.tensors, index) for index, choice in enumerate(choices)]
+        # Those of the first choice, which may not be among the best.
+        numbered[0] += [tensor for choice in self._ended for tensor in choice.tensors if tensor.name in PROMPT_OUTPUTS]
         return [joined(numbered, self._of_prompt)] if self._joins else numbered
 
     def _rank(self, choice: Choice) -> tuple[float, int]:
@@ -89,8 +91,10 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
     return Tensor(parts[0].name, parts[0].datatype, tuple(data.shape), data)
 
 
-def _numbered(tensors: Sequence[Tensor], index: int) -> Sequence[Tensor]:
+def _numbered(tensors: Sequence[Tensor], index: int) -> list[Tensor]:
+    """The outputs of the choice itself, with another index."""
     return [
         Tensor.of(tensor.name, np.full_like(tensor.data, index)) if tensor.name == SEQUENCE_INDEX else tensor
         for tensor in tensors
+        if tensor.name not in PROMPT_OUTPUTS
     ]

@@ -95,7 +95,6 @@ NO_EFFECT = frozenset(
         "lora_dtype",
         "lora_extra_vocab_size",
         "max_cpu_loras",
-        "max_logprobs",
         "max_loras",
         "mm_processor_cache_gb",
         "mm_processor_kwargs",

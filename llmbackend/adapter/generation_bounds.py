@@ -17,6 +17,8 @@ MAX_STOPS_TOTAL_LENGTH = 16384
 """Lengths are in characters for stop strings, in tokens for stop sequences."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Entries of all tokens of a prompt together: as JSON some 20 MB, and half a second of Python in all."""
 MAX_CHOICES = 64
 """Generations of one prompt."""
 MAX_PARAMETERS = 256

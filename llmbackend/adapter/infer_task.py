@@ -60,6 +60,7 @@ class InferTask:
         self._choice = choice
         self._kv_block_size = kv_block_size
         self._num_cached_tokens: int | None = None
+        self._num_prompt_logprobs = 0
         self._sender = sender
         self._reply = reply
         self._stream = stream
@@ -117,14 +118,21 @@ class InferTask:
 
     def resume_request(self) -> InferRequest:
         """The request with which an engine goes on after the tokens so far."""
-        if not self.output_token_ids:
+        if not self.output_token_ids and not self._num_prompt_logprobs:
             return self.infer_request
-        return msgspec.structs.replace(self.infer_request, output_token_ids=tuple(self.output_token_ids))
+        return msgspec.structs.replace(
+            self.infer_request,
+            output_token_ids=tuple(self.output_token_ids),
+            num_prompt_logprobs=self._num_prompt_logprobs,
+        )
 
     def add_output(self, output: StepOutput, now_ns: int) -> None:
         """Adds one step's output; afterwards `finish_reason` says whether it was the last."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs:
+            self._num_prompt_logprobs += len(output.prompt_logprobs)
+            self._reply.add_prompt_logprobs(output.prompt_logprobs)
         tokens = self.assembler.push(output)
         self.output_token_ids.extend(tokens)
         if tokens:

@@ -201,7 +201,12 @@ class ModelState:
             kv_block_size=max(info.block_size for info in infos),
             makes_drafts=self.arguments.engine.speculative_config is not None,
             max_messages_bytes=self.arguments.max_messages_bytes,
+            max_logprobs=self._max_logprobs(min(info.vocab_size for info in infos)),
         )
+
+    def _max_logprobs(self, vocab_size: int) -> int:
+        most = self.arguments.engine.max_logprobs
+        return vocab_size if most < 0 else most
 
     # --- requests come ------------------------------------------------------------------------------------------------
 

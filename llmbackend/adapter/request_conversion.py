@@ -22,6 +22,7 @@ from llmbackend.engine.infer_request import InferRequest, Reasoning
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .choices import CollectedChoices
+from .generation_bounds import MAX_PROMPT_LOGPROBS
 from .infer_task import InferTask
 from .response_sender import ResponseSender
 from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameters
@@ -52,6 +53,8 @@ class ModelLimits:
     """Tokens per block."""
     makes_drafts: bool = False
     """Whether the engines speculate."""
+    max_logprobs: int = 20
+    """Tokens of a position whose logprobs may be asked for."""
     max_messages_bytes: int = MAX_MESSAGES_BYTES
     """Of the JSON in the input `messages`."""
 
@@ -159,8 +162,10 @@ class RequestConverter:
             room_tokens=self._limits.room_tokens(len(prompt.token_ids)),
             vocab_size=self._limits.vocab_size,
             logprobs_needed=inputs.options.logprobs,
+            max_logprobs=self._limits.max_logprobs,
             defaults=self._sampling_defaults,
         )
+        self._check_prompt_logprobs(params.sampling.prompt_logprobs, len(prompt.token_ids))
         self._check_lora(params.lora_name)
         grammar = self._grammars.grammar(params.constraint) if params.constraint else ""
         reasoning = params.reasoning.for_prompt(prompt.token_ids, self._tokenizer) if params.reasoning else None
@@ -270,6 +275,17 @@ class RequestConverter:
             raise LoraError("LoRA feature is not enabled.")
         if name and names is not None and name not in names:
             raise LoraError(f"LoRA {name} is not supported, we currently support {list(names)}")
+
+    def _check_prompt_logprobs(self, count: int | None, num_prompt_tokens: int) -> None:
+        if count is None:
+            return
+        each = count + 1
+        if num_prompt_tokens * each > MAX_PROMPT_LOGPROBS:
+            raise invalid_argument(
+                f"sampling parameter 'prompt_logprobs' is {count}: {each} logprobs for each of {num_prompt_tokens} "
+                f"tokens, expected at most {MAX_PROMPT_LOGPROBS} logprobs in all",
+                param="prompt_logprobs",
+            )
 
     def _check_max_tokens(self, max_tokens: object, num_prompt_tokens: int) -> None:
         room = self._limits.max_tokens - num_prompt_tokens

@@ -292,7 +292,8 @@ class TaskMap:
             return
         with self._lock:
             for output in outputs:
-                engine.isolation.record_output(output.request_id)
+                if output.token_ids:
+                    engine.isolation.record_output(output.request_id)
 
     def engine_died(
         self, engine: EngineAssignment, request_ids: Sequence[str], kind: DeathKind, now_ns: int

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -250,6 +250,7 @@ class EngineCore:
         token_ids: list[int] = []
         logprobs: dict[int, Items[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
+        prompt_logprobs: dict[int, Items[TokenLogprobs]] = {}
         for i, row in enumerate(plan.rows.tolist()):
             part = plan.only(i)
             try:
@@ -261,7 +262,8 @@ class EngineCore:
             token_ids += sampled.token_ids.tolist()
             logprobs.update(sampled.logprobs)
             errors.update(sampled.errors)
-        return SampledTokens(np.array(token_ids, np.int32), logprobs, errors)
+            prompt_logprobs.update(sampled.prompt_logprobs)
+        return SampledTokens(np.array(token_ids, np.int32), logprobs, errors, prompt_logprobs=prompt_logprobs)
 
     def _advance(self, plan: StepPlan, sampled: SampledTokens, planned_s: float) -> CompletedStep:
         """Advances the rows of a step that was computed and read at once: the table gets its tokens."""
@@ -289,6 +291,7 @@ class EngineCore:
             sampled.errors,
             sampled.forward_s,
             sampled.sample_s,
+            sampled.prompt_logprobs,
         )
 
     def _advance_by_drafts(self, plan: StepPlan, num_drafts: Int32Array, token_ids: Int32Array) -> list[list[int]]:
@@ -313,15 +316,37 @@ class EngineCore:
             outputs = [self._fail(self._rows[row], step.errors[row]) for row in rows[~is_sound].tolist()]
             rows, num_tokens = rows[is_sound], num_tokens[is_sound]
         self._scheduler.mark_computed(rows, num_tokens)
+        if step.prompt_logprobs:
+            outputs += self._emit_prompt_logprobs(rows, step.prompt_logprobs)
         news = zip(step.sampled_rows, step.positions, step.new_token_ids, strict=True)
         for row, position, token_ids in news:
             if row not in step.errors:
                 outputs.append(self._emit(row, position, token_ids, step.logprobs.get(row, ())))
         return outputs
 
+    def _emit_prompt_logprobs(
+        self, rows: Int32Array, prompt_logprobs: Mapping[int, Items[TokenLogprobs]]
+    ) -> list[StepOutput]:
+        outputs = []
+        for row in rows.tolist():
+            if entries := prompt_logprobs.get(row):
+                sequence = self._rows[row]
+                self._rows.add_prompt_logprobs(row, len(entries))
+                outputs.append(
+                    StepOutput(
+                        sequence.request.request_id,
+                        num_cached_tokens=sequence.num_cached_tokens,
+                        prompt_logprobs=tuple(entries),
+                    )
+                )
+        return outputs
+
     def _emit(self, row: int, position: int, token_ids: list[int], logprobs: Items[TokenLogprobs]) -> StepOutput:
         """The new tokens of a row, from `position` on, up to the one that ends its request, if any does."""
         sequence, reason = self._rows[row], None
+        if position >= sequence.max_total_tokens:  # max_tokens 0: the prompt is all
+            self._end(sequence)
+            return StepOutput(sequence.request.request_id, (), "length", num_cached_tokens=sequence.num_cached_tokens)
         for index, token_id in enumerate(token_ids):
             reason = sequence.finish_reason(token_id, position + index + 1)
             if reason is not None:

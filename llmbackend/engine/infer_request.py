@@ -25,7 +25,7 @@ BANNED_BIAS: Final = -1e9
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens. Defaults leave the model's distribution as it is.
 
-    max_tokens          of the output; cut to what max_model_len leaves after the prompt
+    max_tokens          of the output; cut to what max_model_len leaves after the prompt; 0 = the prompt is computed
     min_tokens          of the output, before which no stop token is sampled
     temperature         0 = greedy
     top_k               0 = off
@@ -40,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos          whether end-of-sequence tokens are like any other
     logprobs            None = none, n = the sampled token's and the n most likely ones', of the raw distribution
                         (before penalties and temperature), as vLLM's default
+    prompt_logprobs     the same for the prompt's tokens but the first; -1 = of the whole vocabulary
     bad_words           sequences of two or more tokens that must not be completed, also where they begin in the prompt
     allowed_token_ids   the only tokens that may be sampled; () = all
     """
@@ -58,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
 
@@ -85,6 +87,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     request_id        unique in its engine
     prompt_token_ids  at least one
     output_token_ids  generated (and sent) by an engine that died: generation goes on after them
+    num_prompt_logprobs  tokens of the prompt whose logprobs that engine sent
     sampling          how to choose tokens
     priority          smaller is earlier
     tenant            set by the host
@@ -100,6 +103,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     output_token_ids: tuple[int, ...] = ()
+    num_prompt_logprobs: int = 0
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
@@ -139,6 +143,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs           one for each new token, or empty
     num_cached_tokens  tokens of the prompt that the prefix cache had
     error              for its client, with finish_reason "error"
+    prompt_logprobs    of the next tokens of the prompt, the first of all is at position 1; there may be no new tokens
     """
 
     request_id: str
@@ -148,6 +153,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0
     error: str = ""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,8 +24,9 @@ from .infer_request import InferRequest, ModelInfo
 from .model.loader import LoadedModel, load_model
 from .model.lora import refuse_adapter
 from .model.module_forward import ModuleForward
+from .sampling.prompt_logprobs import Float32Array, PromptSpan, logprobs_of_spans, prompt_spans
 from .sampling.sampler import Sampler
-from .step import RowTable, Runner, SampledTokens, StepPlan
+from .step import Int32Array, RowTable, Runner, SampledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,10 @@ class Forward(Protocol):
 
     def logits(self, plan: StepPlan, table: RowTable) -> torch.Tensor | None:
         """Computes the plan's tokens and writes their KV; logits [plan.num_samples, vocab] or None when that is 0."""
+
+    def logits_behind(self, row: int, positions: Int32Array) -> torch.Tensor:
+        """Logits [positions, vocab] behind these tokens of a row of the last step; valid until the next call. At most
+        PIECE_TOKENS positions."""
 
     def close(self) -> None:
         """Frees memory. Nothing is called after it."""
@@ -107,12 +113,25 @@ class ModelRunner:
         start_s = time.perf_counter()
         logits = self._forward.logits(plan, table)
         forward_s = time.perf_counter() - start_s
-        if logits is None:
-            return SampledTokens(np.empty(0, np.int32), forward_s=forward_s)
+        sampled = SampledTokens(np.empty(0, np.int32))
         with torch.inference_mode():
-            sampled = self._sampler.sample(*plan.samples(table), logits, table)
+            if logits is not None:
+                sampled = self._sampler.sample(*plan.samples(table), logits, table)
+            if spans := prompt_spans(plan, table):
+                sampled = self._with_prompt_logprobs(sampled, spans, table)
         sample_s = time.perf_counter() - start_s - forward_s
         return dataclasses.replace(sampled, forward_s=forward_s, sample_s=sample_s)
+
+    def _with_prompt_logprobs(
+        self, sampled: SampledTokens, spans: Sequence[PromptSpan], table: RowTable
+    ) -> SampledTokens:
+        def logits_of(row: int, positions: Int32Array) -> Float32Array:
+            logits = self._forward.logits_behind(row, positions)[:, : self._info.vocab_size]
+            array: Float32Array = logits.float().cpu().numpy()
+            return array
+
+        prompt_logprobs, errors = logprobs_of_spans(spans, table, logits_of)
+        return dataclasses.replace(sampled, prompt_logprobs=prompt_logprobs, errors={**sampled.errors, **errors})
 
     def close(self) -> None:
         self._forward.close()

@@ -42,6 +42,9 @@ class RowTable:
                                                                   steps that are launched have run
     block_table          int32 [max_num_seqs, max_blocks_per_seq] KV block ids, each in 0..num_blocks-1
 
+    prompt_logprobs: by row, for rows that need logprobs of their prompt; a step gives those of the tokens whose
+    predecessors it computes (sampling/prompt_logprobs.py).
+
     During `execute` a row's block_table is valid for positions below num_computed_tokens + the tokens scheduled; later
     entries are stale. Position p of a row has slot block_table[row, p // block_size] * block_size + p % block_size.
     Rows that hold no request have stale contents.
@@ -57,6 +60,19 @@ class RowTable:
         self.num_prompt_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_computed_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.block_table: Int32Array = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The logprobs that a row still needs of its prompt.
+
+    first  the position of the first token whose logprobs are not known yet
+    count  how many of the likeliest tokens are asked for
+    """
+
+    first: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +135,7 @@ class SampledTokens:
     errors     by row, the text for its client; such a row ends with it, its token_ids are ignored
     forward_s  seconds that computing the logits took, by the clock of the device that computed
     sample_s   the same of sampling
+    prompt_logprobs  by row, for rows that need logprobs of their prompt: those of its next tokens
 
     Logits that are not finite: a row's first position gets the error BROKEN_LOGITS; a later one gets NO_TOKEN (its
     logprobs are ignored), since the drafts before it may be wrong. If those are accepted, the position is the first one
@@ -130,6 +147,7 @@ class SampledTokens:
     errors: Mapping[int, str] = field(default_factory=dict)
     forward_s: float = 0.0
     sample_s: float = 0.0
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +259,13 @@ class FlatStep:
     positions: Int32Array
     slots: Int32Array
     sampled_tokens: Int32Array
+
+    def tokens_at(self, row: int, positions: Int32Array) -> Int32Array:
+        """Where these tokens of a row are in the batch."""
+        index = int(np.flatnonzero(self.rows == row)[0])
+        begin = int(self.query_start[index]) + int(self.query_lens[index]) - int(self.seq_lens[index])
+        places: Int32Array = positions + np.int32(begin)
+        return places
 
     def blocks_in_use(self, table: RowTable) -> Int32Array:
         """The block tables of the step's rows, as wide as the longest of them needs; int32 [rows, blocks]."""

@@ -252,3 +252,50 @@ def test_metrics_and_statistics_count_what_happened(tmp_path: Path) -> None:
     assert (statistics.inference_count, statistics.execution_count) == (2, 2)
     assert inference.compute_infer.ns > 0
     assert inference.success.ns >= inference.compute_infer.ns
+
+
+def test_what_a_request_tells_of_its_prompt(host: LlmHost) -> None:
+    prompt = "what came before"
+    asked: dict[str, Any] = {"prompt_logprobs": 2, "max_tokens": 5, "temperature": 0, "logprobs": 2}
+    flags = {"return_prompt_token_ids": True, "return_logprobs": True, "exclude_input_in_output": True}
+    whole = host.infer(text_input=prompt, sampling=asked, **flags)
+    assert whole.all("prompt_token_ids") == list(prompt.encode())
+    first, *others = json.loads(whole.all("prompt_logprobs")[0])
+    assert first is None and len(others) == len(prompt) - 1
+    for position, character in zip(others, prompt[1:], strict=True):
+        assert next(iter(position)) == str(ord(character))
+        assert position[str(ord(character))]["decoded_token"] == character
+        assert 2 <= len(position) <= 3 and all(entry["logprob"] <= 0 for entry in position.values())
+    stream = host.infer(text_input=prompt, sampling=asked, stream=True, **flags)
+    assert stream.all("prompt_token_ids") == list(prompt.encode())
+    assert stream.all("prompt_logprobs") == whole.all("prompt_logprobs")
+    choices = host.infer(text_input=prompt, sampling=asked | {"n": 3, "best_of": 4, "temperature": 1}, **flags)
+    assert choices.all("prompt_logprobs") == whole.all("prompt_logprobs")
+    assert choices.all("prompt_token_ids") == list(prompt.encode())
+    assert len(choices.all("text_output")) == 3
+    # Greedy: what it says of a prompt that it wrote itself is what it said while writing.
+    longer = prompt + whole.text
+    again = host.infer(text_input=longer, sampling={"prompt_logprobs": 2, "max_tokens": 0}, **flags)
+    assert json.loads(again.all("prompt_logprobs")[0])[len(prompt) :] == json.loads(whole.all("logprobs")[0])
+
+
+def test_max_tokens_0(host: LlmHost) -> None:
+    for stream in (False, True):
+        call = host.infer(text_input="all there is", stream=stream, sampling={"max_tokens": 0}, **FLAGS)
+        assert call.all("finish_reason") == [b"length"]
+        assert call.all("output_ids") == [] and call.all("num_output_tokens") == [0]
+        assert call.text == ("" if stream else "all there is")
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_most_logprobs(host: LlmHost, tmp_path: Path, name: str) -> None:
+    for count in (21, -1):
+        call = host.infer(text_input="a", sampling={name: count})
+        assert call.error is not None and f"'{name}' is {count}, expected an integer from 0 to 20" in call.error.message
+    with llm_host(tmp_path, max_logprobs=-1, max_model_len=4096, num_kv_blocks=1024) as lenient:
+        flags: dict[str, Any] = {"return_logprobs": True}
+        call = lenient.infer(text_input="abc", sampling={name: -1, "max_tokens": 1, "temperature": 0}, **flags)
+        assert len(json.loads(call.all(name)[0])[-1]) == 259
+        if name == "prompt_logprobs":
+            long = lenient.infer(text_input="x" * 1009, sampling={name: -1, "max_tokens": 1})
+            assert long.error is not None and "'prompt_logprobs' is 259: 260 logprobs for each of" in long.error.message

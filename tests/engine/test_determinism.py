@@ -97,15 +97,18 @@ def requests() -> list[InferRequest]:
     ]
 
 
-def run(model: Path, wanted: list[InferRequest], **options: Any) -> tuple[dict[str, Story], EngineStats]:
-    """Each request's tokens with their logprobs, and the engine's counters at the end."""
+def run(
+    model: Path, wanted: list[InferRequest], of_prompt: bool = False, **options: Any
+) -> tuple[dict[str, Story], EngineStats]:
+    """Each request's tokens with their logprobs, or those of its prompt, and the engine's counters at the end."""
     settings = {"num_threads": 1, "block_size": 32, "step_target_ms": 0, **options}
     config = EngineConfig(model=str(model), load_format="dummy", transport="inline", **settings)
     core = EngineCore(config, ModelRunner(config))
     outcomes, stats = run_counted(core, wanted)
     core.close()
     assert not any(outcome.error for outcome in outcomes.of.values())
-    return {name: outcome.logprobs for name, outcome in outcomes.of.items()}, stats
+    stories = {name: one.prompt_logprobs if of_prompt else one.logprobs for name, one in outcomes.of.items()}
+    return stories, stats
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,6 +126,30 @@ def test_same_request_same_tokens(kind: str, model: Path) -> None:
         assert story == together, name
         assert (stats.num_preemptions > 0) == ("num_kv_blocks" in condition)
         assert (stats.num_draft_tokens > 0) == ("speculative_config" in condition)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("modules bfloat16", "torch bfloat16")])
+def test_same_prompt_same_logprobs(kind: str, model: Path) -> None:
+    def wanted() -> list[InferRequest]:
+        return [
+            msgspec.structs.replace(
+                request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=i % 3, max_tokens=i % 3 * 8)
+            )
+            for i, request in enumerate(requests()[::2])
+        ]
+
+    def run_prompts(of: list[InferRequest], **options: Any) -> tuple[dict[str, Story], EngineStats]:
+        return run(model, of, of_prompt=True, **options)
+
+    how = KINDS[kind]
+    together, _ = run_prompts(wanted(), **how)
+    for request in wanted():
+        assert len(together[request.request_id]) == len(request.prompt_token_ids) - 1
+    for request in wanted()[::3]:
+        alone, _ = run_prompts([request], max_num_seqs=1, **how)
+        assert alone[request.request_id] == together[request.request_id]
+    for name in ("one token of a prompt at a time", "three threads"):
+        assert run_prompts(wanted(), **how, **CONDITIONS[name])[0] == together, name
 
 
 @pytest.mark.parametrize("kind", ["program bfloat16", "modules float32"])

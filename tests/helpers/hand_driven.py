@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,9 +208,9 @@ class World:
         self._directory.cleanup()
 
     def _submit_of(self, submit: Any) -> Any:
-        def noting(state: ModelState, task: InferTask) -> None:
-            submit(state, task)
-            self._submitted.append(task)
+        def noting(state: ModelState, tasks: Sequence[InferTask]) -> None:
+            submit(state, tasks)
+            self._submitted.extend(tasks)
             self._arrived.set()
 
         return noting

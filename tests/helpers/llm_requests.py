@@ -28,8 +28,12 @@ class Answer:
     token_ids: tuple[int, ...]
     finish_reason: str
     cumulative_logprob: float
+    prompt_logprobs: tuple[bytes, ...]
+    """One where they were asked for and something came; else none."""
 
     def is_beginning_of(self, whole: Answer) -> bool:
+        if self.prompt_logprobs not in ((), whole.prompt_logprobs):
+            return False
         return whole.text.startswith(self.text) and whole.token_ids[: len(self.token_ids)] == self.token_ids
 
 
@@ -46,6 +50,7 @@ def sampling(kind: int) -> dict[str, Any]:
         "repetition_penalty": [1.0, 1.3][kind // 3 % 2],
         "frequency_penalty": [0.0, 0.4][kind % 2],
         "logprobs": kind % 2,
+        "prompt_logprobs": 1 if kind % 3 == 0 else None,
         "stop": ["zzz", f"{kind % 10}"],
         "ignore_eos": kind % 4 == 1,
     }
@@ -77,6 +82,7 @@ def answer(call: Call) -> Answer:
         tuple(every("output_ids")),
         every("finish_reason")[-1].decode() if tensors else "",
         every("cumulative_logprob")[-1] if tensors else 0.0,
+        tuple(every("prompt_logprobs")),
     )
 
 

@@ -69,11 +69,13 @@ class Outcome:
     finish_reason: str | None = None
     error: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def add(self, output: StepOutput) -> None:
         assert self.finish_reason is None, f"{output.request_id} gave an output after its end"
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
         self.finish_reason, self.error = output.finish_reason, output.error
         if output.finish_reason == "stop":
             assert output.stop_token_id is not None

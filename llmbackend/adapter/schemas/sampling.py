@@ -43,7 +43,6 @@ from ..text.tokenizer_loading import local_directory, read_json
 
 logger = logging.getLogger(__name__)
 
-MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
 NO_DEFAULTS: Mapping[str, Any] = {}
 SEED_MASK = (1 << 63) - 1
@@ -59,7 +58,6 @@ NOT_SUPPORTED = frozenset(
         "length_penalty",
         "logits_processors",
         "output_kind",
-        "prompt_logprobs",
         "response_format",
         "spaces_between_special_tokens",
         "truncate_prompt_tokens",
@@ -98,6 +96,8 @@ class GenerationParams:
     def of_choice(self, index: int) -> GenerationParams:
         """The parameters of one of the choices: as alone, with the seed `index` higher."""
         sampling = msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + index) & SEED_MASK)
+        if index:  # those of the prompt are the same for all
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return replace(self, sampling=sampling, n=1, best_of=1)
 
 
@@ -221,7 +221,7 @@ def _token_id(key: Any) -> Any:
 
 
 _PARSERS: dict[str, Parser] = {
-    "max_tokens": _integer(1),
+    "max_tokens": _integer(0),
     "min_tokens": _integer(0),
     "temperature": _number(0.0),
     "top_k": _integer(-1),
@@ -235,7 +235,8 @@ _PARSERS: dict[str, Parser] = {
     "stop": _stop,
     "stop_token_ids": _token_ids,
     "ignore_eos": _boolean,
-    "logprobs": _integer(0, MAX_LOGPROBS),
+    "logprobs": _integer(-1),
+    "prompt_logprobs": _integer(-1),
     "include_stop_str_in_output": _boolean,
     "skip_special_tokens": _boolean,
     "cache_salt": _text,
@@ -272,12 +273,14 @@ def parse_sampling_parameters(
     room_tokens: int,
     vocab_size: int,
     logprobs_needed: bool = False,
+    max_logprobs: int = 20,
     defaults: Mapping[str, Any] = NO_DEFAULTS,
 ) -> GenerationParams:
     """Checks `values` and builds the parameters of one request.
 
     room_tokens: how many tokens fit after the prompt; max_tokens is cut to it
     vocab_size: bounds token ids
+    max_logprobs: tokens of a position whose logprobs may be asked for
     logprobs_needed: an output needs the sampled token's logprob, with or without `logprobs`
     defaults: the model's own, for parameters that are missing or null
 
@@ -297,6 +300,7 @@ def parse_sampling_parameters(
     chosen.pop("max_tokens", None)
     _check_min_tokens(chosen, values, max_tokens, room_tokens)
     _check_vocabulary(chosen, vocab_size)
+    _check_logprobs(chosen, vocab_size, max_logprobs)
     _check_choices(chosen)
     ranks = chosen["best_of"] > chosen["n"]
     seed = chosen.pop("seed", -1)
@@ -328,6 +332,15 @@ def _check_min_tokens(chosen: dict[str, Any], values: Mapping[str, Any], max_tok
     if max_tokens < room_tokens:
         raise _refuse("min_tokens", values["min_tokens"], f"at most max_tokens ({max_tokens})")
     raise _refuse("min_tokens", values["min_tokens"], f"at most the {room_tokens} tokens that fit after the prompt")
+
+
+def _check_logprobs(chosen: dict[str, Any], vocab_size: int, most: int) -> None:
+    """Replaces -1, the whole vocabulary."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if (count := chosen.get(name)) is not None:
+            chosen[name] = vocab_size if count < 0 else count
+            if chosen[name] > most:
+                raise _refuse(name, count, f"an integer from 0 to {most} (engine argument 'max_logprobs')")
 
 
 def _check_choices(chosen: dict[str, Any]) -> None:

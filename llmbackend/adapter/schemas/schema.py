@@ -22,6 +22,7 @@ from llmbackend.core.backend_api import (
     TritonError,
     invalid_argument,
 )
+from llmbackend.engine.infer_request import TokenLogprobs
 
 from ..structured_outputs.constraint import FIELDS
 from ..text.output_assembler import Chunk, OutputAssembler
@@ -30,6 +31,8 @@ from ..text.tokenizer import ModelTokenizer
 
 SEQUENCE_INDEX: Final = "sequence_index"
 """The output that says to which choice a response belongs."""
+PROMPT_OUTPUTS: Final = ("prompt_token_ids", "prompt_logprobs")
+"""Outputs that are in one response of a request."""
 
 
 CONSTRAINT_FIELDS = frozenset(FIELDS)
@@ -129,6 +132,9 @@ class Generation(Protocol):
 
 class Reply(Protocol):
     """Makes the outputs of one generation, response by response."""
+
+    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Of the next tokens of the prompt."""
 
     def is_due(self, generation: Generation) -> bool:
         """Whether a stream has something to send now."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmbackend.core.backend_api import ModelConfig, Request, Tensor, TritonError, invalid_argument, unsupported
+from llmbackend.engine.infer_request import TokenLogprobs
 
 from ..generation_bounds import (
     MAX_CHOICES,
@@ -322,6 +323,9 @@ class TensorRtLlmReply:
         self._is_core = is_core
         self._leading = leading
         self._log_prob_sum = 0.0
+
+    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        """No client of these tensors asks for them."""
 
     def is_due(self, generation: Generation) -> bool:
         return self._is_core or generation.assembler.has_text

@@ -33,6 +33,7 @@ from ..generation_bounds import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_a
 from ..text.output_assembler import Chunk
 from ..text.tokenizer import ModelTokenizer
 from .schema import (
+    PROMPT_OUTPUTS,
     SEQUENCE_INDEX,
     Generation,
     LlmInputs,
@@ -73,6 +74,7 @@ INPUTS: dict[str, TensorType] = {
     "return_num_cached_tokens": _FLAG,
     # Which of `n` choices a response belongs to; without it, and without a stream, one response has them all.
     "return_sequence_index": _FLAG,
+    "return_prompt_token_ids": _FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
     "text_output": TensorType("TYPE_STRING", (-1,)),
@@ -85,6 +87,8 @@ OUTPUTS: dict[str, TensorType] = {
     "text_tokens": TensorType("TYPE_STRING", (-1,)),
     "num_cached_tokens": _COUNT,
     "sequence_index": TensorType("TYPE_UINT32", (-1,)),
+    "prompt_token_ids": TensorType("TYPE_INT32", (-1,)),
+    "prompt_logprobs": _TEXT,
 }
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
 """A request parameter that only the OpenAI frontend can set: vLLM's OpenAI server refuses what vllm_backend cuts."""
@@ -99,7 +103,7 @@ class VllmSchema:
     """The schema of vllm_backend."""
 
     needs_tokenizer = True
-    outputs_of_prompt = frozenset({"num_input_tokens", "num_cached_tokens"})
+    outputs_of_prompt = frozenset({"num_input_tokens", "num_cached_tokens", *PROMPT_OUTPUTS})
     has_vllm_defaults = True
 
     def __init__(self, config: ModelConfig) -> None:
@@ -153,6 +157,7 @@ class VllmSchema:
     def reply(self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer) -> Reply:
         return VllmReply(
             inputs,
+            prompt=prompt,
             prompt_text=prompt.text if inputs.options.prepend_prompt else "",
             wants_logprobs=inputs.sampling.get("logprobs") is not None,
             token_text=tokenizer.token_text,
@@ -175,6 +180,8 @@ class VllmSchema:
                               "with decoupled: false")  # fmt: skip
         if has_choices and stream:
             enabled.add(SEQUENCE_INDEX)
+        if sampling.get("prompt_logprobs") is not None:
+            enabled.add("prompt_logprobs")
         outputs = wanted_outputs(enabled, request)
         return OutputOptions(
             stream,
@@ -232,7 +239,13 @@ class VllmReply:
     """
 
     def __init__(
-        self, inputs: LlmInputs, *, prompt_text: str, wants_logprobs: bool, token_text: Callable[[int], str]
+        self,
+        inputs: LlmInputs,
+        *,
+        prompt: Prompt,
+        prompt_text: str,
+        wants_logprobs: bool,
+        token_text: Callable[[int], str],
     ) -> None:
         """prompt_text: prepended to the first text
         wants_logprobs: whether the request has a `logprobs` parameter
@@ -241,6 +254,9 @@ class VllmReply:
         self._outputs = inputs.options.outputs
         self._sequence_index = inputs.sequence_index
         self._prompt_text = prompt_text
+        self._prompt_token_ids = prompt.token_ids
+        self._prompt_logprobs: list[dict[str, dict[str, object]]] = []
+        self._has_prompt_outputs = inputs.sequence_index == 0 and not self._outputs.isdisjoint(PROMPT_OUTPUTS)
         self._wants_logprobs = wants_logprobs
         self._token_text = token_text
 
@@ -255,6 +271,24 @@ class VllmReply:
             tensors.append(Tensor.text("text_output", prompt + "".join(chunk.text)))
         if len(self._outputs) > len(tensors):
             tensors.extend(self._additional(chunk, generation))
+        if self._has_prompt_outputs:
+            self._has_prompt_outputs = False
+            tensors.extend(self._of_prompt())
+        return tensors
+
+    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        if "prompt_logprobs" in self._outputs:
+            self._prompt_logprobs += map(self._position, entries)
+
+    def _of_prompt(self) -> list[Tensor]:
+        """What only the first response has."""
+        tensors: list[Tensor] = []
+        if "prompt_token_ids" in self._outputs:
+            tensors.append(Tensor.of("prompt_token_ids", np.array(self._prompt_token_ids, np.int32)))
+        if "prompt_logprobs" in self._outputs:
+            positions = (None, *self._prompt_logprobs)
+            tensors.append(JsonTensor.of_value("prompt_logprobs", positions, _encode_json(positions)))
+        self._prompt_token_ids, self._prompt_logprobs = (), []
         return tensors
 
     def _additional(self, chunk: Chunk, generation: Generation) -> list[Tensor]:

@@ -73,6 +73,7 @@ class DecoderProgram:
         self._ops: list[ctypes.Structure] = []
         self._add_operations()
         self._pointers = op_pointers(self._ops)
+        self._head_pointers = op_pointers(self._ops[-2:])
 
     def forward(self, step: FlatStep, block_table: npt.NDArray[np.int32]) -> Float32Array:
         """Computes the step; logits float32 [samples, vocab], valid until the next call. Raises MemoryError.
@@ -94,6 +95,16 @@ class DecoderProgram:
         num_ops = len(self._ops) if num_samples else len(self._ops) - 2
         self._kernels.run(self._pointers, num_ops, native_step)
         return self._finished(self._logits.floats(num_samples, self._vocab_size))
+
+    def logits_behind(self, step: FlatStep, tokens: Int32Array) -> Float32Array:
+        """Logits float32 [tokens, vocab] behind these tokens of the batch, the one that was computed last; valid until
+        the next call."""
+        assert len(tokens) <= self._max_samples, "more tokens than fit into a step's samples"
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        native_step = Step(num_tokens=len(step.token_ids), num_rows=len(step.rows), num_sampled=len(tokens),
+                           sampled_tokens=tokens.ctypes.data)  # fmt: skip
+        self._kernels.run(self._head_pointers, 2, native_step)
+        return self._finished(self._logits.floats(len(tokens), self._vocab_size))
 
     def _finished(self, logits: Float32Array) -> Float32Array:
         decoder = self._decoder
@@ -301,12 +312,18 @@ class ProgramForward:
         max_samples = max(min(max_tokens, config.max_num_seqs + drafts), MAX_PROBE_TOKENS)
         self._program = DecoderProgram(loaded.kernels, loaded.decoder, caches, max_tokens, max_samples)
         loaded.checked.verify(self._all_logits)
+        self._step: FlatStep
+        """The last one that was computed."""
 
     def logits(self, plan: StepPlan, table: RowTable) -> torch.Tensor | None:
         """Logits float32 [samples, vocab], valid until the next step; None when no row samples."""
-        step = flatten(plan, table)
-        logits = self._program.forward(step, step.blocks_in_use(table))
+        self._step = flatten(plan, table)
+        logits = self._program.forward(self._step, self._step.blocks_in_use(table))
         return torch.from_numpy(logits) if len(logits) else None
+
+    def logits_behind(self, row: int, positions: Int32Array) -> torch.Tensor:
+        step = self._step
+        return torch.from_numpy(self._program.logits_behind(step, step.tokens_at(row, positions)))
 
     def close(self) -> None:
         pass

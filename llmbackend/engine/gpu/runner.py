@@ -94,6 +94,8 @@ class GpuRunner:
 
     def add_row(self, row: int, request: InferRequest) -> None:
         refuse_adapter(request.lora_name)
+        if request.sampling.prompt_logprobs is not None:
+            raise ValueError("'prompt_logprobs' is not supported on this device, expected null")
         self._parts.sampling.add_row(row, request)
         self._parts.messages.add(row)
 

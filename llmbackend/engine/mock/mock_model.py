@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from ..config import EngineConfig
 from ..infer_request import BANNED_BIAS, FinishReason, InferRequest, ModelInfo, SamplingParams, TokenLogprobs
+from ..sampling.prompt_logprobs import prompt_spans
 from ..sampling.rows import BadWords, splitmix64, uniform
 from ..step import PENDING_TOKEN, Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
 
@@ -83,7 +84,8 @@ class MockRunner:
             token_ids.append(token_id)
             if row_logprobs is not None:
                 logprobs.setdefault(row, []).append(row_logprobs)
-        return SampledTokens(np.array(token_ids, np.int32), logprobs)
+        prompt_logprobs = self._of_prompts(_prompt_tokens(plan, table))
+        return SampledTokens(np.array(token_ids, np.int32), logprobs, prompt_logprobs=prompt_logprobs)
 
     def copy_blocks(self, copies: KVCopies) -> None:
         """As an OffloadingRunner. A copied block's source is overwritten, because it must not be read any more."""
@@ -97,6 +99,14 @@ class MockRunner:
 
     def close(self) -> None:
         pass
+
+    def _of_prompts(self, tokens: list[_PromptToken]) -> dict[int, list[TokenLogprobs]]:
+        found: dict[int, list[TokenLogprobs]] = {}
+        for one in tokens:
+            logits = mock_logits(self._slots[one.context_slots], self.info.vocab_size)
+            if (logprobs := _logprobs(logits, one.token_id, one.count)) is not None:
+                found.setdefault(one.row, []).append(logprobs)
+        return found
 
     def _sample(self, context: Int32Array, request: InferRequest) -> tuple[int, TokenLogprobs | None]:
         """The token behind `context`, int32 [n]."""
@@ -233,6 +243,27 @@ def _logprobs(logits: FloatArray, token_id: int, count: int | None) -> TokenLogp
 
 
 @dataclass(frozen=True, slots=True)
+class _PromptToken:
+    """A token of a prompt whose logprobs are asked for, with the `count` likeliest ones."""
+
+    row: int
+    token_id: int
+    context_slots: Int32Array
+    """Of all tokens before it."""
+    count: int
+
+
+def _prompt_tokens(plan: StepPlan, table: RowTable) -> list[_PromptToken]:
+    return [
+        _PromptToken(
+            span.row, int(table.token_ids[span.row, position]), context_slots(span.row, position, table), span.count
+        )
+        for span in prompt_spans(plan, table)
+        for position in range(span.first, span.end)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
 class _Sample:
     """A token to sample."""
 
@@ -252,6 +283,7 @@ class _DeviceStep:
     slots: Int32Array
     token_ids: Int32Array
     samples: list[_Sample]
+    prompt_tokens: list[_PromptToken]
 
 
 class OverlappingMockRunner(MockRunner):
@@ -282,7 +314,9 @@ class OverlappingMockRunner(MockRunner):
             _Sample(row, position, context_slots(row, position, table), self._requests[row])
             for row, position in zip(*(array.tolist() for array in plan.samples(table)), strict=True)
         ]
-        step = _DeviceStep(rows, positions, slots, table.token_ids[rows, positions], samples)
+        step = _DeviceStep(
+            rows, positions, slots, table.token_ids[rows, positions], samples, _prompt_tokens(plan, table)
+        )
         self._launched.append((step_id, self._device.submit(self._compute, step)))
 
     def collect(self) -> tuple[int, SampledTokens]:
@@ -312,7 +346,12 @@ class OverlappingMockRunner(MockRunner):
             self._newest[one.row] = one.position, token_id
             if row_logprobs is not None:
                 logprobs[one.row] = [row_logprobs]
-        return SampledTokens(np.array(token_ids, np.int32), logprobs, forward_s=time.perf_counter() - start_s)
+        return SampledTokens(
+            np.array(token_ids, np.int32),
+            logprobs,
+            forward_s=time.perf_counter() - start_s,
+            prompt_logprobs=self._of_prompts(step.prompt_tokens),
+        )
 
     def _sampled_at(self, row: int, position: int) -> int:
         newest_position, token_id = self._newest[row]

@@ -29,18 +29,27 @@ class ModuleForward:
         self._device = loaded.device
         self._loras = loaded.loras
         self._attention = _make_attention(loaded, num_blocks, block_size)
+        self._hidden: object = None
+        """What the layers gave for the last step's batch."""
+        self._step: FlatStep
+        base = self._model.base_model
+        self._layers = getattr(base, "decoder", base)
+        """What the head's input comes from: with a decoder of its own (OPT) not the base model itself."""
+        self._hook = self._layers.register_forward_hook(self._keep_hidden)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan, table: RowTable) -> torch.Tensor | None:
         """Logits [samples, vocab] in the model's dtype; None when no row samples (the output head is skipped)."""
         step, context = self._attention.begin(plan, table)
+        self._step = step
         if self._loras is not None:
             self._loras.begin(step)
         with active_context(context):
             return self._run(step)
 
     def close(self) -> None:
-        del self._attention
+        self._hook.remove()
+        del self._attention, self._hidden, self._layers
         self._model = None
 
     def _run(self, step: FlatStep) -> torch.Tensor | None:
@@ -55,6 +64,23 @@ class ModuleForward:
         output = self._model(**inputs, logits_to_keep=self._to_device(step.sampled_tokens))
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    @torch.inference_mode()
+    def logits_behind(self, row: int, positions: Int32Array) -> torch.Tensor:
+        """The model is called once more, with what its layers gave in the last step in place of its layers."""
+        hidden = self._hidden
+        self._layers.forward = lambda *args, **kwargs: hidden
+        try:
+            tokens = self._step.tokens_at(row, positions)
+            output = self._model(input_ids=self._to_device(self._step.token_ids)[None], use_cache=False,
+                                 logits_to_keep=self._to_device(tokens))  # fmt: skip
+        finally:
+            del self._layers.forward
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _keep_hidden(self, module: torch.nn.Module, args: object, output: object) -> None:
+        self._hidden = output
 
     def _to_device(self, array: Int32Array) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)

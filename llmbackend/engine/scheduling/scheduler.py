@@ -187,7 +187,10 @@ class Scheduler:
                 running = self._rows_of_running()
                 unreserved = int(self._kv_cache.missing_blocks(running, self._table.num_tokens[running]).sum())
             request = head.request
-            prefix = self._kv_cache.find(self._rows.token_ids(head), request.prefix_salt, request.prefix_group)
+            token_ids = self._rows.token_ids(head)
+            if self._rows.wanted_prompt_logprobs(head) is not None:
+                token_ids = token_ids[:1]  # a cached prefix has no logits
+            prefix = self._kv_cache.find(token_ids, request.prefix_salt, request.prefix_group)
             if not self._has_blocks(num_tokens, prefix, unreserved):
                 break
             if being_computed is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..infer_request import FinishReason, InferRequest, ModelInfo
-from ..step import Int32Array, RowTable, Runner
+from ..step import Int32Array, PromptLogprobs, RowTable, Runner
 
 
 class Sequence:
@@ -69,8 +69,10 @@ def refusal(request: InferRequest, info: ModelInfo) -> str:
         )
     if request.grammar or request.reasoning is not None or request.sampling.allowed_token_ids:
         return "'structured_outputs', reasoning limits and 'allowed_token_ids' are not supported by this engine"
-    if request.sampling.max_tokens < 1:
-        return f"max_tokens is {request.sampling.max_tokens}, expected at least 1"
+    if request.sampling.max_tokens < 0:
+        return f"max_tokens is {request.sampling.max_tokens}, expected at least 0"
+    if (request.sampling.prompt_logprobs or 0) < -1:
+        return f"prompt_logprobs is {request.sampling.prompt_logprobs}, expected at least 0, or -1 for all"
     capacity = info.num_blocks * info.block_size
     if len(prompt) + len(output) > capacity:
         return (
@@ -90,6 +92,7 @@ class Rows:
     def __init__(self, table: RowTable, runner: Runner) -> None:
         self.table = table
         self._runner = runner
+        self._vocab_size = runner.info.vocab_size
         self._free = list(range(table.max_num_seqs - 1, -1, -1))
         self._holder: list[Sequence | None] = [None] * table.max_num_seqs
         self.max_total_tokens: Int32Array = np.zeros(table.max_num_seqs, np.int32)
@@ -115,6 +118,24 @@ class Rows:
             sequence.token_ids = np.array(request.prompt_token_ids + request.output_token_ids, np.int32)
         return sequence.token_ids
 
+    def wanted_prompt_logprobs(self, sequence: Sequence) -> PromptLogprobs | None:
+        """What is missing of the logprobs of its prompt; None = nothing, or they were not asked for."""
+        if sequence.row >= 0 and self._holder[sequence.row] is sequence:
+            return self.table.prompt_logprobs.get(sequence.row)
+        request = sequence.request
+        count, first = request.sampling.prompt_logprobs, request.num_prompt_logprobs + 1
+        if count is None or first >= len(request.prompt_token_ids):
+            return None
+        return PromptLogprobs(first, self._vocab_size if count < 0 else count)
+
+    def add_prompt_logprobs(self, row: int, count: int) -> None:
+        """The logprobs of the next `count` tokens of the row's prompt are known."""
+        wanted = self.table.prompt_logprobs[row]
+        if wanted.first + count < self.table.num_prompt_tokens[row]:
+            self.table.prompt_logprobs[row] = PromptLogprobs(wanted.first + count, wanted.count)
+        else:
+            del self.table.prompt_logprobs[row]
+
     def fill(self, sequence: Sequence) -> str:
         """Gives the sequence a free row and writes its tokens there. Returns "", or why the runner refuses it."""
         row, request, table = self._free[-1], sequence.request, self.table
@@ -127,7 +148,10 @@ class Rows:
         table.num_tokens[row] = len(tokens)
         table.num_prompt_tokens[row] = len(request.prompt_token_ids)
         table.num_computed_tokens[row] = 0
-        self.max_total_tokens[row] = sequence.max_total_tokens
+        # A prompt samples one token, though max_tokens may be 0.
+        self.max_total_tokens[row] = max(sequence.max_total_tokens, len(request.prompt_token_ids) + 1)
+        if (wanted := self.wanted_prompt_logprobs(sequence)) is not None:
+            table.prompt_logprobs[row] = wanted
         self._free.pop()
         self._holder[row] = sequence
         self.generation[row] += 1
@@ -137,6 +161,7 @@ class Rows:
     def release(self, sequence: Sequence) -> None:
         """Takes the row back; the sequence is over."""
         self._runner.remove_row(sequence.row)
+        self.table.prompt_logprobs.pop(sequence.row, None)
         self._holder[sequence.row] = None
         self.generation[sequence.row] += 1
         self._free.append(sequence.row)

@@ -34,6 +34,7 @@ class CompletedStep:
     planned_s            when the step was begun, by the core's clock
     forward_s            see SampledTokens
     sample_s             see SampledTokens
+    prompt_logprobs      as in SampledTokens; may have other rows, too
     """
 
     rows: Int32Array
@@ -46,6 +47,7 @@ class CompletedStep:
     errors: Mapping[int, str] = field(default_factory=dict)
     forward_s: float = 0.0
     sample_s: float = 0.0
+    prompt_logprobs: Mapping[int, Items[TokenLogprobs]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,4 +123,5 @@ class StepsInFlight:
             sampled.errors,
             sampled.forward_s,
             sampled.sample_s,
+            sampled.prompt_logprobs,
         )
