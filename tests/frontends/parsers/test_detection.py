@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbackend.frontends.openai.parsers.detection import detect
+from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, detect
 from tests.helpers.chat_templates import AXOLOTL, LLAMA_CPP, TRL, chat_template
 
 NONE = ("", "")
@@ -83,3 +83,10 @@ def test_formats_are_found_by_their_markers(excerpt: str, formats: tuple[str, st
 
 def test_the_bundled_models_format_is_found() -> None:
     assert detect(Path("model_repository/demo/1/chat_template.jinja").read_text()) == ("hermes", "")
+
+
+@pytest.mark.parametrize("formats", sorted({formats for *_, formats in SHIPPED}))
+def test_what_is_found_is_registered(formats: tuple[str, str]) -> None:
+    tools, reasoning = formats
+    assert not tools or tools in TOOL_CALL_FORMATS
+    assert not reasoning or reasoning in REASONING_FORMATS

@@ -37,7 +37,6 @@ _TOOL_RULES = (
     _Rule("internlm", ("<|action_start|>", "<|plugin|>")),
     _Rule("mistral", ("[TOOL_CALLS]",)),
     _Rule("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
-    _Rule("olmo3", ("<function_calls>", "<functions>")),
     _Rule("phi4_mini_json", ("functools[", "<|system|>")),
     _Rule("phi4_mini_json", ("<|tool_call|>", "<|/tool_call|>")),
     _Rule("phi4_mini_json", ("<|tool|>", "<|/tool|>")),

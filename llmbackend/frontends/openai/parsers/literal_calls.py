@@ -42,7 +42,9 @@ class LiteralCallReader:
     def read(self) -> Reading[None]:
         """Behind `call.begin`."""
         reader, call = self._reader, self._call
-        name, id, _ = yield from read_header(reader, (call.open,), ANY_NAME)
+        name, id, opened = yield from read_header(reader, (call.open,), ANY_NAME)
+        if not opened:
+            reader.take()  # the header leaves a "{" unread: mostly it belongs to the arguments
         if call.only_known_names and name not in self._names:
             raise NotACall
         key = yield from self._read_key()

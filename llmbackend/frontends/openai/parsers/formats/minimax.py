@@ -1,8 +1,10 @@
-"""MiniMax M1: JSON objects, one a line, in one pair of tags."""
+"""MiniMax M1 (JSON objects, one a line, in one pair of tags) and M2 (tagged parameters)."""
 
 from __future__ import annotations
 
-from ..tables import CallGrammar, JsonCall, MarkedCalls, ToolCallFormat
+import re
+
+from ..tables import CallGrammar, JsonCall, MarkedCalls, TaggedCall, ToolCallFormat
 
 MINIMAX = ToolCallFormat(
     name="minimax",
@@ -15,4 +17,33 @@ MINIMAX = ToolCallFormat(
         end="</tool_calls>",
     ),
     trigger="<tool_calls>",
+)
+MINIMAX_M2 = ToolCallFormat(
+    name="minimax_m2",
+    body=MarkedCalls(
+        begin=("<minimax:tool_call>",),
+        calls=(
+            TaggedCall(
+                begin="<invoke name=",
+                header_end=(">",),
+                header=re.compile(r"""\s*(?P<quote>["']?)(?P<name>[^\s"'<>]{1,256})(?P=quote)\s*"""),
+                key_begin='<parameter name="',
+                key_end='">',
+                value_end="</parameter>",
+                end=("</invoke>",),
+            ),
+        ),
+        end=("</minimax:tool_call>",),
+    ),
+    grammar=CallGrammar(
+        begin="<minimax:tool_call>\n",
+        call_begin='<invoke name="',
+        name_end='">\n',
+        key_begin='<parameter name="',
+        key_end='">',
+        value_end="</parameter>\n",
+        call_end="</invoke>\n",
+        end="</minimax:tool_call>",
+    ),
+    trigger="<minimax:tool_call>",
 )

@@ -1,0 +1,196 @@
+"""The oracle: an assistant's turn, rendered by a model's own chat template and parsed back, gives the same calls.
+
+The parsers are those that are found from the template. What a template itself loses or writes ambiguously (quotes
+without escapes, content beside calls) is left out of its turns, by the fields of its Case.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+
+from llmbackend.adapter.text.chat import ChatTemplate
+from llmbackend.frontends.openai.parsers import detect
+from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
+from tests.helpers.chat_templates import AXOLOTL, LLAMA_CPP, TRL, chat_template
+
+NUM_TURNS = 40
+"""Per template."""
+PIECES = ("Zürich", "🌦 ", "5", "true", " ", "\n", '"', "'", "\\", "{", "}", "[", "]", "<", "</b>", "=", ", ", "- a: b")
+"""Of strings."""
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {"city": "string", "days": "integer", "is_wet": "boolean"},
+    "search": {"text": "string", "weights": "array", "options": "object", "limit": "number"},
+    "now": {},
+}
+"""Functions with the types of their parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    package: str
+    template: str
+    end: str
+    """What ends the turn."""
+    special: tuple[str, ...] = ()
+    """Markers that are special tokens."""
+    without: str = ""
+    """Characters that the template does not write so that they could be read back."""
+    types: tuple[str, ...] = ("string", "integer", "boolean", "array", "object", "number")
+    max_calls: int = 3
+    has_content: bool = True
+    has_reasoning: bool = False
+    ids: str = "{number:09}"
+    has_ids: bool = False
+    """Whether the calls' ids are in the text."""
+    needs_tools: bool = False
+    """Whether the template renders nothing without definitions of tools. Some refuse them: their models know none."""
+
+
+HARMONY = ("<|start|>", "<|end|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>")
+GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>")
+LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
+MISTRAL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+PYTHONIC = ("string", "integer", "boolean", "number", "object")
+CASES = (
+    Case(package=TRL, template="qwen2_5", end="<|im_end|>"),
+    Case(package=TRL, template="qwen3", end="<|im_end|>", has_reasoning=True),
+    Case(package=TRL, template="qwen3_5_think", end="<|im_end|>", has_reasoning=True),
+    Case(package=TRL, template="nemotron_3_nano", end="<|im_end|>", has_reasoning=True),
+    Case(package=TRL, template="deepseekv3", end="<｜end▁of▁sentence｜>"),
+    Case(package=TRL, template="glm4moe", end="", has_reasoning=True),
+    Case(package=TRL, template="llama3_1", end="<|eot_id|>", max_calls=1, has_content=False),
+    Case(package=TRL, template="gptoss", end="<|call|>", special=HARMONY, max_calls=1, has_content=False),
+    Case(package=TRL, template="gemma4", end="<|tool_response>", special=GEMMA, without="<", has_content=False),
+    Case(package=TRL, template="lfm2_v2", end="<|im_end|>", special=LFM2, without="'\\", types=PYTHONIC),
+    Case(package=AXOLOTL, template="mistral_v3_tekken", end="</s>", special=("[TOOL_CALLS]",), has_content=False),
+    Case(package=AXOLOTL, template="jamba", end="<|eom|>", has_content=False),
+    Case(
+        package=LLAMA_CPP,
+        template="NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+        end="<|im_end|>",
+        has_content=False,
+        needs_tools=True,
+    ),
+    Case(package=LLAMA_CPP, template="deepseek-ai-DeepSeek-V3.1", end="<｜end▁of▁sentence｜>"),
+    Case(
+        package=LLAMA_CPP,
+        template="moonshotai-Kimi-K2",
+        end="<|im_end|>",
+        ids="functions.{name}:{number}",
+        has_ids=True,
+    ),
+    Case(package=LLAMA_CPP, template="MiniMax-M1", end="<end_of_sentence>", has_content=False),
+    Case(package=LLAMA_CPP, template="MiniMax-M2", end="[e~[", has_reasoning=True),
+    Case(package=LLAMA_CPP, template="GLM-4.6", end="", has_reasoning=True),
+    Case(package=LLAMA_CPP, template="GLM-4.7-Flash", end="", has_reasoning=True),
+    Case(package=LLAMA_CPP, template="ByteDance-Seed-OSS", end="<seed:eos>", has_reasoning=True),
+    Case(package=LLAMA_CPP, template="Qwen3-Coder", end="<|im_end|>"),
+    Case(
+        package=LLAMA_CPP,
+        template="Mistral-Small-3.2-24B-Instruct-2506",
+        end="</s>",
+        special=MISTRAL,
+        has_content=False,
+    ),
+    Case(package=LLAMA_CPP, template="unsloth-mistral-Devstral-Small-2507", end="</s>", special=MISTRAL),
+    Case(package=LLAMA_CPP, template="ibm-granite-granite-4.0", end="<|end_of_text|>"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.template)
+def test_a_rendered_turn_parses_back(case: Case) -> None:
+    source = chat_template(case.package, case.template)
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    tools, reasoning = detect(source)
+    random = Random(case.template)
+    for _ in range(NUM_TURNS):
+        turn = random_turn(case, random)
+        text, reasoning_is_open = rendered(template, case, turn)
+        sample = Sample(
+            text=text,
+            tools=tools,
+            reasoning=reasoning,
+            special=case.special,
+            schemas=schemas(),
+            reasoning_is_open=reasoning_is_open,
+        )
+        found = seen(parse(sample, cut(tokens(sample), random, 8)))
+        assert [call.name for call in found.calls] == [call["function"]["name"] for call in turn["tool_calls"]], text
+        for call, sent in zip(found.calls, turn["tool_calls"], strict=True):
+            assert json.loads(call.arguments) == sent["function"]["arguments"], text
+            assert call.is_complete
+            assert call.id == sent["id"] or not case.has_ids
+        assert found.content.strip() == turn["content"].strip(), text
+        assert found.reasons.strip() == turn.get("reasoning_content", "").strip(), text
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    return {
+        name: {"type": "object", "properties": {key: {"type": kind, "description": ""} for key, kind in types.items()}}
+        for name, types in SCHEMAS.items()
+    }
+
+
+def rendered(template: ChatTemplate, case: Case, turn: dict[str, Any]) -> tuple[str, bool]:
+    """The text that the model would have written, and whether its prompt ends inside reasoning."""
+    question = [{"role": "user", "content": "Well?"}]
+    tools = [{"function": {"name": name, "description": "", "parameters": one}} for name, one in schemas().items()]
+    tools = tools if case.needs_tools else []
+    prompt = template.render(question, tools=tools)
+    whole = template.render([*question, turn], tools=tools, options={"add_generation_prompt": False})
+    if not whole.startswith(prompt):  # a prompt that opens or closes the reasoning, and a turn without any
+        prompt = re.sub(r"(<think>\s*)?(</think>\s*)?$", "", prompt)
+    assert whole.startswith(prompt), (prompt[-200:], whole[len(prompt) - 100 :])
+    text = whole[len(prompt) :].removeprefix("</think>")
+    assert case.end in text, text
+    return text.rpartition(case.end)[0] if case.end else text, prompt.rstrip().endswith("<think>")
+
+
+def random_turn(case: Case, random: Random) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": "assistant", "content": ""}
+    if case.has_content:
+        turn["content"] = random.choice(("", "Let me look.", "Zwei Dinge: 1 < 2, {a}."))
+    if case.has_reasoning:
+        turn["reasoning_content"] = random.choice(("Which city?", "Hm.\n\n<tool> or [none]?"))
+    names = random.choices(list(SCHEMAS), k=random.randint(1, case.max_calls))
+    turn["tool_calls"] = [
+        {
+            "id": case.ids.format(name=name, number=index),
+            "type": "function",
+            "function": {"name": name, "arguments": random_arguments(SCHEMAS[name], case, random)},
+        }
+        for index, name in enumerate(names)
+    ]
+    return turn
+
+
+def random_arguments(types: dict[str, str], case: Case, random: Random) -> dict[str, Any]:
+    given = {key: kind for key, kind in types.items() if kind in case.types and random.random() < 0.8}
+    return {key: random_value(kind, case, random) for key, kind in given.items()}
+
+
+def random_value(kind: str, case: Case, random: Random) -> Any:
+    def text() -> str:
+        pieces: Iterable[str] = random.choices(PIECES, k=random.randint(0, 5))
+        return "".join(pieces).translate(dict.fromkeys(map(ord, case.without)))
+
+    match kind:
+        case "integer":
+            return random.randint(-9, 10**12)
+        case "number":
+            return random.choice((0, -1.5, 3.0, 1e-7, 2**53 + 1))
+        case "boolean":
+            return random.random() < 0.5
+        case "array":
+            return [random.choice((1, text(), None, True, [text()])) for _ in range(random.randint(0, 3))]
+        case "object":
+            return {key: random.choice((1, text(), [2.5], {"x": text()})) for key in random.sample("abc", 2)}
+        case _:
+            return text()
