@@ -30,11 +30,12 @@ from .grpc_target import GrpcTarget, RawGrpcTarget
 from .http_inputs import HTTP_INPUTS
 from .http_target import RAW_HTTP_INPUTS, HttpTarget, RawHttpTarget
 from .openapi_target import run_schemathesis
+from .parser_target import run_parsers
 from .tally import KINDS, Finding, Input, Tally, drive
 
 Target = Callable[[float], Tally]
 """Runs for so many seconds."""
-_SHARES = {"OpenAPI": 8.0, "raw HTTP": 2.0, "gRPC": 4.0, "raw gRPC": 1.5}
+_SHARES = {"OpenAPI": 8.0, "parsers": 6.0, "raw HTTP": 2.0, "gRPC": 4.0, "raw gRPC": 1.5}
 """Of the time; other targets have a share of 1."""
 
 
@@ -64,6 +65,7 @@ def _targets(fuzzed: FuzzedServer, reports: Path, seed: int) -> dict[str, Target
     targets["raw HTTP"] = _driving("raw HTTP", RAW_HTTP_INPUTS, lambda: RawHttpTarget(fuzzed), seed)
     targets["gRPC"] = lambda seconds: _grpc(fuzzed, seconds, seed)
     targets["raw gRPC"] = _driving("raw gRPC", RAW_GRPC_INPUTS, lambda: RawGrpcTarget(fuzzed), seed)
+    targets["parsers"] = lambda seconds: run_parsers(seconds, seed)
     reader = ConfigReader(reports / "models")
     for name, configurations in CONFIG_INPUTS.items():
         targets[name] = _driving(name, configurations, lambda: functools.partial(_read_configuration, reader), seed)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 
 from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, OutputParser
-from tests.frontends.parsers.sample import Sample, Seen, cut, parse, seen, tokens
+from tests.frontends.parsers.laws import Cuts
+from tests.frontends.parsers.sample import Sample, Seen, parse, seen, tokens
 from tests.frontends.parsers.samples import SAMPLES
 
 NUM_CUTS = 240
@@ -19,32 +18,11 @@ def test_a_sample(sample: Sample) -> None:
     assert seen(parse(sample, tokens(sample))) == Seen(sample.content, sample.reasons, list(sample.calls))
 
 
-def of_format(name: str) -> list[Sample]:
-    return [sample for sample in SAMPLES if name in (sample.tools, sample.reasoning)]
-
-
-@pytest.mark.parametrize("name", [*TOOL_CALL_FORMATS, *REASONING_FORMATS])
-def test_any_cut_tells_what_the_whole_tells(name: str) -> None:
-    random = Random(name)
-    samples = of_format(name)
-    assert samples, f"the format {name} has no sample texts"
-    for number in range(NUM_CUTS):
-        sample = samples[number % len(samples)]
-        text = sample.text if number < len(samples) else changed(sample.text, random)
-        whole = tokens(sample, text)
-        parts = list(cut(whole, random, random.choice((1, 3, 10))))
-        assert parse(sample, parts) == parse(sample, whole), (sample, parts)
-
-
-def changed(text: str, random: Random) -> str:
-    """The text with parts removed, doubled or cut off: what a model writes when it fails."""
-    for _ in range(random.randint(1, 3)):
-        begin = random.randint(0, len(text))
-        end = min(len(text), begin + random.randint(0, 12))
-        text = random.choice(
-            (text[:begin] + text[end:], text[:end] + text[begin:], text[:begin], text[:begin] + "{<[" + text[begin:])
-        )
-    return text
+@pytest.mark.parametrize("name", sorted({*TOOL_CALL_FORMATS, *REASONING_FORMATS}))
+def test_the_laws_hold_for_any_cut_of_any_text(name: str) -> None:
+    cuts = Cuts(name)
+    for _ in range(NUM_CUTS):
+        cuts.check_next()
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)

@@ -27,6 +27,8 @@ class TaggedCallReader:
         self._schemas = schemas
         self._ends = (*call.end, *section_ends)
         self._own_ends = call.end
+        self._has_any = False
+        """Whether the call has had a parameter."""
         as_text = (call.key_begin, *call.end) if call.may_omit_value_end else ()
         breaks = frozenset((call.key_begin, *self._ends))
         self._value_ends = Markers((call.value_end, *breaks), only_special=breaks.difference(as_text))
@@ -41,14 +43,13 @@ class TaggedCallReader:
         if option is None and not reader.is_at_end:
             raise NotACall
         start(reader, self._sink, name, id)
-        has_any = False
+        self._has_any = False
         while option == call.key_begin:
-            option = yield from self._read_parameter(name, ", " if has_any else "{")
-            has_any = True
+            option = yield from self._read_parameter(name)
         if option is None and (reader.is_cut_off or not reader.is_at_end):
             self._cut_off()
             return None
-        self._sink.arguments("}" if has_any else "{}")
+        self._sink.arguments("}" if self._has_any else "{}")
         end(reader, self._sink)
         return None if option in self._own_ends else option
 
@@ -61,14 +62,15 @@ class TaggedCallReader:
         yield from self._reader.skip_space()
         return (yield from self._reader.one_of((self._call.key_begin, *self._ends)))
 
-    def _read_parameter(self, function: str, separator: str) -> Reading[str | None]:
+    def _read_parameter(self, function: str) -> Reading[str | None]:
         """Behind `key_begin`. Returns what follows the parameter, None if that is no part of a call."""
         reader, call = self._reader, self._call
         key = yield from self._read_key()
         if key is None:
             return None
         reader.drop()
-        self._sink.arguments(f"{separator}{_quoted(key)}: ")
+        self._sink.arguments(f"{', ' if self._has_any else '{'}{_quoted(key)}: ")
+        self._has_any = True
         types = allowed_types(self._schemas.get(function), key)
         value = _ValueWriter(self._sink, types, trims_newline=call.trims_newline)
         found = yield from reader.until(self._value_ends, value.push)
