@@ -83,7 +83,7 @@ FORMATS: list[tuple[dict[str, Any], list[str], list[str]]] = [
                 {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"},
                 {
                     "type": "or",
-                    "elements": [{"type": "const_string", "value": "A"}, {"type": "regex", "pattern": "\\d"}],
+                    "elements": [{"type": "const_string", "value": "A"}, {"type": "regex", "pattern": "[0-9]"}],
                 },
                 {"type": "optional", "content": {"type": "grammar", "grammar": 'root ::= "q" root | "z"'}},
             ],
