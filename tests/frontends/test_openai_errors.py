@@ -74,7 +74,15 @@ def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"user": 5}, "user"),
         ({"store": True}, "store"),
         ({"service_tier": "priority"}, "service_tier"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "text", "format": {}}}, "response_format.format"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"structured_outputs": "x"}, "structured_outputs"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
         ({"no_such_field": 1}, "no_such_field"),
     ],
 )

@@ -25,6 +25,7 @@ from .errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, refuse
 from .logprobs import LogprobForm
 from .messages import for_template
 from .reasoning import NO_REASONING_USE, ReasoningUse
+from .response_format import RESPONSE_FORMAT, STRUCTURE_FIELDS, STRUCTURED_OUTPUTS, in_response_format
 from .schema import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, StreamOptions
 from .tensors import MESSAGES, input_ids_tensor, messages_tensor, text_tensor
 from .tools import ToolUse
@@ -65,6 +66,8 @@ class GenerationRequest:
     """The sampling fields that the client sent."""
     max_tokens_field: str
     """The field in which it limited the answer, "" when it did not."""
+    structure_field: str
+    """The field that the sampling parameter `structured_outputs` comes from."""
     tool_use: ToolUse | None = None
     """None: no tool may be called."""
     reasoning: ReasoningUse = NO_REASONING_USE
@@ -72,6 +75,11 @@ class GenerationRequest:
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def has_structure(self) -> bool:
+        """Whether the answer has a form that the request names."""
+        return not STRUCTURE_FIELDS.isdisjoint(self.sampling)
 
     @property
     def is_chat(self) -> bool:
@@ -82,6 +90,8 @@ class GenerationRequest:
         if error.param == "max_tokens" and self.max_tokens_field:
             error.param = self.max_tokens_field
             error.message = error.message.replace("'max_tokens'", f"'{self.max_tokens_field}'")
+        elif error.param == STRUCTURED_OUTPUTS and self.structure_field == RESPONSE_FORMAT:
+            return in_response_format(error)
         elif error.code == CONTEXT_LENGTH_EXCEEDED and error.param is None:
             error.param = "messages" if self.is_chat else "prompt"
         return error
@@ -171,7 +181,7 @@ def _request(
     echo: tuple[str, ...],
     top_logprobs: int | None,
 ) -> GenerationRequest:
-    sampling = fields.chosen_sampling()
+    sampling = fields.chosen_sampling() | fields.chosen_structure()
     limit = next((name for name in _MAX_TOKENS_FIELDS if body.get(name) is not None), "")
     sent_fields = (*sampling, limit) if limit else tuple(sampling)
     most = sampling["max_tokens"] = body[limit] if limit else fields.default_max_tokens
@@ -195,6 +205,7 @@ def _request(
         echo=echo,
         sent_fields=sent_fields,
         max_tokens_field=limit,
+        structure_field=fields.structure_field,
     )
 
 

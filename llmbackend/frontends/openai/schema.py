@@ -15,6 +15,7 @@ from .errors import JsonObject, OpenAIError, refuse
 from .labels import Labels
 from .messages import Message
 from .reasoning import ReasoningFields
+from .response_format import StructuredOutputFields
 from .tools import ToolFields
 from .unserved_fields import UnservedByChat, UnservedByCompletions, UnservedFields
 from .validation import (
@@ -103,7 +104,7 @@ class Sampling(ClosedObject):
         return chosen
 
 
-class _Request(Sampling, Labels, UnservedFields):
+class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
     """The fields that the two endpoints share."""
 
     model: str
@@ -122,12 +123,6 @@ class _Request(Sampling, Labels, UnservedFields):
     )
     # Not acted on.
     spaces_between_special_tokens: Annotated[Any, Only(True)] = None
-    response_format: Annotated[Any, Only({"type": "text"})] = None
-    structured_outputs: Annotated[Any, Only()] = None
-    guided_json: Annotated[Any, Only()] = None
-    guided_regex: Annotated[Any, Only()] = None
-    guided_choice: Annotated[Any, Only()] = None
-    guided_grammar: Annotated[Any, Only()] = None
     truncate_prompt_tokens: Annotated[Any, Only()] = None
     prompt_logprobs: Annotated[Any, Only()] = None
     allowed_token_ids: Annotated[Any, Only()] = None

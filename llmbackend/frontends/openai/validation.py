@@ -7,7 +7,7 @@ number of errors is bounded by the number of known fields.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -122,6 +122,8 @@ class ClosedObject(BaseModel):
     that are parts of others, or their bases, do not need one of their own."""
 
     model_config = ConfigDict(extra="forbid", defer_build=True)
+    field_aliases: ClassVar[frozenset[str]] = frozenset()
+    """Names of fields that pydantic has for itself."""
 
     @model_validator(mode="before")
     @classmethod
@@ -129,7 +131,7 @@ class ClosedObject(BaseModel):
         """Stops at the first one; pydantic itself would collect an error for each."""
         if isinstance(value, dict):
             for name in value:
-                if name not in cls.__pydantic_fields__:
+                if name not in cls.__pydantic_fields__ and name not in cls.field_aliases:
                     raise PydanticCustomError("unknown_field", "{field}", {"field": name})
         return value
 
