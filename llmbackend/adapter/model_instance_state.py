@@ -56,6 +56,7 @@ class ModelInstanceState:
             status_response=self._on_status,
             engine_lost=self._engine_lost,
             stall_timeout_s=self._model.arguments.stall_timeout_s,
+            vocabulary=self._model.vocabulary,
         )
 
     def check_ready(self) -> None:
@@ -200,7 +201,8 @@ class ModelInstanceState:
             self._remove(task, output)
             error = unavailable("the engine was stopped before the request was finished")
             if output.finish_reason == "error":
-                error = internal(output.error or "the engine failed on this request")
+                make_error = invalid_argument if output.is_bad_input else internal
+                error = make_error(output.error or "the engine failed on this request")
             self._model.fail(task, error, output.finish_reason)
             return
         previous_ns = task.times.last_token_ns

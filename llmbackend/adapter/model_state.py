@@ -25,7 +25,7 @@ from llmbackend.core.backend_api import (
     unavailable,
 )
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import ModelInfo
+from llmbackend.engine.infer_request import ModelInfo, Vocabulary
 from llmbackend.engine.llm_manager import LlmManager
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Alarm, Timer
@@ -167,6 +167,10 @@ class ModelState:
         self._conversions.close()
         self._timer.stop()
         self.metrics.close()
+
+    def vocabulary(self) -> Vocabulary | None:
+        """What tokens stand for, for an engine's first request with a grammar."""
+        return None if self._tokenizer is None else self._tokenizer.verified().vocabulary()
 
     def ready_engines(self) -> list[EngineHandle]:
         return [engine for engine in tuple(self._engines) if not engine.why_not_ready()]

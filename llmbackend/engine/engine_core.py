@@ -13,20 +13,34 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 import numpy as np
 
 from .config import EngineConfig
-from .infer_request import EngineStats, FinishReason, InferRequest, ModelInfo, StepOutput, StepResult, TokenLogprobs
+from .grammars.constraints import Constraints
+from .infer_request import (
+    EngineStats,
+    FinishReason,
+    InferRequest,
+    ModelInfo,
+    StepOutput,
+    StepResult,
+    TokenLogprobs,
+    Vocabulary,
+)
 from .memory.kv_cache import KVCacheManager
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Rows, Sequence, refusal
 from .scheduling.speculation import Speculator, accepted_runs
 from .scheduling.step_pacing import StepPacer, StepWork
-from .scheduling.steps_in_flight import CompletedStep, StepsInFlight
+from .scheduling.steps_in_flight import CompletedStep, StepsInFlight, with_refusals
 from .step import Int32Array, OffloadingRunner, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
+
+_COMPILE_POLL_S = 0.002
+"""How long an engine that has nothing else to do waits for a grammar before it looks for messages."""
 
 
 def _steps_in_flight(config: EngineConfig, runner: Runner, rows: Rows) -> StepsInFlight | None:
@@ -63,6 +77,7 @@ class EngineCore:
         self.info: ModelInfo = runner.info
         self._runner = runner
         self._table = RowTable(config.max_num_seqs, self.info.max_model_len, self.info.block_size)
+        self._constraints = Constraints(self.info, self._table)
         self._rows = Rows(self._table, runner)
         self._offloading_runner = _offloading_runner(config, runner)
         num_host_blocks = self.info.num_host_blocks if self._offloading_runner else 0
@@ -120,7 +135,15 @@ class EngineCore:
             return
         self._prompt_tokens += len(request.prompt_token_ids)
         self._live[request_id] = sequence
+        if request.grammar:
+            self._constraints.compile(request)
+            return
+        sequence.constraint = self._constraints.of(request)
         self._scheduler.add(sequence)
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """What tokens stand for; before the first request with a grammar."""
+        self._constraints.set_vocabulary(vocabulary)
 
     def abort(self, request_id: str) -> None:
         """Ends a request in any state; its blocks are free on return. An unknown id is one that has ended already."""
@@ -130,6 +153,8 @@ class EngineCore:
 
     def step(self) -> StepResult:
         """One step of all that can run; also emits what ended since the last one."""
+        if self._constraints.is_compiling:
+            self._take_compiled()
         step = self._run() if self._in_flight is None else self._run_overlapped(self._in_flight)
         outputs, self._ended = self._ended, []
         times_s = (0.0, 0.0, 0.0)
@@ -138,6 +163,8 @@ class EngineCore:
             times_s = self._times_s(step)
             if self._pacer is not None:
                 self._pacer.end(times_s[0])
+        elif not outputs and self._constraints.is_compiling:
+            self._constraints.wait(_COMPILE_POLL_S)
         elif not outputs and self._live:
             raise RuntimeError(f"the scheduler found nothing to run for {len(self._live)} live requests")
         self._num_steps += 1
@@ -164,6 +191,17 @@ class EngineCore:
 
     def close(self) -> None:
         self._runner.close()
+        self._constraints.close()
+
+    def _take_compiled(self) -> None:
+        """Requests whose grammar is compiled are scheduled from now on."""
+        for request_id, constraint in self._constraints.take_compiled():
+            sequence = self._live[request_id]
+            if isinstance(constraint, str):
+                self._ended.append(self._refuse(sequence, constraint))
+            else:
+                sequence.constraint = constraint
+                self._scheduler.add(sequence)
 
     def _run(self) -> CompletedStep | None:
         """The next step, computed and read; None when there is nothing to compute."""
@@ -172,7 +210,7 @@ class EngineCore:
         if plan is None:
             return None
         self._begin_pacing(plan)
-        plan = self._with_drafts(plan)
+        plan = self._with_masks(self._with_drafts(plan))
         self._copy_blocks()
         return self._advance(plan, self._execute(plan), planned_s)
 
@@ -183,6 +221,7 @@ class EngineCore:
             plan = self._plan(bool(in_flight))
             if plan is None:
                 break
+            plan = self._with_masks(plan)
             self._copy_blocks()
             if self._is_launch_failed:
                 self._is_launch_failed = False
@@ -238,6 +277,12 @@ class EngineCore:
         self._num_draft_tokens += int(drafts.sum())
         return StepPlan(plan.rows, scheduled, plan.sample_rows, drafts)
 
+    def _with_masks(self, plan: StepPlan) -> StepPlan:
+        """The plan with masks for constrained rows, which are computed while the model runs."""
+        constraints = self._rows.constraints
+        masks = self._constraints.masks(plan, constraints) if constraints else None
+        return plan if masks is None else replace(plan, masks=masks)
+
     def _execute(self, plan: StepPlan) -> SampledTokens:
         try:
             return self._runner.execute(plan, self._table)
@@ -271,6 +316,7 @@ class EngineCore:
             raise RuntimeError(
                 f"the runner sampled {len(sampled.token_ids)} tokens, the plan asked for {plan.num_samples}"
             )
+        sampled = with_refusals(plan, sampled)
         table, rows = self._table, plan.rows[plan.sample_rows]
         positions: Int32Array = table.num_tokens[rows]
         table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
@@ -289,6 +335,7 @@ class EngineCore:
             planned_s,
             sampled.logprobs,
             sampled.errors,
+            sampled.refusals,
             sampled.forward_s,
             sampled.sample_s,
             sampled.prompt_logprobs,
@@ -318,9 +365,11 @@ class EngineCore:
         self._scheduler.mark_computed(rows, num_tokens)
         if step.prompt_logprobs:
             outputs += self._emit_prompt_logprobs(rows, step.prompt_logprobs)
+        live = set(rows.tolist()) if step.refusals else ()
+        outputs += [self._refuse(self._rows[row], text) for row, text in step.refusals.items() if row in live]
         news = zip(step.sampled_rows, step.positions, step.new_token_ids, strict=True)
         for row, position, token_ids in news:
-            if row not in step.errors:
+            if row not in step.errors and row not in step.refusals:
                 outputs.append(self._emit(row, position, token_ids, step.logprobs.get(row, ())))
         return outputs
 
@@ -372,10 +421,16 @@ class EngineCore:
         self._end(sequence)
         return StepOutput(sequence.request.request_id, finish_reason="error", error=error)
 
+    def _refuse(self, sequence: Sequence, error: str) -> StepOutput:
+        """As `_fail`, where the request's own fields are to blame and what it computed is sound."""
+        self._end(sequence)
+        return StepOutput(sequence.request.request_id, finish_reason="error", error=error, is_bad_input=True)
+
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id]
         if self._speculator is not None:
             self._speculator.forget(sequence.row)
+        self._constraints.forget(sequence.request.request_id)
         self._scheduler.remove(sequence)
 
     def _times_s(self, step: CompletedStep) -> tuple[float, float, float]:

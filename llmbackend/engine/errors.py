@@ -6,6 +6,7 @@ Exception
 ├── RuntimeError
 │   └── EngineDeadError         an engine process or thread was lost
 └── ValueError                  an engine argument that cannot be served
+    ├── BadInputError           a request's fields cannot be served together, or not by this model
     ├── CheckpointError         `model`: the files are broken or do not fit config.json
     └── UnshardableError        `tensor_parallel_size`: the model cannot be split so
 """
@@ -33,6 +34,10 @@ class EngineDeadError(RuntimeError):
         super().__init__(message)
         self.kind = kind
         self.details = details
+
+
+class BadInputError(ValueError):
+    """What is wrong with a request, for its client: names the fields."""
 
 
 class CheckpointError(ValueError):

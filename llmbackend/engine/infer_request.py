@@ -144,6 +144,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens  tokens of the prompt that the prefix cache had
     error              for its client, with finish_reason "error"
     prompt_logprobs    of the next tokens of the prompt, the first of all is at position 1; there may be no new tokens
+    is_bad_input       whether the error lies in the request's own fields
     """
 
     request_id: str
@@ -154,6 +155,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0
     error: str = ""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    is_bad_input: bool = False
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,17 +217,30 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.last_step_s - self.last_forward_s - self.last_sample_s, 0.0)
 
 
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a model's tokens stand for: one of these two, from which grammars are matched.
+
+    tokenizer_json  the text of a Hugging Face tokenizer.json
+    token_bytes     by token id, where each byte is a token and others have no text
+    """
+
+    tokenizer_json: str = ""
+    token_bytes: tuple[bytes, ...] = ()
+
+
 class EngineInput(msgspec.Struct, frozen=True, array_like=True):
     """Host → engine, one message per wake-up.
 
-    add       requests
-    abort     request ids
-    shutdown  whether the engine ends after this message
+    add         requests
+    abort       request ids
+    shutdown    whether the engine ends after this message
+    vocabulary  before the first request with a grammar, once for each engine
     """
 
     add: tuple[InferRequest, ...] = ()
     abort: tuple[str, ...] = ()
     shutdown: bool = False
+    vocabulary: Vocabulary | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

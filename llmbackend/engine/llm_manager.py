@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 from . import runners
 from .config import EngineConfig
 from .errors import EngineDeadError
-from .infer_request import EngineInput, EngineStats, InferRequest, ModelInfo, StepOutput, StepResult
+from .infer_request import EngineInput, EngineStats, InferRequest, ModelInfo, StepOutput, StepResult, Vocabulary
 from .process.supervisor import Supervisor, Wakeup
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class LlmManager:
         status_response: Callable[[str, str, StatusType], None],
         engine_lost: Callable[[Sequence[str], EngineDeadError], None],
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        vocabulary: Callable[[], Vocabulary | None] = lambda: None,
     ) -> None:
         """The callbacks, on the loop's thread. An exception of a callback is logged, and the loop goes on.
 
@@ -65,6 +66,8 @@ class LlmManager:
         status_response(id, error, type)    for each pulled request and control signal; error "" = accepted
         engine_lost(request_ids, cause)     the engine has ended, and with it these requests, in the order in which they
                                             were pulled; get_requests may give them out again, to the next engine
+        vocabulary()                        what tokens stand for, before an engine's first request with a grammar; None
+                                            = such requests cannot be served
         """
         self._max_num_seqs = config.max_num_seqs
         self._get_requests = get_requests
@@ -75,6 +78,9 @@ class LlmManager:
         self._engine_lost = engine_lost
         self._stall_timeout_s = stall_timeout_s
         self._wakeup = Wakeup()
+        self._vocabulary = vocabulary
+        self._has_sent_vocabulary = False
+        """Whether this engine knows what tokens stand for."""
         self._supervisor = Supervisor(config, runners, self._wakeup)
         self._thread = threading.Thread(target=self._run, name="llm-manager", daemon=True)
         self._first_load: Future[ModelInfo] = Future()
@@ -167,7 +173,14 @@ class LlmManager:
         add = self._pull() if self._supervisor.info is not None else []
         abort = self._pull_aborts()
         if add or abort:
-            self._supervisor.send(EngineInput(tuple(add), tuple(abort)))
+            self._supervisor.send(EngineInput(tuple(add), tuple(abort), vocabulary=self._first_vocabulary(add)))
+
+    def _first_vocabulary(self, add: Sequence[InferRequest]) -> Vocabulary | None:
+        """For the engine's first request with a grammar: an engine without such requests is not burdened with it."""
+        if self._has_sent_vocabulary or not any(request.grammar for request in add):
+            return None
+        self._has_sent_vocabulary = True
+        return self._call(self._vocabulary)
 
     def _pull(self) -> list[InferRequest]:
         if not self._live:
@@ -196,6 +209,7 @@ class LlmManager:
 
     def _lose_engine(self, error: EngineDeadError) -> None:
         """The owner gets back what was live; the first load is not tried again."""
+        self._has_sent_vocabulary = False
         if not self._first_load.done():
             self._stopping = True
             self._first_load.set_exception(error)

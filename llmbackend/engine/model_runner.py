@@ -114,9 +114,10 @@ class ModelRunner:
         logits = self._forward.logits(plan, table)
         forward_s = time.perf_counter() - start_s
         sampled = SampledTokens(np.empty(0, np.int32))
+        masks = None if plan.masks is None else plan.masks.result()
         with torch.inference_mode():
             if logits is not None:
-                sampled = self._sampler.sample(*plan.samples(table), logits, table)
+                sampled = self._sampler.sample(*plan.samples(table), logits, table, masks)
             if spans := prompt_spans(plan, table):
                 sampled = self._with_prompt_logprobs(sampled, spans, table)
         sample_s = time.perf_counter() - start_s - forward_s

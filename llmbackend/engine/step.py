@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .infer_request import InferRequest, ModelInfo, TokenLogprobs
+from .token_masks import PendingMasks
 
 BROKEN_LOGITS: Final = "the model computed logits that are not finite for this request"
 """The error of a row whose logits hold a NaN or an infinity."""
@@ -84,6 +85,8 @@ class StepPlan:
     sample_rows           bool  [n]  rows whose tokens reach num_tokens[row], which therefore sample; the new token's
                                      position is num_tokens[row]
     num_draft_tokens      int32 [n]  or None when no row has drafts, the common case
+    masks                 which tokens each sample may take; None = all of them, for all samples. They are computed
+                          while the model runs: a runner waits for them when it samples
 
     Drafts are guesses of what a row will sample. The d drafts of a row stand in table.token_ids[row, num_tokens :
     num_tokens + d] and are the last d of its scheduled tokens; only rows that sample have any. Such a row samples 1 + d
@@ -95,6 +98,7 @@ class StepPlan:
     num_scheduled_tokens: Int32Array
     sample_rows: BoolArray
     num_draft_tokens: Int32Array | None = None
+    masks: PendingMasks | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +126,13 @@ class StepPlan:
         """The part of the plan that concerns rows[index]."""
         part = slice(index, index + 1)
         drafts = None if self.num_draft_tokens is None else self.num_draft_tokens[part]
-        return StepPlan(self.rows[part], self.num_scheduled_tokens[part], self.sample_rows[part], drafts)
+        masks = None
+        if self.masks is not None:
+            before = StepPlan(self.rows[:index], self.num_scheduled_tokens[:index], self.sample_rows[:index],
+                              None if self.num_draft_tokens is None else self.num_draft_tokens[:index])  # fmt: skip
+            count = int(self.sample_rows[index]) * (1 + (0 if drafts is None else int(drafts[0])))
+            masks = self.masks.result().only(before.num_samples, before.num_samples + count)
+        return StepPlan(self.rows[part], self.num_scheduled_tokens[part], self.sample_rows[part], drafts, masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +143,7 @@ class SampledTokens:
                (without drafts: one for each row that samples)
     logprobs   by row, for the sampled rows whose request asks for them: one for each of the row's tokens in token_ids
     errors     by row, the text for its client; such a row ends with it, its token_ids are ignored
+    refusals   as errors, where the request's own fields leave no token; the core adds them from the plan's masks
     forward_s  seconds that computing the logits took, by the clock of the device that computed
     sample_s   the same of sampling
     prompt_logprobs  by row, for rows that need logprobs of their prompt: those of its next tokens
@@ -145,6 +156,7 @@ class SampledTokens:
     token_ids: Int32Array
     logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
+    refusals: Mapping[int, str] = field(default_factory=dict)
     forward_s: float = 0.0
     sample_s: float = 0.0
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)

@@ -356,7 +356,7 @@ def test_the_hosts_share_of_a_step_is_what_the_device_waited() -> None:
 
 
 def msgspec_replace(sampled: SampledTokens, forward_s: float) -> SampledTokens:
-    return SampledTokens(sampled.token_ids, sampled.logprobs, sampled.errors, forward_s)
+    return SampledTokens(sampled.token_ids, sampled.logprobs, sampled.errors, forward_s=forward_s)
 
 
 def test_an_early_end_of_offline_generation_leaves_nothing_in_flight() -> None:

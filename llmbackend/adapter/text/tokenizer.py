@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer, decoders
 
 from llmbackend.core.backend_api import invalid_argument
+from llmbackend.engine.infer_request import Vocabulary
 
 from .chat import ChatTemplate, Message
 
@@ -63,6 +64,9 @@ class ModelTokenizer(Protocol):
     def special_text(self, token_id: int) -> str | None:
         """The own text of a special token; None for a token of any other kind."""
 
+    def vocabulary(self) -> Vocabulary | None:
+        """What tokens stand for, for grammars; None where that cannot be told."""
+
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer: ...
 
 
@@ -103,6 +107,9 @@ class ByteTokenizer:
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         return ByteDetokenizer(self._bytes if skip_special_tokens else self._with_special)
 
+    def vocabulary(self) -> Vocabulary | None:
+        return Vocabulary(token_bytes=tuple(bytes((byte,)) for byte in range(256)))
+
     @staticmethod
     def _bytes(token_id: int) -> bytes:
         return bytes((token_id,)) if token_id < 256 else b""
@@ -135,14 +142,23 @@ class NoTokenizer:
     def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         return NullDetokenizer()
 
+    def vocabulary(self) -> Vocabulary | None:
+        return None
+
 
 class HuggingFaceTokenizer:
     """A checkpoint's, run by the library `tokenizers`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, chat_template: ChatTemplate | None = None, directory: Path | None = None
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None = None,
+        directory: Path | None = None,
+        tokenizer_json: str = "",
     ) -> None:
-        """directory: the checkpoint's; None for a tokenizer that was made in memory."""
+        """directory: the checkpoint's; None for a tokenizer that was made in memory. tokenizer_json: from which it was
+        made; "" = the directory's file."""
+        self._json = tokenizer_json
         self.directory = directory
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -159,7 +175,7 @@ class HuggingFaceTokenizer:
 
     def with_tokenizer(self, tokenizer_json: str) -> HuggingFaceTokenizer:
         """The same with another tokenizer, given as the text of a tokenizer.json."""
-        return HuggingFaceTokenizer(Tokenizer.from_str(tokenizer_json), self._template, self.directory)
+        return HuggingFaceTokenizer(Tokenizer.from_str(tokenizer_json), self._template, self.directory, tokenizer_json)
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         if len(text) <= _SHORT_CHARS:
@@ -187,6 +203,12 @@ class HuggingFaceTokenizer:
 
     def special_text(self, token_id: int) -> str | None:
         return self._special_texts.get(token_id)
+
+    def vocabulary(self) -> Vocabulary | None:
+        path = self.directory and self.directory / "tokenizer.json"
+        if not self._json and path and path.is_file():
+            return Vocabulary(tokenizer_json=path.read_text(encoding="utf-8"))
+        return Vocabulary(tokenizer_json=self._json or self._tokenizer.to_str())
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))

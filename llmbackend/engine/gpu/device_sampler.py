@@ -19,6 +19,7 @@ import triton
 from ..infer_request import InferRequest, SamplingParams
 from ..sampling.rows import RowEdits, SampleLogprobs, SamplingRows, sampled_tokens
 from ..step import Int32Array, RowTable, SampledTokens, StepPlan
+from ..token_masks import PendingMasks
 from .device import Device
 from .device_rows import DeviceRows
 from .kernels import ranked_sampling, sampling
@@ -97,20 +98,20 @@ class DeviceSampler:
         self._dirty.add(row)
 
     def begin(self, plan: StepPlan, table: RowTable) -> PreparedSampling:
-        return self.prepare(plan.samples(table)[0])
+        return self.prepare(plan.samples(table)[0], plan.masks)
 
     @property
     def is_plain(self) -> bool:
         """Whether no row asks for more than a token from the whole distribution."""
         return not (self._rows.edits or self._rows.limited or self._rows.with_logprobs)
 
-    def prepare(self, sampled_rows: Int32Array | None = None) -> PreparedSampling:
-        """Reads all that the next `sample` needs of the host. To be given up, or used once; the next step's may be
-        prepared before this one's is used. sampled_rows: of each sample, for `result`."""
+    def prepare(self, sampled_rows: Int32Array | None = None, masks: PendingMasks | None = None) -> PreparedSampling:
+        """Reads all that the next `sample` needs of the host, but for the masks (`complete`). To be given up, or used
+        once; the next step's may be prepared before this one's is used. sampled_rows: of each sample, for `result`."""
         rows = self._rows
         most_logprobs = max((int(rows.num_logprobs[row]) for row in rows.with_logprobs), default=-1)
         features = _Features(len(rows.edits), bool(rows.limited), most_logprobs)
-        return PreparedSampling(self, self._on_device, self._changes(), features, sampled_rows)
+        return PreparedSampling(self, self._on_device, self._changes(), features, sampled_rows, masks)
 
     def compile(self, logits: torch.Tensor, token_table: torch.Tensor, num_prompt_tokens: torch.Tensor) -> None:
         """Device work: samples once in every way while no row is used yet, so that no request waits for a compiler,
@@ -163,9 +164,13 @@ class DeviceSampler:
         return self._staged(np.stack((np.concatenate(ids).astype(np.int32), np.concatenate(values).view(np.int32))))
 
     def _staged(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        """Host memory that is copied without waiting; torch keeps it until the copy is done."""
-        tensor = torch.from_numpy(array)
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+        return _staged(array, self._device)
+
+
+def _staged(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """Host memory that is copied without waiting; torch keeps it until the copy is done."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def _write_edits(record: np.void, edits: RowEdits, spans: tuple[int, int, int, int]) -> None:
@@ -225,10 +230,20 @@ class PreparedSampling:
         changes: _Changes,
         features: _Features,
         sampled_rows: Int32Array | None,
+        masks: PendingMasks | None,
     ) -> None:
+        self._pending = masks
+        self._masks: tuple[torch.Tensor, torch.Tensor] | None = None
         self._sampler, self._state, self._changes, self._features = sampler, state, changes, features
         self._sampled_rows = sampled_rows
         self._fetched: list[torch.Tensor] = []
+
+    def complete(self) -> None:
+        """Copies the masks, whose memory the host uses again."""
+        if self._pending is not None:
+            masks, device = self._pending.result(), self._state.device
+            index, words = masks.index.copy(), masks.words.view(np.int32).copy()
+            self._masks = _staged(index, device), _staged(words, device)
 
     def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         where = rows.samples(len(logits))
@@ -265,6 +280,8 @@ class PreparedSampling:
         launches = _Launches(self._state, self._features, logits, rows, positions)
         if self._features.num_edited:
             launches.edit(token_table, num_prompt_tokens)
+            if self._masks is not None:
+                launches.mask(*self._masks)
         else:
             self._state.forget_copies()
         launches.summarise()
@@ -319,6 +336,14 @@ class _Launches:
         sampling.edit_kernel[(self._num_samples,)](
             self._rows, self._positions, self._state.records, self._slots, self._copies, counts, ids, values,
             token_table, token_table.stride(0), num_prompt_tokens, self._vocab_size,
+        )  # fmt: skip
+
+    def mask(self, index: torch.Tensor, words: torch.Tensor) -> None:
+        """Forbids tokens in the changed copies. index int32 [samples], words int32 [n, …]: as of TokenMasks."""
+        index, words = (tensor.to(self._logits.device, non_blocking=True) for tensor in (index, words))
+        sampling.mask_kernel[self._tiles()](
+            self._slots, self._copies, index, words, words.stride(0), self._vocab_size, len(index),
+            BLOCKS=_BLOCKS_AT_ONCE,
         )  # fmt: skip
 
     def summarise(self) -> None:

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 class StepSampling(Protocol):
     """One step's sampling."""
 
+    def complete(self) -> None:
+        """Waits on the host for what the sampling needs beside the logits. Called when those are being computed."""
+
     def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         """Device work: samples from logits [samples, vocab], and adds the tokens to the rows."""
 
@@ -154,6 +157,7 @@ class GpuRunner:
         device.enqueue(lambda: logits.append(_logits(parts, message, graph_size)[:num_samples]))
         computed = device.record()
         if num_samples:
+            sampling.complete()
             device.enqueue(lambda: _sample(parts, sampling, logits[0]))
         end = device.record()
         if self.max_steps_in_flight == 1:
@@ -198,8 +202,12 @@ class _HostStep:
         self._sampler, self._plan, self._table = sampler, plan, table
         self._sampled = SampledTokens(np.empty(0, np.int32))
 
+    def complete(self) -> None:
+        """The masks are waited for when the step is sampled."""
+
     def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
-        self._sampled = self._sampler.sample(*self._plan.samples(self._table), logits, self._table)
+        masks = None if self._plan.masks is None else self._plan.masks.result()
+        self._sampled = self._sampler.sample(*self._plan.samples(self._table), logits, self._table, masks)
         token_ids = torch.from_numpy(self._sampled.token_ids).to(logits.device)
         rows.put(*rows.samples(len(token_ids)), token_ids)
 

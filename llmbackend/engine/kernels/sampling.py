@@ -14,6 +14,7 @@ import torch
 
 from ..sampling.rows import RowEdits, SampleLogprobs, SamplingRows
 from ..step import Int32Array, RowTable
+from ..token_masks import TokenMasks
 from .library import NativeKernels
 from .weights import TYPE_OF
 
@@ -41,6 +42,8 @@ class _Samples(ctypes.Structure):
         ("stride", c_int64),
         *((name, c_void_p) for name in ("rows", "positions", "token_ids")),
         *((name, c_void_p) for name in ("logprobs", "ranks", "top_ids", "top_logprobs")),
+        ("masks", c_void_p),
+        ("mask_index", c_void_p),
         *((name, c_int32) for name in ("top_stride", "num_samples", "vocab", "logits_type")),
     ]
 
@@ -79,7 +82,12 @@ class NativeSampling:
         self._edits[row] = ctypes.addressof(native)
 
     def sample(
-        self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable
+        self,
+        rows: Int32Array,
+        positions: Int32Array,
+        logits: torch.Tensor,
+        table: RowTable,
+        masks: TokenMasks | None = None,
     ) -> tuple[Int32Array, SampleLogprobs | None]:
         """As TorchSampling.sample. Raises MemoryError."""
         rows, positions = (np.ascontiguousarray(array, np.int32) for array in (rows, positions))
@@ -90,6 +98,9 @@ class NativeSampling:
         samples.logits, samples.stride, samples.logits_type = logits.data_ptr(), logits.stride(0), TYPE_OF[logits.dtype]
         samples.rows, samples.positions = rows.ctypes.data, positions.ctypes.data
         samples.token_ids, samples.num_samples = token_ids.ctypes.data, len(rows)
+        samples.masks = samples.mask_index = None
+        if masks is not None:
+            samples.masks, samples.mask_index = masks.words.ctypes.data, masks.index.ctypes.data
         logprobs = self._room_for_logprobs(rows) if self._with_logprobs else None
         self._point_to(table)
         if self._function(self._kernels.pointer, ctypes.byref(self._rows), ctypes.byref(samples)):

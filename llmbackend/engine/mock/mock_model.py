@@ -21,11 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..bad_words import BadWords
 from ..config import EngineConfig
 from ..infer_request import BANNED_BIAS, FinishReason, InferRequest, ModelInfo, SamplingParams, TokenLogprobs
 from ..sampling.prompt_logprobs import prompt_spans
-from ..sampling.rows import BadWords, splitmix64, uniform
+from ..sampling.rows import splitmix64, uniform
 from ..step import PENDING_TOKEN, Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
+from ..token_masks import FORBIDDEN, TokenMasks, Words, as_bools
 
 DEFAULT_MAX_MODEL_LEN = 4096
 MIN_VOCAB_SIZE = 130
@@ -78,9 +80,11 @@ class MockRunner:
         self._slots[slots] = table.token_ids[rows, positions]
         token_ids: list[int] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
-        for row, position in zip(*(array.tolist() for array in plan.samples(table)), strict=True):
+        masks = None if plan.masks is None else plan.masks.result()
+        samples = zip(*(array.tolist() for array in plan.samples(table)), strict=True)
+        for i, (row, position) in enumerate(samples):
             context: Int32Array = self._slots[context_slots(row, position, table)]
-            token_id, row_logprobs = self._sample(context, self._requests[row])
+            token_id, row_logprobs = self._sample(context, self._requests[row], _allowed(masks, i))
             token_ids.append(token_id)
             if row_logprobs is not None:
                 logprobs.setdefault(row, []).append(row_logprobs)
@@ -108,10 +112,17 @@ class MockRunner:
                 found.setdefault(one.row, []).append(logprobs)
         return found
 
-    def _sample(self, context: Int32Array, request: InferRequest) -> tuple[int, TokenLogprobs | None]:
+    def _sample(
+        self, context: Int32Array, request: InferRequest, allowed: Words | None
+    ) -> tuple[int, TokenLogprobs | None]:
         """The token behind `context`, int32 [n]."""
         logits = mock_logits(context, self.info.vocab_size)
-        return sample(logits, context, len(request.prompt_token_ids), request.sampling, self.info.eos_token_ids)
+        eos = self.info.eos_token_ids
+        return sample(logits, context, len(request.prompt_token_ids), request.sampling, eos, allowed)
+
+
+def _allowed(masks: TokenMasks | None, sample: int) -> Words | None:
+    return None if masks is None or masks.index[sample] < 0 else masks.words[masks.index[sample]]
 
 
 def scheduled_slots(plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32Array, Int32Array]:
@@ -191,8 +202,10 @@ def sample(
     num_prompt_tokens: int,
     sampling: SamplingParams,
     eos_token_ids: Collection[int],
+    allowed: Words | None = None,
 ) -> tuple[int, TokenLogprobs | None]:
-    """The token at position len(token_ids), given logits float64 [vocab_size] and the tokens so far, int32 [n]."""
+    """The token at position len(token_ids), given logits float64 [vocab_size] and the tokens so far, int32 [n].
+    allowed: None = all tokens."""
     processed = logits.copy()
     for token_id, bias in sampling.logit_bias.items():
         processed[token_id] += bias
@@ -201,6 +214,8 @@ def sample(
     if len(token_ids) - num_prompt_tokens < sampling.min_tokens:
         processed[list({*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)})] = -np.inf
     _penalise(processed, token_ids, num_prompt_tokens, sampling)
+    if allowed is not None:
+        processed[~as_bools(allowed, len(processed))] = FORBIDDEN
     if sampling.temperature < 1e-5:
         token_id = int(processed.argmax())
     else:
@@ -272,6 +287,7 @@ class _Sample:
     context_slots: Int32Array
     """Of all tokens before it, int32 [position]."""
     request: InferRequest
+    allowed: Words | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +300,12 @@ class _DeviceStep:
     token_ids: Int32Array
     samples: list[_Sample]
     prompt_tokens: list[_PromptToken]
+
+
+def _copied(masks: TokenMasks | None, sample: int) -> Words | None:
+    """As `_allowed`, for a step that goes on when the host has reused the masks' memory."""
+    allowed = _allowed(masks, sample)
+    return None if allowed is None else allowed.copy()
 
 
 class OverlappingMockRunner(MockRunner):
@@ -310,9 +332,10 @@ class OverlappingMockRunner(MockRunner):
         assert len(self._launched) < self.max_steps_in_flight, "more steps are launched than may be in flight"
         assert plan.num_draft_tokens is None, "drafts are launched"
         rows, positions, slots = scheduled_slots(plan, table)
+        masks = None if plan.masks is None else plan.masks.result()
         samples = [
-            _Sample(row, position, context_slots(row, position, table), self._requests[row])
-            for row, position in zip(*(array.tolist() for array in plan.samples(table)), strict=True)
+            _Sample(row, position, context_slots(row, position, table), self._requests[row], _copied(masks, i))
+            for i, (row, position) in enumerate(zip(*(part.tolist() for part in plan.samples(table)), strict=True))
         ]
         step = _DeviceStep(
             rows, positions, slots, table.token_ids[rows, positions], samples, _prompt_tokens(plan, table)
@@ -341,7 +364,7 @@ class OverlappingMockRunner(MockRunner):
         token_ids: list[int] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for one in step.samples:
-            token_id, row_logprobs = self._sample(self._slots[one.context_slots], one.request)
+            token_id, row_logprobs = self._sample(self._slots[one.context_slots], one.request, one.allowed)
             token_ids.append(token_id)
             self._newest[one.row] = one.position, token_id
             if row_logprobs is not None:

@@ -81,6 +81,8 @@ def _take_inputs(core: EngineCore, link: Link) -> bool:
             return True
         if message.shutdown:
             return False
+        if message.vocabulary is not None:
+            core.set_vocabulary(message.vocabulary)
         for request in message.add:
             core.add(request)
         for request_id in message.abort:

@@ -5,19 +5,19 @@ For: the samplers. They read the record as arrays over rows (`SamplingRows`), an
 its logits and its own tokens, with one random number for (seed, position), the same in every batch, process and
 restart; a request that changes nothing about its logits costs nothing.
 
-A grammar's mask belongs into `RowEdits`, as a set of allowed tokens: like the bans of bad words it follows from the
-row's tokens, is renewed before each sample, and reaches all samplers through the edits that they apply already.
+Masks (token_masks.py) come with a step's plan and are applied after a row's edits, so a row that may have masks has
+edits, if only empty ones.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from ..grammars.row_constraint import is_constrained
 from ..infer_request import InferRequest, TokenLogprobs
 from ..step import BROKEN_LOGITS, NO_TOKEN, Int32Array, SampledTokens
 
@@ -135,31 +135,7 @@ def row_edits(request: InferRequest, vocab_size: int, eos_token_ids: Sequence[in
         prompt_ids=np.unique(np.array(request.prompt_token_ids if repetition else (), np.int64)),
     )
     changes_per_step = (sampling.min_tokens and len(edits.stop_ids)) or edits.has_penalties or sampling.bad_words
-    return edits if sampling.logit_bias or changes_per_step else None
-
-
-class BadWords:
-    """One request's words of several tokens that may not be generated: the token that would complete one is banned.
-
-    A step's cost grows with the number of different lengths, not of words. Source: TensorRT-LLM's bad words, which may
-    begin in the prompt.
-    """
-
-    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
-        """`words`: token ids, two or more each."""
-        self._endings: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
-        for word in words:
-            self._endings[len(word) - 1][word[:-1]].append(word[-1])
-        self._max_length = max(self._endings, default=0)
-
-    def banned(self, token_ids: Int32Array) -> list[int]:
-        """The tokens that may not follow `token_ids`, int32 [n]."""
-        tail = token_ids[-self._max_length :].tolist()
-        found: list[int] = []
-        for length, endings in self._endings.items():
-            if length <= len(tail):
-                found += endings.get(tuple(tail[-length:]), ())
-        return found
+    return edits if sampling.logit_bias or changes_per_step or is_constrained(request) else None
 
 
 def uniform(seeds: UInt64Array, positions: UInt64Array) -> npt.NDArray[np.float64]:

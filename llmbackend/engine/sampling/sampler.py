@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..bad_words import BadWords
 from ..infer_request import BANNED_BIAS, InferRequest
 from ..kernels.library import NativeKernels
 from ..kernels.sampling import NativeSampling
 from ..step import NO_TOKEN, Int32Array, RowTable, SampledTokens
+from ..token_masks import FORBIDDEN, TokenMasks, as_bools
 from .drawing import Limits, draw, draw_limited, likeliest, most_likely
-from .rows import BadWords, RowEdits, SampleLogprobs, SamplingRows, sampled_tokens, uniform
+from .rows import RowEdits, SampleLogprobs, SamplingRows, sampled_tokens, uniform
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -48,14 +50,21 @@ class Sampler:
         self._bad_words.pop(row, None)
         self._tell_native(row)
 
-    def sample(self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable) -> SampledTokens:
+    def sample(
+        self,
+        rows: Int32Array,
+        positions: Int32Array,
+        logits: torch.Tensor,
+        table: RowTable,
+        masks: TokenMasks | None = None,
+    ) -> SampledTokens:
         """The token at each (row, position) from logits [len(rows), vocab_size or more], in any float type, left
         unchanged. A row with drafts is there several times in a row, with rising positions; rows with bad words have
         no drafts."""
         if self._bad_words:
             self._ban(rows, positions, table)
         native = self._native if logits.device.type == "cpu" else None
-        return sampled_tokens(rows, *(native or self._torch).sample(rows, positions, logits, table))
+        return sampled_tokens(rows, *(native or self._torch).sample(rows, positions, logits, table, masks))
 
     def _ban(self, rows: Int32Array, positions: Int32Array, table: RowTable) -> None:
         """Gives rows with bad words the bias of this step."""
@@ -78,7 +87,12 @@ class TorchSampling:
         self._rows = rows
 
     def sample(
-        self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable
+        self,
+        rows: Int32Array,
+        positions: Int32Array,
+        logits: torch.Tensor,
+        table: RowTable,
+        masks: TokenMasks | None = None,
     ) -> tuple[Int32Array, SampleLogprobs | None]:
         """As Sampler.sample: token ids (NO_TOKEN where logits are not finite) and, if any row asks, logprobs."""
         logits = logits[:, : self._rows.vocab_size]
@@ -91,13 +105,15 @@ class TorchSampling:
         index = np.flatnonzero((random | edited) & sound)
         if len(index):
             work = logits[torch.from_numpy(index).to(logits.device)].float()
-            token_ids[index] = self._choose(rows[index], positions[index], work, table)
+            self._edit(rows[index], positions[index], work, table)
+            if masks is not None:
+                apply_masks(work, masks, masks.index[index])
+            token_ids[index] = self._choose(rows[index], positions[index], work)
         token_ids[~sound] = NO_TOKEN
         return token_ids, self._logprobs(rows, token_ids, logits) if self._rows.with_logprobs else None
 
-    def _choose(self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor, table: RowTable) -> Int64Array:
-        """Tokens for rows that are not plainly greedy; `logits` is a float32 copy."""
-        self._edit(rows, positions, logits, table)
+    def _choose(self, rows: Int32Array, positions: Int32Array, logits: torch.Tensor) -> Int64Array:
+        """Tokens for rows that are not plainly greedy; `logits` is an edited float32 copy."""
         chosen: Int64Array = likeliest(logits)[1].cpu().numpy()
         index = np.flatnonzero(self._rows.temperature[rows])
         if not len(index):
@@ -171,6 +187,15 @@ def apply_edits(logits: torch.Tensor, edits: Sequence[RowEdits], outputs: Sequen
         logits[rows, ids] = float("-inf")
     _penalise_repetition(logits, edits, outputs)
     _penalise_output(logits, edits, outputs)
+
+
+def apply_masks(logits: torch.Tensor, masks: TokenMasks, index: Int32Array) -> None:
+    """Changes logits float32 [samples, vocab] in place. index int32 [samples]: as of TokenMasks."""
+    masked = np.flatnonzero(index >= 0)
+    if len(masked):
+        allowed = torch.from_numpy(as_bools(masks.words[index[masked]], logits.shape[1])).to(logits.device)
+        where = torch.from_numpy(masked).to(logits.device)
+        logits[where] = logits[where].masked_fill_(~allowed, FORBIDDEN)
 
 
 def _penalise_repetition(logits: torch.Tensor, edits: Sequence[RowEdits], outputs: Sequence[Int32Array]) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 
 from ..memory.kv_cache import KVCacheManager
 from ..memory.prefix_cache import Key, Prefix
-from ..step import BoolArray, Int32Array, StepPlan
+from ..step import PENDING_TOKEN, BoolArray, Int32Array, StepPlan
 from .sequence import Rows, Sequence
 from .step_pacing import StepBudget, StepPacer
 
@@ -141,6 +141,8 @@ class Scheduler:
         rows = self._rows_of_running()
         if in_flight:
             rows = rows[self._table.num_tokens[rows] < self._rows.max_total_tokens[rows]]
+            if self._rows.constraints:
+                rows = rows[self._may_follow(rows)]
         chunks = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
         is_prompt = chunks > 1
         decodes = (~is_prompt).nonzero()[0]
@@ -155,6 +157,13 @@ class Scheduler:
         self._cut_prompts(rows, chunks, is_prompt, budget)
         reached = chunks > 0
         return rows[reached], chunks[reached], budget
+
+    def _may_follow(self, rows: Int32Array) -> BoolArray:
+        """bool [rows]: not the constrained rows whose last token is not read yet, since their masks follow from it."""
+        is_constrained = np.isin(rows, list(self._rows.constraints))
+        last_token_ids = self._table.token_ids[rows, self._table.num_tokens[rows] - 1]
+        may_follow: BoolArray = ~is_constrained | (last_token_ids != PENDING_TOKEN)
+        return may_follow
 
     def _cut_prompts(self, rows: Int32Array, chunks: Int32Array, is_prompt: BoolArray, budget: StepBudget) -> None:
         """Makes the chunks of running prompts fit into the budget, in their order."""

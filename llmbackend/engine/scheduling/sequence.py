@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..grammars.row_constraint import RowConstraint
+from ..grammars.row_constraint import refusal as constraint_refusal
 from ..infer_request import FinishReason, InferRequest, ModelInfo
 from ..step import Int32Array, PromptLogprobs, RowTable, Runner
 
@@ -16,6 +18,7 @@ class Sequence:
     """One live request. Sequences are ordered by their key: the smaller is first in everything, and preempted last.
 
     key                (priority, arrival)
+    constraint         which tokens it may get; None = all
     row                -1 until it is admitted, and then its row until it ends
     token_ids          its tokens as int32 [n], from its first turn at the head of the queue until it has a row
     num_cached_tokens  tokens that the prefix cache had when it was first admitted; -1 before
@@ -25,6 +28,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "constraint",
         "key",
         "max_total_tokens",
         "min_total_tokens",
@@ -40,6 +44,7 @@ class Sequence:
         self.request = request
         self.row = -1
         self.token_ids: Int32Array | None = None
+        self.constraint: RowConstraint | None = None
         self.num_cached_tokens = -1
         self.key = (request.priority, arrival)
         self.min_total_tokens = prompt_len + sampling.min_tokens
@@ -67,8 +72,8 @@ def refusal(request: InferRequest, info: ModelInfo) -> str:
             f"prompt_token_ids has {len(prompt)} tokens, expected at most {info.max_model_len - 1} "
             f"(max_model_len {info.max_model_len}, one token to generate)"
         )
-    if request.grammar or request.reasoning is not None or request.sampling.allowed_token_ids:
-        return "'structured_outputs', reasoning limits and 'allowed_token_ids' are not supported by this engine"
+    if error := constraint_refusal(request, info.vocab_size):
+        return error
     if request.sampling.max_tokens < 0:
         return f"max_tokens is {request.sampling.max_tokens}, expected at least 0"
     if (request.sampling.prompt_logprobs or 0) < -1:
@@ -93,6 +98,8 @@ class Rows:
         self.table = table
         self._runner = runner
         self._vocab_size = runner.info.vocab_size
+        self.constraints: dict[int, RowConstraint] = {}
+        """By row, for the rows that have one."""
         self._free = list(range(table.max_num_seqs - 1, -1, -1))
         self._holder: list[Sequence | None] = [None] * table.max_num_seqs
         self.max_total_tokens: Int32Array = np.zeros(table.max_num_seqs, np.int32)
@@ -153,6 +160,8 @@ class Rows:
         if (wanted := self.wanted_prompt_logprobs(sequence)) is not None:
             table.prompt_logprobs[row] = wanted
         self._free.pop()
+        if sequence.constraint is not None:
+            self.constraints[row] = sequence.constraint
         self._holder[row] = sequence
         self.generation[row] += 1
         sequence.row = row
@@ -163,6 +172,7 @@ class Rows:
         self._runner.remove_row(sequence.row)
         self.table.prompt_logprobs.pop(sequence.row, None)
         self._holder[sequence.row] = None
+        self.constraints.pop(sequence.row, None)
         self.generation[sequence.row] += 1
         self._free.append(sequence.row)
         sequence.row = -1

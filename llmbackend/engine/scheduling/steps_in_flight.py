@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ..infer_request import TokenLogprobs
-from ..step import PENDING_TOKEN, Int32Array, OverlappingRunner, StepPlan
+from ..step import NO_TOKEN, PENDING_TOKEN, Int32Array, OverlappingRunner, SampledTokens, StepPlan
 from .sequence import Rows
 
 
@@ -31,6 +31,7 @@ class CompletedStep:
     new_token_ids        one or more for each of them
     logprobs             as in SampledTokens; may have other rows, too
     errors               as in SampledTokens; may have other rows, too
+    refusals             as in SampledTokens; may have other rows, too
     planned_s            when the step was begun, by the core's clock
     forward_s            see SampledTokens
     sample_s             see SampledTokens
@@ -45,6 +46,7 @@ class CompletedStep:
     planned_s: float
     logprobs: Mapping[int, Items[TokenLogprobs]] = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
+    refusals: Mapping[int, str] = field(default_factory=dict)
     forward_s: float = 0.0
     sample_s: float = 0.0
     prompt_logprobs: Mapping[int, Items[TokenLogprobs]] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class StepsInFlight:
                 f"expected {plan.num_samples} tokens of step {step.step_id}"
             )
         self._steps.popleft()
+        sampled = with_refusals(plan, sampled)
         is_live = self._rows.generation[plan.rows] == step.generation
         samples = is_live & plan.sample_rows
         rows, positions, token_ids = plan.rows[samples], step.num_tokens[samples], token_ids[is_live[plan.sample_rows]]
@@ -121,7 +124,25 @@ class StepsInFlight:
             step.planned_s,
             sampled.logprobs,
             sampled.errors,
+            sampled.refusals,
             sampled.forward_s,
             sampled.sample_s,
             sampled.prompt_logprobs,
         )
+
+
+def with_refusals(plan: StepPlan, sampled: SampledTokens) -> SampledTokens:
+    """What the step sampled, without the tokens of samples that had none to choose from. A row's first sample without
+    one is the row's refusal; a later one is NO_TOKEN, since the drafts before it may be wrong."""
+    errors = plan.masks.result().errors if plan.masks is not None else {}
+    if not errors:
+        return sampled
+    counts = plan.num_draft_tokens[plan.sample_rows] + 1 if plan.num_draft_tokens is not None else 1
+    rows = np.repeat(plan.rows[plan.sample_rows], counts)
+    token_ids, refusals = sampled.token_ids.copy(), dict[int, str]()
+    for sample, text in errors.items():
+        if sample == 0 or rows[sample - 1] != rows[sample]:
+            refusals[int(rows[sample])] = text
+        else:
+            token_ids[sample] = NO_TOKEN
+    return replace(sampled, token_ids=token_ids, refusals=refusals)

@@ -55,6 +55,8 @@ class _GreedyStep:
     def __init__(self) -> None:
         self._token_ids = torch.empty(0, dtype=torch.int32)
 
+    def complete(self) -> None: ...
+
     def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         self._token_ids = logits.argmax(-1).to(torch.int32)
         rows.put(*rows.samples(len(logits)), self._token_ids)

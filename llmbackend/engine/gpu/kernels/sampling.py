@@ -18,6 +18,8 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from ... import token_masks
+
 RECORD = np.dtype(
     [
         ("temperature", np.float64),  # a float32's value; 0: greedy
@@ -106,6 +108,8 @@ def load_logits(logits, stride, copies, sample, slot, vocab_size, ids, mask, EDI
 
 BLOCKS_AT_ONCE = 16
 
+FORBIDDEN = tl.constexpr(token_masks.FORBIDDEN)
+
 
 IDS_AT_ONCE = tl.constexpr(256)
 _TOKENS_AT_ONCE = tl.constexpr(1024)
@@ -166,6 +170,21 @@ def edit_kernel(
         _penalise(
             copy, tokens, begin, position, counts + slot * vocab_size, vocab_size, repetition, frequency, presence
         )
+
+
+@triton.jit(do_not_specialize=["num_masked"])
+def mask_kernel(slots, copies, index, words, words_stride, vocab_size, num_masked, BLOCKS: tl.constexpr):
+    """Forbids in the copies what masks exclude. index int32 [num_masked]: each sample's row of words, -1: none."""
+    sample = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + sample).to(tl.int64)
+    which = tl.load(index + sample, mask=sample < num_masked, other=-1).to(tl.int64)
+    if (slot < 0) | (which < 0):
+        return
+    ids = tl.program_id(1) * BLOCKS * BLOCK + tl.arange(0, BLOCKS * BLOCK)
+    inside = ids < vocab_size
+    word = tl.load(words + which * words_stride + (ids >> 5), mask=inside, other=-1)
+    is_forbidden = inside & (((word >> (ids & 31)) & 1) == 0)
+    tl.store(copies + slot * vocab_size + ids, tl.full((BLOCKS * BLOCK,), FORBIDDEN, tl.float32), mask=is_forbidden)
 
 
 @triton.jit

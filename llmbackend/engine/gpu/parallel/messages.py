@@ -33,10 +33,22 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_tokens: int
     """How many new tokens `words` holds; not those that the step computes."""
     has_drafts: bool
+    has_masks: bool
     words: bytes
     """int32 in native byte order. Sections of a word for each row: rows, num_scheduled_tokens, sample_rows, num_tokens,
     num_prompt_tokens, num_computed_tokens, where the row's new tokens begin, how many they are, and num_draft_tokens if
     has_drafts. Then the new tokens, and the new blocks: rows, columns, ids."""
+
+
+class Masks(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Those of the step before it, which said that it has some.
+
+    index  int32 [samples]  as of TokenMasks
+    words  uint32 [n, …]
+    """
+
+    index: bytes
+    words: bytes
 
 
 class Collect(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -53,7 +65,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The last message."""
 
 
-Message = Join | RowAdded | RowRemoved | Step | Collect | Stop
+Message = Join | RowAdded | RowRemoved | Step | Masks | Collect | Stop
 
 
 class TableSender:
@@ -82,7 +94,7 @@ class TableSender:
             *([] if drafts is None else [drafts]),
         )
         words = np.concatenate((*sections, token_ids, *self._new_blocks(plan, table)), dtype=np.int32)
-        return Step(step_id, len(rows), len(token_ids), drafts is not None, words.tobytes())
+        return Step(step_id, len(rows), len(token_ids), drafts is not None, plan.masks is not None, words.tobytes())
 
     def _new_tokens(self, plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32Array, Int32Array]:
         """For each row, where its new tokens begin and how many they are; and all new tokens. Pending tokens and drafts

@@ -10,12 +10,14 @@ rank ends the engine, because the others have done half of it or wait for the re
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import msgspec
+import numpy as np
 import torch
 
 from ...config import EngineConfig
@@ -23,13 +25,14 @@ from ...errors import ProgramUnsupportedError
 from ...infer_request import InferRequest, ModelInfo
 from ...model.loader import LoadedModel
 from ...step import OverlappingRunner, RowTable, SampledTokens, StepPlan
+from ...token_masks import PendingMasks, TokenMasks, num_words
 from ..device import CudaDevice, Memory
 from ..fake_device import FakeDevice
 from ..start import choose, start
 from . import collectives
 from .collectives import ProcessGroup
 from .followers import Followers
-from .messages import Collect, Join, Message, RowAdded, RowRemoved, Step, Stop, TableSender, apply
+from .messages import Collect, Join, Masks, Message, RowAdded, RowRemoved, Step, Stop, TableSender, apply
 from .sharding import load_part, refusal
 
 logger = logging.getLogger(__name__)
@@ -89,15 +92,48 @@ def _serve(runner: OverlappingRunner, config: EngineConfig, link: Connection) ->
             return
         match message:
             case Step():
-                runner.launch(message.step_id, apply(message, table), table)
+                plan = apply(message, table)
+                if message.has_masks:
+                    plan = dataclasses.replace(plan, masks=_ReceivedMasks(link, runner.info.vocab_size))
+                runner.launch(message.step_id, plan, table)
             case Collect():
                 runner.collect()
             case RowAdded():
                 runner.add_row(message.row, message.request)
             case RowRemoved():
                 runner.remove_row(message.row)
-            case Stop() | Join():
+            case Stop() | Join() | Masks():
                 return
+
+
+class _ReceivedMasks:
+    """A follower's masks of the step that it launches: rank 0 sends them when it has computed them."""
+
+    def __init__(self, link: Connection, vocab_size: int) -> None:
+        self._link, self._vocab_size = link, vocab_size
+        self._masks: TokenMasks | None = None
+
+    def result(self) -> TokenMasks:
+        if self._masks is None:
+            message = _decode(self._link.recv_bytes())
+            assert isinstance(message, Masks)
+            words = np.frombuffer(message.words, np.uint32).reshape(-1, num_words(self._vocab_size))
+            self._masks = TokenMasks(np.frombuffer(message.index, np.int32), words)
+        return self._masks
+
+
+class _SharedMasks:
+    """Rank 0's masks, which it sends to the followers when it has them itself."""
+
+    def __init__(self, masks: PendingMasks, followers: Followers) -> None:
+        self._masks, self._followers, self._is_sent = masks, followers, False
+
+    def result(self) -> TokenMasks:
+        masks = self._masks.result()
+        if not self._is_sent:
+            self._is_sent = True
+            self._followers.tell(Masks(masks.index.tobytes(), masks.words.tobytes()))
+        return masks
 
 
 def _ranks(config: EngineConfig, rank: int) -> ProcessGroup:
@@ -163,6 +199,8 @@ class ParallelRunner:
         step = self._sender.step(step_id, plan, table)
         try:
             self._followers.tell(step)
+            if plan.masks is not None:
+                plan = dataclasses.replace(plan, masks=_SharedMasks(plan.masks, self._followers))
             self._runner.launch(step_id, plan, table)
         except Exception as error:
             self._abandon(error)

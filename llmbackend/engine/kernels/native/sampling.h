@@ -60,11 +60,16 @@ struct Samples {
     int32_t* ranks;               //   its rank from 1 on,
     int32_t* top_ids;             //   and [num_samples, top_stride] the most likely ones
     float* top_logprobs;
+    const uint32_t* masks;        // [n, words]: bit t of a row's words: token t is allowed; as token_masks.py
+    const int32_t* mask_index;    // [num_samples]: a sample's row of masks, -1: all tokens; null: no sample has one
     int32_t top_stride;
     int32_t num_samples;
     int32_t vocab;
     Type logits_type;
 };
+
+// The logit of a token that is not allowed; see FORBIDDEN in ../../token_masks.py.
+constexpr float kForbidden = -1e30f;
 
 // One worker's memory.
 struct Workspace {
@@ -401,8 +406,22 @@ class Sample {
         const int32_t* tokens = rows_.token_ids + row_ * rows_.token_ids_stride;
         const Editor edit(edits, tokens, rows_.num_prompt_tokens[row_], samples_.positions[index_], vocab_);
         edit(space_.edited, space_.counts);
+        apply_mask();
         summarise_for_choice(space_.edited);
         return space_.summary.has_nan ? -1 : choice(space_.edited);
+    }
+
+    // Only rows with edits have masks.
+    void apply_mask() {
+        if (!samples_.mask_index || samples_.mask_index[index_] < 0) return;
+        const int64_t words = (vocab_ + 31) / 32;
+        const uint32_t* mask = samples_.masks + samples_.mask_index[index_] * words;
+        for (int64_t w = 0; w < words; w++) {
+            if (mask[w] == 0xFFFFFFFFu) continue;
+            float* x = space_.edited + 32 * w;
+            const int size = std::min<int64_t>(32, vocab_ - 32 * w);
+            for (int i = 0; i < size; i++) x[i] = mask[w] >> i & 1 ? x[i] : kForbidden;
+        }
     }
 
     // A peak that an edit or the division made infinite is chosen without a draw.

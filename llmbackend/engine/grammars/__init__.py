@@ -1,0 +1,1 @@
+"""Which tokens a request may get next: grammar, reasoning, allowed tokens. Begin with row_constraint.py."""

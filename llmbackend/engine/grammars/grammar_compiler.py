@@ -1,0 +1,113 @@
+"""Compiles grammars on a thread of its own, and keeps those that were used last.
+
+For: constraints.py. Does not know: rows, steps, requests. Invariants: a grammar that takes long, or fails, costs time
+on this thread only; what a compiled grammar may use of memory and time is bounded; a matcher is of one request.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
+
+from ..errors import BadInputError
+from ..infer_request import ModelInfo, Vocabulary
+from .vocabulary import make_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_GRAMMAR_BYTES: Final = 4 << 20
+_MAX_CACHED_BYTES: Final = 16 << 20
+_MAX_CACHED_GRAMMARS: Final = 128
+
+
+class GrammarCompiler:
+    """Owner of the compiled grammars. Its thread starts with the first of them."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._info = info
+        self._vocabulary: Vocabulary | None = None
+        self._tokenizer: LLTokenizer | None = None
+        self._why_no_tokenizer = ""
+        self._thread: ThreadPoolExecutor | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._num_cached_bytes = 0
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Before the first grammar."""
+        self._vocabulary = vocabulary
+
+    def compile(self, grammar: str) -> Future[LLMatcher]:
+        """A matcher of its own. The future raises BadInputError naming the field."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llm-grammars")
+        return self._thread.submit(self._compile, grammar)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
+            matcher = self._make(grammar)
+            self._keep(grammar, matcher)
+        self._compiled.move_to_end(grammar)
+        return matcher.deep_copy()
+
+    def _make(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        if len(grammar) > MAX_GRAMMAR_BYTES:
+            raise BadInputError(
+                f"'structured_outputs' makes a grammar of {len(grammar)} characters, expected at most "
+                f"{MAX_GRAMMAR_BYTES}"
+            )
+        matcher = LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise BadInputError(f"'structured_outputs' cannot be compiled: {first_line(matcher)}")
+        return matcher
+
+    def _get_tokenizer(self) -> LLTokenizer:
+        if self._vocabulary is None:
+            raise BadInputError("'structured_outputs' is not supported: this model's tokenizer cannot be read")
+        if self._tokenizer is None and not self._why_no_tokenizer:
+            try:
+                self._tokenizer = make_tokenizer(self._vocabulary, self._info)
+            except ValueError as error:
+                self._why_no_tokenizer = str(error)
+        if self._tokenizer is None:
+            raise BadInputError(
+                "'structured_outputs' is not supported: this model's tokenizer cannot be read "
+                f"({self._why_no_tokenizer})"
+            )
+        return self._tokenizer
+
+    def _keep(self, grammar: str, matcher: LLMatcher) -> None:
+        self._compiled[grammar] = matcher
+        self._num_cached_bytes += len(grammar)
+        while len(self._compiled) > _MAX_CACHED_GRAMMARS or (
+            self._num_cached_bytes > _MAX_CACHED_BYTES and len(self._compiled) > 1
+        ):
+            oldest, _ = self._compiled.popitem(last=False)
+            self._num_cached_bytes -= len(oldest)
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,  # some 20 ms for the regular expressions of a grammar
+        step_lexer_fuel=100_000,  # some 7 ms for those of one mask
+        step_max_items=50_000,  # some 3 ms of one mask
+        max_items_in_row=2_000,
+        max_lexer_states=50_000,  # up to 100 MB
+        max_grammar_size=500_000,  # symbols
+        verbose_errors=False,
+    )
+
+
+def first_line(matcher: LLMatcher) -> str:
+    """A matcher's error, for its client."""
+    return matcher.get_error().partition("\n")[0][:500]

@@ -1,0 +1,47 @@
+"""A model's vocabulary as the library of grammars wants it.
+
+For: grammar_compiler.py. Does not know: grammars, requests. Invariant: the library is imported here, and only when the
+first request with a grammar comes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..infer_request import ModelInfo, Vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+class _ByteTokens:
+    """A vocabulary of bytes, in the form that the library asks for."""
+
+    def __init__(self, token_bytes: tuple[bytes, ...], info: ModelInfo) -> None:
+        """Tokens that end a sequence are special, whatever bytes they stand for."""
+        self.tokens = [*token_bytes, *[b""] * info.vocab_size][: info.vocab_size]
+        for token_id in info.eos_token_ids:
+            self.tokens[token_id] = f"<{token_id}>".encode()
+        self.eos_token_id = info.eos_token_ids[0]
+        self.bos_token_id = None
+        self.special_token_ids = list(info.eos_token_ids)
+        self._ids = {token: token_id for token_id, token in enumerate(self.tokens) if len(token) == 1}
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        data = text if isinstance(text, bytes) else text.encode()
+        return [self._ids[data[i : i + 1]] for i in range(len(data))]
+
+
+def make_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> LLTokenizer:
+    """Takes up to a second for a large vocabulary, and holds the interpreter's lock. Raises ValueError saying why the
+    vocabulary cannot be used."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    if not info.eos_token_ids:
+        raise ValueError("the model names no end-of-sequence token")
+    try:
+        if vocabulary.token_bytes:
+            return LLTokenizer(TokenizerWrapper(_ByteTokens(vocabulary.token_bytes, info)), slices=[])
+        return LLTokenizer(vocabulary.tokenizer_json, info.vocab_size, list(info.eos_token_ids))
+    except Exception as error:  # of whatever kind the library raises
+        raise ValueError(str(error).partition("\n")[0]) from error

@@ -1,0 +1,81 @@
+"""Which tokens each sample of a step may take: bits by token, and how they are written.
+
+For: row constraints, which write them, and the samplers, which read them. Does not know: grammars, logits. Invariant:
+bit i of a row's words, from the lowest of the first word on, is token i; bits beyond the vocabulary are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint32]
+
+
+FORBIDDEN: Final = -1e30
+"""The logit of a token that is not allowed: below every logit, bans included, and finite, so that a block of the
+vocabulary without an allowed token has finite weights."""
+
+
+def num_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
+
+
+def all_tokens(vocab_size: int) -> Words:
+    """uint32 [num_words]: every token is allowed."""
+    words: Words = np.full(num_words(vocab_size), 0xFFFFFFFF, np.uint32)
+    if vocab_size % 32:
+        words[-1] = (1 << vocab_size % 32) - 1
+    return words
+
+
+def only(token_ids: Iterable[int], vocab_size: int) -> Words:
+    """uint32 [num_words]: these tokens are allowed."""
+    words: Words = np.zeros(num_words(vocab_size), np.uint32)
+    for token_id in token_ids:
+        words[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+    return words
+
+
+def has(words: Words, token_id: int) -> bool:
+    return bool(int(words[token_id >> 5]) >> (token_id & 31) & 1)
+
+
+def as_bools(words: Words, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """bool [vocab_size], or [n, vocab_size] of words [n, …]."""
+    bits = np.unpackbits(words.view(np.uint8), axis=-1, count=vocab_size, bitorder="little")
+    return bits.view(np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The masks of a step.
+
+    index   int32 [samples]  in `words`; -1 = all tokens
+    words   uint32 [n, num_words(vocab_size)]
+    errors  by sample, why it has no token; its mask is to be ignored
+    """
+
+    index: npt.NDArray[np.int32]
+    words: Words
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+    def only(self, begin: int, end: int) -> TokenMasks:
+        """Those of the samples from `begin` to before `end`."""
+        errors = {sample - begin: text for sample, text in self.errors.items() if begin <= sample < end}
+        return TokenMasks(self.index[begin:end], self.words, errors)
+
+    def result(self) -> TokenMasks:
+        """As of a mask that is still computed (`PendingMasks`)."""
+        return self
+
+
+class PendingMasks(Protocol):
+    """Masks that are computed while the model runs."""
+
+    def result(self) -> TokenMasks:
+        """Waits for them. May be called again."""
