@@ -71,7 +71,7 @@ def grammars() -> dict[str, str]:
     }
 
 
-def mixed(count: int = 12) -> list[InferRequest]:
+def mixed(count: int = 8) -> list[InferRequest]:
     """Constrained in all ways, and unconstrained ones between them."""
     kinds = [*grammars().values(), ""]
     requests = []
@@ -115,7 +115,7 @@ def test_batch_chunks_and_preemption_do_not_change_tokens(arguments: dict[str, A
     assert found.of == expected.of
 
 
-@pytest.mark.parametrize("cut", [0, 1, 2, 3, 5, 8, 13, 21])
+@pytest.mark.parametrize("cut", [0, 1, 5, 16])
 def test_a_restart_at_any_token_changes_nothing(cut: int) -> None:
     requests = mixed()
     expected = run(*requests)
