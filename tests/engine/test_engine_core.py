@@ -145,7 +145,7 @@ def test_max_tokens_is_cut_to_what_the_model_length_leaves() -> None:
     [
         (make_request("r", ()), "prompt_token_ids is empty"),
         (make_request("r", range(16)), "prompt_token_ids has 16 tokens, expected at most 15 (max_model_len 16"),
-        (make_request("r", max_tokens=0), "max_tokens is 0, expected at least 1"),
+        (make_request("r", max_tokens=-1), "max_tokens is -1, expected at least 0"),
         (make_request("r", (1, 259)), "token id 259 is outside the vocabulary, expected 0 to 258"),
         (make_request("r", (1, -1)), "token id -1 is outside the vocabulary"),
         (make_request("r", range(13)), "have 13 tokens, expected at most 12, the engine's whole KV cache"),
