@@ -73,6 +73,18 @@ class _CheckedGeneration:
     """"" = any text."""
     reasoning: Reasoning | None
 
+    @property
+    def reasoning_for_engine(self) -> Reasoning | None:
+        """None where the engine need not know which tokens are reasoning."""
+        is_limited = self.reasoning is not None and self.reasoning.max_tokens is not None
+        return self.reasoning if is_limited or self.grammar else None
+
+    @property
+    def prompt_marker(self) -> str | None:
+        """The marker of the reasoning in which the prompt ends; None where it ends elsewhere, or nobody asks."""
+        is_open = self.reasoning is not None and self.reasoning.is_open and self.inputs.options.text_tokens
+        return self.params.reasoning.start if is_open and self.params.reasoning is not None else None
+
 
 def _choices(generation: _CheckedGeneration) -> list[_CheckedGeneration]:
     """A prompt's generations, with the seeds of as many single ones."""
@@ -196,7 +208,7 @@ class RequestConverter:
             cache_salt=params.cache_salt,
             lora_name=params.lora_name,
             grammar=generation.grammar,
-            reasoning=generation.reasoning,
+            reasoning=generation.reasoning_for_engine,
             prefix_group=f"{group}.{inputs.batch_index}" if inputs.num_sequences > 1 else "",
         )
         return InferTask(
@@ -209,6 +221,7 @@ class RequestConverter:
                 include_stop_str_in_output=params.include_stop_str_in_output,
                 min_tokens=params.sampling.min_tokens,
                 special_text=self._tokenizer.special_text if inputs.options.text_tokens else None,
+                prompt_marker=generation.prompt_marker,
             ),
             self._schema.reply(inputs, prompt, self._tokenizer),
             stream=inputs.options.stream,

@@ -188,6 +188,15 @@ def test_reasoning(client: openai.OpenAI) -> None:
     assert (hidden["reasoning"], hidden["content"], hidden["calls"]) == ("", found["content"], found["calls"])
 
 
+def test_reasoning_that_the_prompt_has_opened(client: openai.OpenAI) -> None:
+    thinking = {"extra_body": {"chat_template_kwargs": {"open_reasoning": True}}}
+    whole, found = both(client, "hm</think>Yes.", **thinking)
+    assert (found["reasoning"], found["content"]) == ("hm", "Yes.")
+    assert whole.usage.completion_tokens_details.reasoning_tokens == len("hm</think>")
+    _, found = both(client, "Yes.", extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    assert (found["reasoning"], found["content"]) == ("", "Yes.")
+
+
 def test_reasoning_at_length_has_no_content(client: openai.OpenAI) -> None:
     whole, found = both(client, "<think>one two three", max_tokens=11)
     assert (found["reasoning"], whole.choices[0].message.content) == ("one ", None)

@@ -15,12 +15,13 @@ from llmbackend.engine.mock.mock_model import FloatArray
 from llmbackend.engine.step import Int32Array
 
 SAY = "SAY:"
-_END_OF_PROMPT = 2
+_END_OF_PROMPT = 0x1C
+"""Counts as white space."""
 SCRIPT_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% if enable_thinking %}think {% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.reasoning_content }}{{ message.content }}"
     "{% for call in message.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments.keys() | list }}"
-    "{% endfor %}{{ message.tool_call_id }}\n{% endfor %}\x02"
+    "{% endfor %}{{ message.tool_call_id }}\n{% endfor %}{% if open_reasoning %}<think>{% endif %}\x1c"
 )
 """Shows what reached the template."""
 _plain_logits = mock_model.mock_logits
@@ -31,7 +32,7 @@ def scripted_logits(token_ids: Int32Array, vocab_size: int) -> FloatArray:
     tokens = token_ids.tolist()
     if _END_OF_PROMPT in tokens:
         prompt, output = _split(tokens)
-        script = prompt.rpartition(SAY.encode())[2].removesuffix(b"\n")
+        script = prompt.rpartition(SAY.encode())[2].removesuffix(b"<think>").removesuffix(b"\n")
         logits[script[len(output)] if len(output) < len(script) else ByteTokenizer.EOS] += 1000.0
     return logits
 

@@ -16,8 +16,11 @@ from .tokenizer import Detokenizer
 
 HELD_BACK = -1
 """In a text token: text of earlier tokens, which was held back until a special token or the end released it."""
+IN_REASONING = -2
+"""In the first text token: the marker of the reasoning in which the prompt ends."""
 TextToken = tuple[int, str, bool]
-"""(token id or HELD_BACK, the text that it added to the output, whether it is a special token with its own text)"""
+"""(token id, HELD_BACK or IN_REASONING; the text that it added to the output; whether it is a special token, with its
+own text)"""
 
 
 @dataclass(slots=True)
@@ -56,12 +59,14 @@ class OutputAssembler:
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
         special_text: Callable[[int], str | None] | None = None,
+        prompt_marker: str | None = None,
     ) -> None:
         """stop: strings that end the generation
         stop_sequences: sequences of token ids that end it
         include_stop_str_in_output: whether the text keeps the stop string or token that ended it
         min_tokens: stop strings do not count in the text of so many tokens
         special_text: the own text of a special token, None for any other token; without it, no text tokens are made
+        prompt_marker: the marker of the reasoning in which the prompt ends, the first of the text tokens
         """
         self._detokenizer = detokenizer
         self._stop = StopStrings(stop, include_stop_str_in_output)
@@ -70,6 +75,8 @@ class OutputAssembler:
         self._show_stop_token = include_stop_str_in_output
         self._special_text = special_text
         self._chunk = Chunk()
+        if prompt_marker is not None:
+            self._chunk.text_tokens.append((IN_REASONING, prompt_marker, True))
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None

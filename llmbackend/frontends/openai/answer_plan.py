@@ -46,6 +46,8 @@ def plan_answer(request: GenerationRequest, target: Target) -> AnswerPlan | None
     if use is not None and formats.tool_calls is None:
         raise _refused(target, use.field, "names no tool-call parser, and its chat template shows no format of calls")
     sampling: JsonObject = {}
+    if formats.reasoning is not None:
+        sampling["reasoning_markers"] = [formats.reasoning.start, formats.reasoning.end]
     if (budget := request.reasoning.budget_tokens) is not None:
         sampling["thinking_token_budget"] = budget
     if use is not None and formats.tool_calls is not None:

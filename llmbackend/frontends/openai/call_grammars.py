@@ -75,7 +75,7 @@ def _parameters(function: Function, grammar: CallGrammar) -> list[JsonObject]:
     elements: list[JsonObject] = []
     for name, schema in properties.items():
         tag = _parameter(name, schema, grammar)
-        elements.append(tag if name in required else {"type": "or", "elements": [tag, _text("")]})
+        elements.append(tag if name in required else {"type": "optional", "content": tag})
     return elements or [_text("")]
 
 
