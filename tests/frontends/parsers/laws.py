@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from random import Random
 
-from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
+from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, ToolCallEnd, ToolCallStart
 from llmbackend.frontends.openai.parsers.tables import LiteralCall, MarkedCalls, TaggedCall, ToolCallFormat
 
 from .sample import Sample, Seen, Token, cut, parse, seen, tokens
@@ -57,7 +57,7 @@ def check(sample: Sample, text: str, parts: list[Token]) -> None:
     events = parse(sample, whole)
     assert parse(sample, parts) == events, f"a cut of {text!r} of {sample.tools or sample.reasoning}: {parts}"
     visible = seen(events)
-    shown = (visible.content, visible.reasons, *(call.arguments for call in visible.calls))
+    shown = [event.text for event in events if not isinstance(event, ToolCallStart | ToolCallEnd)]
     ordinary = "".join(text for text, is_special in whole if not is_special)
     hidden = [special for special in sample.special if special not in ordinary]
     assert not any(special in piece for special in hidden for piece in shown), (text, visible)

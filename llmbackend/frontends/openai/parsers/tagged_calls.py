@@ -7,12 +7,15 @@ passed on at once; any other waits for its end, up to MAX_HELD_CHARS, and is a s
 from __future__ import annotations
 
 import json
+import re
 
 from .arguments import MAX_HEADER_CHARS, cut_off, end, read_header, start
 from .reader import MAX_HELD_CHARS, Markers, NotACall, Reader, Reading
 from .schema_types import Schemas, allowed_types, json_of
 from .sink import Sink
 from .tables import TaggedCall
+
+_KEY = re.compile(r"\s*([^\s<>\"](?:[^<>\"\n]*[^\s<>\"])?)\s*")
 
 
 class TaggedCallReader:
@@ -84,14 +87,19 @@ class TaggedCallReader:
         reader, call = self._reader, self._call
         text = ""
         while not text.endswith(call.key_end):
-            if not (yield from reader.peek()) or len(text) > MAX_HEADER_CHARS:
+            symbol = yield from reader.peek()
+            is_strange = reader.is_special and not (text + symbol).endswith(call.key_end)
+            if not symbol or is_strange or len(text) > MAX_HEADER_CHARS:
                 return None
             text += reader.take()
+        key = _KEY.fullmatch(text.removesuffix(call.key_end))
+        if key is None:
+            return None
         if call.value_begin:
             yield from reader.skip_space()
             if (yield from reader.one_of((call.value_begin,))) is None:
                 return None
-        return text.removesuffix(call.key_end).strip()
+        return key[1]
 
 
 class _ValueWriter:
