@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -18,18 +17,11 @@ import pytest
 from llmbackend.adapter.text.chat import ChatTemplate
 from llmbackend.frontends.openai.parsers import detect
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
+from tests.frontends.parsers.turns import SCHEMAS, TYPES, random_calls
 from tests.helpers.chat_templates import AXOLOTL, LLAMA_CPP, TRL, chat_template
 
 NUM_TURNS = 40
 """Per template."""
-PIECES = ("Zürich", "🌦 ", "5", "true", " ", "\n", '"', "'", "\\", "{", "}", "[", "]", "<", "</b>", "=", ", ", "- a: b")
-"""Of strings."""
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "get_weather": {"city": "string", "days": "integer", "is_wet": "boolean"},
-    "search": {"text": "string", "weights": "array", "options": "object", "limit": "number"},
-    "now": {},
-}
-"""Functions with the types of their parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +34,7 @@ class Case:
     """Markers that are special tokens."""
     without: str = ""
     """Characters that the template does not write so that they could be read back."""
-    types: tuple[str, ...] = ("string", "integer", "boolean", "array", "object", "number")
+    types: tuple[str, ...] = TYPES
     max_calls: int = 3
     has_content: bool = True
     has_reasoning: bool = False
@@ -118,7 +110,7 @@ def test_a_rendered_turn_parses_back(case: Case) -> None:
             tools=tools,
             reasoning=reasoning,
             special=case.special,
-            schemas=schemas(),
+            schemas=SCHEMAS,
             reasoning_is_open=reasoning_is_open,
         )
         found = seen(parse(sample, cut(tokens(sample), random, 8)))
@@ -131,17 +123,10 @@ def test_a_rendered_turn_parses_back(case: Case) -> None:
         assert found.reasons.strip() == turn.get("reasoning_content", "").strip(), text
 
 
-def schemas() -> dict[str, dict[str, Any]]:
-    return {
-        name: {"type": "object", "properties": {key: {"type": kind, "description": ""} for key, kind in types.items()}}
-        for name, types in SCHEMAS.items()
-    }
-
-
 def rendered(template: ChatTemplate, case: Case, turn: dict[str, Any]) -> tuple[str, bool]:
     """The text that the model would have written, and whether its prompt ends inside reasoning."""
     question = [{"role": "user", "content": "Well?"}]
-    tools = [{"function": {"name": name, "description": "", "parameters": one}} for name, one in schemas().items()]
+    tools = [{"function": {"name": name, "description": "", "parameters": one}} for name, one in SCHEMAS.items()]
     tools = tools if case.needs_tools else []
     prompt = template.render(question, tools=tools)
     whole = template.render([*question, turn], tools=tools, options={"add_generation_prompt": False})
@@ -159,38 +144,13 @@ def random_turn(case: Case, random: Random) -> dict[str, Any]:
         turn["content"] = random.choice(("", "Let me look.", "Zwei Dinge: 1 < 2, {a}."))
     if case.has_reasoning:
         turn["reasoning_content"] = random.choice(("Which city?", "Hm.\n\n<tool> or [none]?"))
-    names = random.choices(list(SCHEMAS), k=random.randint(1, case.max_calls))
+    calls = random_calls(random, max_calls=case.max_calls, types=case.types, without=case.without)
     turn["tool_calls"] = [
         {
             "id": case.ids.format(name=name, number=index),
             "type": "function",
-            "function": {"name": name, "arguments": random_arguments(SCHEMAS[name], case, random)},
+            "function": {"name": name, "arguments": arguments},
         }
-        for index, name in enumerate(names)
+        for index, (name, arguments) in enumerate(calls)
     ]
     return turn
-
-
-def random_arguments(types: dict[str, str], case: Case, random: Random) -> dict[str, Any]:
-    given = {key: kind for key, kind in types.items() if kind in case.types and random.random() < 0.8}
-    return {key: random_value(kind, case, random) for key, kind in given.items()}
-
-
-def random_value(kind: str, case: Case, random: Random) -> Any:
-    def text() -> str:
-        pieces: Iterable[str] = random.choices(PIECES, k=random.randint(0, 5))
-        return "".join(pieces).translate(dict.fromkeys(map(ord, case.without)))
-
-    match kind:
-        case "integer":
-            return random.randint(-9, 10**12)
-        case "number":
-            return random.choice((0, -1.5, 3.0, 1e-7, 2**53 + 1))
-        case "boolean":
-            return random.random() < 0.5
-        case "array":
-            return [random.choice((1, text(), None, True, [text()])) for _ in range(random.randint(0, 3))]
-        case "object":
-            return {key: random.choice((1, text(), [2.5], {"x": text()})) for key in random.sample("abc", 2)}
-        case _:
-            return text()

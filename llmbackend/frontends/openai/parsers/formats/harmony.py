@@ -21,7 +21,7 @@ OPENAI = ToolCallFormat(
         name_end=" <|constrain|>json<|message|>",
         call_end="<|call|>",
     ),
-    trigger="<|channel|>commentary to=functions.",
+    trigger="<|start|>assistant<|channel|>commentary to=functions.",
 )
 OPENAI_GPTOSS = ReasoningFormat(
     name="openai_gptoss",
