@@ -25,12 +25,12 @@ from .choices import CollectedChoices
 from .generation_bounds import MAX_PROMPT_LOGPROBS
 from .infer_task import InferTask
 from .response_sender import ResponseSender
-from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameters
+from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameter, parse_sampling_parameters
 from .schemas.schema import SEQUENCE_INDEX, LlmInputs, LoraError, Prompt, Schema, TaskTimes
 from .structured_outputs.compilation import GrammarCompiler
 from .text.chat import MAX_MESSAGES_BYTES, ChatBounds, read_chat
 from .text.output_assembler import OutputAssembler
-from .text.token_bias import TokenBias
+from .text.token_bias import TokenBias, banned_texts
 from .text.tokenizer import ModelTokenizer, TooManyTokensError
 
 _ids = itertools.count(1)
@@ -53,6 +53,8 @@ class ModelLimits:
     """Tokens per block."""
     makes_drafts: bool = False
     """Whether the engines speculate."""
+    trusts_request_templates: bool = False
+    """Whether a conversation may bring its own chat template."""
     max_logprobs: int = 20
     """Tokens of a position whose logprobs may be asked for."""
     max_messages_bytes: int = MAX_MESSAGES_BYTES
@@ -124,13 +126,25 @@ class RequestConverter:
         nothing was done to the request."""
         prompts = [self._generation(inputs) for inputs in self._schema.read(request)]
         generations = [choice for one in prompts for choice in _choices(one)]
-        priority = self._policies.level(self._policies.priority(request.priority))
+        priority = self._level(prompts[0].params.priority or request.priority)
+        self._check_priority(prompts[0].params.priority)
         compute_start_ns = time.monotonic_ns()
         sender = self._sender(request, instance, exec_start_ns, prompts, len(generations))
         group = str(next(_ids))
         return [
             self._task(sender, one, priority, TaskTimes(exec_start_ns, compute_start_ns), group) for one in generations
         ]
+
+    def _level(self, priority: int) -> int:
+        return self._policies.level(self._policies.priority(priority))
+
+    def _check_priority(self, priority: int) -> None:
+        """Of the sampling parameter: unlike Triton's request parameter it is not put right."""
+        levels = self._policies.levels
+        if 0 <= priority <= levels:
+            return
+        expected = f"1 (first) to {levels}, or 0" if levels else "0: this model's config.pbtxt has no priority_levels"
+        raise invalid_argument(f"sampling parameter 'priority' is {priority}, expected {expected}", param="priority")
 
     def _sender(
         self,
@@ -165,7 +179,7 @@ class RequestConverter:
         )
 
     def _generation(self, inputs: LlmInputs) -> _CheckedGeneration:
-        prompt = self._prompt(inputs)
+        prompt = self._prompt(inputs, *self._prompt_params(inputs.sampling))
         self._check_length(len(prompt.token_ids))
         if inputs.max_tokens_must_fit:
             self._check_max_tokens(inputs.sampling.get("max_tokens"), len(prompt.token_ids))
@@ -184,6 +198,8 @@ class RequestConverter:
         return _CheckedGeneration(inputs, prompt, self._biased(params, inputs.bias), grammar, reasoning)
 
     def _biased(self, params: GenerationParams, bias: TokenBias) -> GenerationParams:
+        if params.bad_words:
+            bias = dataclasses.replace(bias, bad_ids=banned_texts(params.bad_words, self._tokenizer))
         if not bias:
             return params
         biases, bad_words = bias.resolve(self._tokenizer, self._limits.vocab_size)
@@ -197,7 +213,11 @@ class RequestConverter:
     ) -> InferTask:
         """group: names the request among those of its engine."""
         inputs, prompt, params = generation.inputs, generation.prompt, generation.params
-        detokenizer = self._tokenizer.detokenizer(prompt.token_ids, skip_special_tokens=params.skip_special_tokens)
+        detokenizer = self._tokenizer.detokenizer(
+            prompt.token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
         request = InferRequest(
             # Not the client's id, which need not be unique.
             request_id=str(next(_ids)),
@@ -231,22 +251,40 @@ class RequestConverter:
             choice=inputs.sequence_index,
         )
 
-    def _prompt(self, inputs: LlmInputs) -> Prompt:
+    def _prompt_params(self, values: Mapping[str, Any]) -> tuple[bool | None, int | None]:
+        """add_special_tokens, and how many tokens of the prompt's end to keep; None = all."""
+        adds, keep, most = (
+            parse_sampling_parameter(name, values.get(name))
+            for name in ("add_special_tokens", "truncate_prompt_tokens", "max_tokens")
+        )
+        longest = self._limits.max_tokens - 1
+        if keep is not None and keep > longest:
+            raise invalid_argument(
+                f"sampling parameter 'truncate_prompt_tokens' is {keep}, expected at most {longest}: the model's "
+                f"context of {longest + 1} tokens must leave room for one more",
+                param="truncate_prompt_tokens",
+            )
+        if keep == -1:
+            keep = max(longest + 1 - max(most or 1, 1), 1)
+            keep = min(keep, self._limits.max_prompt_tokens or keep)
+        return adds, keep
+
+    def _prompt(self, inputs: LlmInputs, adds: bool | None, keep: int | None) -> Prompt:
         try:
             if inputs.text_input is not None:
-                return Prompt(inputs.text_input, self._encode(inputs.text_input, add_special_tokens=True))
+                return Prompt(inputs.text_input, self._encode(inputs.text_input, adds is not False, keep))
             if inputs.messages is not None:
                 rendered = self._render(inputs.messages)
-                return Prompt(rendered, self._encode(rendered, add_special_tokens=False))
+                return Prompt(rendered, self._encode(rendered, bool(adds), keep))
             assert inputs.input_ids is not None
-            ids = self._checked_ids(inputs.input_ids)
+            ids = self._checked_ids(inputs.input_ids if keep is None else inputs.input_ids[-keep:])
             return Prompt(self._tokenizer.decode(ids) if inputs.options.prepend_prompt else "", ids)
         except TritonError:
             raise
         except Exception as error:
             raise invalid_argument(f"the prompt cannot be tokenised: {error}") from error
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    def _encode(self, text: str, add_special_tokens: bool, keep: int | None) -> tuple[int, ...]:
         max_chars = self._max_chars
         if len(text) > max_chars:
             raise invalid_argument(
@@ -255,10 +293,10 @@ class RequestConverter:
             )
         if not text:  # the tokenizer would perhaps add a special token
             return ()
+        below = self._limits.max_tokens if keep is None else None
         try:
-            return tuple(
-                self._tokenizer.encode(text, add_special_tokens=add_special_tokens, below=self._limits.max_tokens)
-            )
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, below=below)
+            return tuple(ids if keep is None else ids[-keep:])
         except TooManyTokensError as error:
             self._check_length(error.num_tokens)
             raise
@@ -268,9 +306,12 @@ class RequestConverter:
         return self._limits.max_tokens * self._tokenizer.max_token_chars
 
     def _render(self, text: bytes) -> str:
-        bounds = ChatBounds(self._limits.max_tokens, self._max_chars, self._limits.max_messages_bytes)
+        limits = self._limits
+        bounds = ChatBounds(
+            limits.max_tokens, self._max_chars, limits.max_messages_bytes, limits.trusts_request_templates
+        )
         chat = read_chat(text, bounds)
-        return self._tokenizer.render_chat(chat.messages, chat.tools, chat.options)
+        return chat.prompt_of(self._tokenizer.render_chat(chat.messages, chat.tools, chat.options, chat.template))
 
     def _checked_ids(self, ids: npt.NDArray[Any]) -> tuple[int, ...]:
         """Checks the array before it makes a Python object of each id."""

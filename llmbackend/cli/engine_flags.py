@@ -45,6 +45,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "chat_template": (_MODEL, "File of a chat template (Jinja), or the template itself; default: the model's."),
     "tool_call_parser": (_MODEL, "How the model writes tool calls, by vLLM's names; default: found in the template."),
     "reasoning_parser": (_MODEL, "The same for its reasoning."),
+    "trust_request_chat_template": (_MODEL, "Conversations may bring their own chat template (chat_template)."),
     "max_logprobs": (_MODEL, "Most likely tokens that a request may ask for at a position; -1 = all."),
     "generation_config": (_MODEL, "Sampling defaults: auto = the model's, vllm = none, or a folder with the file."),
     "override_generation_config": (_MODEL, "Sampling defaults, as JSON."),

@@ -70,6 +70,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tool_call_parser              how the model writes tool calls, by vLLM's names; "" = as the chat template shows
                                   (not used by the engine itself)
     reasoning_parser              the same for reasoning (not used by the engine itself)
+    trust_request_chat_template   whether a conversation may bring its own template (not used by the engine itself)
     max_logprobs                  the most likely tokens that a request may ask for at a position; -1 = all of the
                                   vocabulary (not used by the engine itself)
     dtype                         of weights and activations; "auto" = the checkpoint's
@@ -134,6 +135,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chat_template: str = ""
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    trust_request_chat_template: bool = False
     max_logprobs: int = 20
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"

@@ -98,7 +98,7 @@ def test_an_unknown_name_is_refused_with_the_names_that_exist() -> None:
     assert all(name in error.message for name in ACCEPTED)
 
 
-@pytest.mark.parametrize("name", ["bad_words", "use_beam_search"])
+@pytest.mark.parametrize("name", ["flat_logprobs", "use_beam_search"])
 def test_a_vllm_field_that_is_not_built_is_refused_by_name(name: str) -> None:
     error = refusal(**{name: "x"})
     assert error.code is ErrorCode.UNSUPPORTED

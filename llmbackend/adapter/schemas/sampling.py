@@ -50,7 +50,6 @@ SEED_MASK = (1 << 63) - 1
 NOT_SUPPORTED = frozenset(
     {
         "allowed_token_ids",
-        "bad_words",
         "detokenize",
         "early_stopping",
         "extra_args",
@@ -59,8 +58,6 @@ NOT_SUPPORTED = frozenset(
         "logits_processors",
         "output_kind",
         "response_format",
-        "spaces_between_special_tokens",
-        "truncate_prompt_tokens",
         "use_beam_search",
     }
 )
@@ -86,6 +83,15 @@ class GenerationParams:
     """The LoRA adapter; "" = none."""
     n: int = 1
     """Choices that the client gets."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its special tokens to the prompt; None: to a text, but not to a conversation."""
+    truncate_prompt_tokens: int | None = None
+    """How many tokens of the prompt's end are kept; -1: as many as leave room for max_tokens."""
+    spaces_between_special_tokens: bool = True
+    bad_words: tuple[str, ...] = ()
+    """Texts that may not be generated."""
+    priority: int = 0
+    """The priority level; 0: the model's default, or the request's."""
     best_of: int = 1
     """Choices that are generated; the client gets the n with the largest cumulative logprob."""
     constraint: Constraint | None = None
@@ -205,6 +211,21 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(parse(name, item) for item in items))
 
 
+def _bad_words(name: str, value: Any) -> tuple[str, ...]:
+    words = _from_json_text(name, value)
+    if not isinstance(words, list) or not all(isinstance(word, str) and word.strip() for word in words):
+        raise _refuse(name, value, "a list of strings that are not empty")
+    check_stops(_named(name), words, "words", "characters")
+    return tuple(dict.fromkeys(words))
+
+
+def _truncation(name: str, value: Any) -> int:
+    count: int = _integer(-1)(name, value)
+    if not count:
+        raise _refuse(name, value, "at least 1, or -1 for as many as there is room for")
+    return count
+
+
 def _logit_bias(name: str, value: Any) -> dict[Any, float]:
     """Keys that are no numbers are kept: `_check_vocabulary` names all wrong keys in one error."""
     items = _from_json_text(name, value)
@@ -241,6 +262,11 @@ _PARSERS: dict[str, Parser] = {
     "skip_special_tokens": _boolean,
     "cache_salt": _text,
     "lora_name": _text,
+    "add_special_tokens": _boolean,
+    "truncate_prompt_tokens": _truncation,
+    "spaces_between_special_tokens": _boolean,
+    "bad_words": _bad_words,
+    "priority": _integer(-(1 << 31), (1 << 31) - 1),
     "n": _integer(1, MAX_CHOICES),
     "best_of": _integer(1, MAX_CHOICES),
 }
@@ -249,6 +275,7 @@ _READ_TOGETHER = frozenset((*constraints.FIELDS, *REASONING_FIELDS))
 ACCEPTED = tuple(sorted((*_PARSERS, *_READ_TOGETHER)))
 _OUTSIDE_SAMPLING = (
     "stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name", "n", "best_of",
+    "add_special_tokens", "truncate_prompt_tokens", "spaces_between_special_tokens", "bad_words", "priority",
 )  # fmt: skip
 """Parameters that the engine's SamplingParams do not have."""
 

@@ -7,6 +7,7 @@ Source: transformers' documented chat-template interface.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from .called_arguments import CalledArguments
 MAX_MESSAGES_BYTES = 4 << 20
 MAX_VALUES = 1 << 16
 """JSON values in the text; parsing so many takes 10 to 30 ms, during which the parser holds the GIL."""
+MAX_TEMPLATE_CHARS = 64 << 10
+"""Of a request's own template."""
 MAX_TEMPLATE_KWARGS_BYTES = 64 << 10
 MAX_TEMPLATE_KWARGS_DEPTH = 32
 
@@ -39,6 +42,7 @@ _FIELDS = (
     "chat_template_kwargs",
     "documents",
     "reasoning_effort",
+    "chat_template",
 )
 _INPUT = "input 'messages'"
 _JSON_NAMES: dict[type, str] = {list: "list", dict: "object"}
@@ -54,6 +58,8 @@ class ChatBounds:
     """Of all texts together."""
     max_bytes: int = MAX_MESSAGES_BYTES
     """Of the JSON text."""
+    trusts_templates: bool = False
+    """Whether a request may bring its own template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,14 @@ class ChatRequest:
     tools: list[Any] | None
     options: dict[str, Any]
     """Further variables of the template."""
+    template: str = ""
+    """The request's own; "" = the model's."""
+    continues_final_message: bool = False
+    """Whether the prompt ends within the last message, which the model goes on with."""
+
+    def prompt_of(self, rendered: str) -> str:
+        """The prompt, from all messages as the template rendered them. Raises TritonError INVALID_ARG."""
+        return _up_to_final_message(rendered, self.messages[-1]) if self.continues_final_message else rendered
 
 
 def read_chat(text: bytes, bounds: ChatBounds) -> ChatRequest:
@@ -84,7 +98,54 @@ def read_chat(text: bytes, bounds: ChatBounds) -> ChatRequest:
             check_at_most(f"'{name}' of {_INPUT}", num_chars, bounds.max_chars, "characters of JSON", param=name)
     own = ("add_generation_prompt", "documents", "reasoning_effort")
     options = kwargs | {name: chat[name] for name in own if name in chat}
-    return ChatRequest(chat["messages"], chat.get("tools"), options)
+    continues = _continues(chat)
+    if continues:
+        options["add_generation_prompt"] = False
+    return ChatRequest(chat["messages"], chat.get("tools"), options, _own_template(chat, bounds), continues)
+
+
+def _continues(chat: dict[str, Any]) -> bool:
+    continues = chat.get("continue_final_message") or False
+    if not isinstance(continues, bool):
+        raise invalid_argument(f"'continue_final_message' is {shown(continues)}, expected true or false",
+                               param="continue_final_message")  # fmt: skip
+    if continues and chat.get("add_generation_prompt"):
+        raise invalid_argument(
+            "'continue_final_message' and 'add_generation_prompt' are both true, expected one: the model goes on with "
+            "the last message, or begins one",
+            param="continue_final_message",
+        )
+    return continues
+
+
+def _own_template(chat: dict[str, Any], bounds: ChatBounds) -> str:
+    template = chat.get("chat_template") or ""
+    if not isinstance(template, str):
+        raise invalid_argument(f"'chat_template' is {shown(template)}, expected a string", param="chat_template")
+    if template and not bounds.trusts_templates:
+        raise invalid_argument(
+            "'chat_template' was given, but templates of requests are not trusted here; to trust them, start with "
+            "--trust-request-chat-template",
+            param="chat_template",
+        )
+    check_at_most("'chat_template'", len(template), MAX_TEMPLATE_CHARS, "characters", param="chat_template")
+    return template
+
+
+def _up_to_final_message(rendered: str, message: Message) -> str:
+    """Cuts what the template wrote behind the text of the last message. Where it trimmed that text, the prompt ends
+    without the spaces. Source: transformers' apply_chat_template."""
+    text = _content_text(-1, message.get("content"))
+    bare = text.strip()
+    found = rendered.rfind(bare) if bare else -1
+    if found < 0:
+        raise invalid_argument(
+            "'continue_final_message' is true, but the text of the last message is empty, or not in what the chat "
+            "template makes of it",
+            param="continue_final_message",
+        )
+    whole = text.lstrip()
+    return rendered[: found + len(whole if rendered.startswith(whole, found) else bare)]
 
 
 def _parsed(text: bytes, bounds: ChatBounds) -> dict[str, Any]:
@@ -105,8 +166,6 @@ def _parsed(text: bytes, bounds: ChatBounds) -> dict[str, Any]:
     unknown = sorted(chat.keys() - set(_FIELDS))
     if unknown:
         raise invalid_argument(f"{_INPUT} has unknown fields {shown(unknown)}, expected {', '.join(_FIELDS)}")
-    if chat.get("continue_final_message"):
-        raise unsupported(f"'continue_final_message' of {_INPUT} is not supported")
     return chat
 
 
@@ -173,7 +232,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """special_tokens: `bos_token` …, variables of the template. Raises ValueError when it does not compile."""
         self.source = source
-        self._special_tokens = dict(special_tokens)
+        self.special_tokens = dict(special_tokens)
         try:
             environment = _environment()
             self._template = environment.from_string(source)
@@ -199,7 +258,7 @@ class ChatTemplate:
         for name, value in (("tools", tools), ("documents", options.get("documents"))):
             if value and name not in self._variables:
                 raise _not_read(f"'{name}' of {_INPUT}", name)
-        variables: dict[str, Any] = {**self._special_tokens, "add_generation_prompt": True, "tools": tools or None}
+        variables: dict[str, Any] = {**self.special_tokens, "add_generation_prompt": True, "tools": tools or None}
         variables |= options
         conversation = [self._as_read(index, one) for index, one in enumerate(normalise_messages(messages))]
         try:
@@ -231,6 +290,15 @@ class ChatTemplate:
             raise _not_read("'reasoning_effort'", "reasoning_effort")
         switched = {switch: effort != "none"} if switch else {}
         return switched | {name: value for name, value in options.items() if name != "reasoning_effort"}
+
+
+@functools.lru_cache(maxsize=32)
+def request_template(source: str, special_tokens: tuple[tuple[str, str], ...] = ()) -> ChatTemplate:
+    """A request's own template. Raises TritonError INVALID_ARG when it does not compile."""
+    try:
+        return ChatTemplate(source, dict(special_tokens))
+    except ValueError as error:
+        raise invalid_argument(f"'chat_template': {error}", param="chat_template") from None
 
 
 _MESSAGE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"))

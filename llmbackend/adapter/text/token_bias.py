@@ -52,6 +52,19 @@ class TokenBias:
         return bias, long_words
 
 
+def banned_texts(words: Iterable[str], tokenizer: ModelTokenizer) -> list[tuple[int, ...]]:
+    """Banned words as vLLM reads them: as they begin a text, and as they follow a space, if that is a token of as many
+    tokens that begins otherwise."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(f" {word.lstrip()}", add_special_tokens=False))
+        found.append(bare)
+        if len(spaced) == len(bare) and spaced[:1] != bare[:1]:
+            found.append(spaced)
+    return found
+
+
 NO_BIAS: Final = TokenBias()
 
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders
 from llmbackend.core.backend_api import invalid_argument
 from llmbackend.engine.infer_request import Vocabulary
 
-from .chat import ChatTemplate, Message
+from .chat import ChatTemplate, Message, request_template
 
 REPLACEMENT = "\ufffd"
 MAX_UTF8_BYTES = 4
@@ -55,8 +55,15 @@ class ModelTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """The whole text, without special tokens."""
 
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None, options: Mapping[str, Any]) -> str:
-        """The prompt text of a conversation; encode it without special tokens. Raises TritonError INVALID_ARG."""
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any],
+        template: str = "",
+    ) -> str:
+        """The prompt text of a conversation; encode it without special tokens. template: instead of the model's.
+        Raises TritonError INVALID_ARG."""
 
     def token_text(self, token_id: int) -> str:
         """One token on its own, for lists of logprobs; U+FFFD where it is part of a character."""
@@ -67,7 +74,9 @@ class ModelTokenizer(Protocol):
     def vocabulary(self) -> Vocabulary | None:
         """What tokens stand for, for grammars; None where that cannot be told."""
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer: ...
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+    ) -> Detokenizer: ...
 
 
 class ByteTokenizer:
@@ -94,8 +103,15 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return b"".join(self._bytes(token_id) for token_id in token_ids).decode("utf-8", "replace")
 
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None, options: Mapping[str, Any]) -> str:
-        return self._template.render(messages, tools=tools, options=options)
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any],
+        template: str = "",
+    ) -> str:
+        chosen = request_template(template) if template else self._template
+        return chosen.render(messages, tools=tools, options=options)
 
     def token_text(self, token_id: int) -> str:
         return self._with_special(token_id).decode("utf-8", "replace")
@@ -104,7 +120,9 @@ class ByteTokenizer:
         name = self._NAMES.get(token_id)
         return None if name is None else name.decode()
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+    ) -> Detokenizer:
         return ByteDetokenizer(self._bytes if skip_special_tokens else self._with_special)
 
     def vocabulary(self) -> Vocabulary | None:
@@ -130,7 +148,13 @@ class NoTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return ""
 
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None, options: Mapping[str, Any]) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any],
+        template: str = "",
+    ) -> str:
         raise invalid_argument("this model takes token ids, and has no chat template")
 
     def token_text(self, token_id: int) -> str:
@@ -139,7 +163,9 @@ class NoTokenizer:
     def special_text(self, token_id: int) -> str | None:
         return None
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+    ) -> Detokenizer:
         return NullDetokenizer()
 
     def vocabulary(self) -> Vocabulary | None:
@@ -189,17 +215,30 @@ class HuggingFaceTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def render_chat(self, messages: Sequence[Message], tools: Sequence[Any] | None, options: Mapping[str, Any]) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        options: Mapping[str, Any],
+        template: str = "",
+    ) -> str:
+        if template:
+            special_tokens = () if self._template is None else tuple(self._template.special_tokens.items())
+            return request_template(template, special_tokens).render(messages, tools=tools, options=options)
         if self._template is None:
             raise invalid_argument("'messages' was given, but this model has no chat template; use 'text_input'")
         return self._template.render(messages, tools=tools, options=options)
 
-    def detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+    def detokenizer(
+        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
+    ) -> Detokenizer:
         skip = self._special_ids if skip_special_tokens else frozenset()
         if self._byte_level:
             token_bytes = self._bytes
             return ByteDetokenizer(lambda token_id: b"" if token_id in skip else token_bytes(token_id))
-        return WindowDetokenizer(self._decode_all, prompt_token_ids[-CONTEXT_TOKENS:], skip)
+        window = WindowDetokenizer(self._decode_all, prompt_token_ids[-CONTEXT_TOKENS:], skip)
+        is_plain = spaces_between_special_tokens or skip_special_tokens
+        return window if is_plain else TightSpecialTokens(window, self.special_text)
 
     def special_text(self, token_id: int) -> str | None:
         return self._special_texts.get(token_id)
@@ -317,3 +356,21 @@ class WindowDetokenizer:
             self._context_length = len(self._window)
             self._context_text = self._decode(self._window)
         return new
+
+
+class TightSpecialTokens:
+    """Special tokens that follow each other have no spaces between them, as with vLLM's
+    `spaces_between_special_tokens: false`."""
+
+    def __init__(self, detokenizer: Detokenizer, special_text: Callable[[int], str | None]) -> None:
+        self._detokenizer = detokenizer
+        self._special_text = special_text
+        self._follows_special = False
+
+    def push(self, token_id: int) -> str:
+        text, special = self._detokenizer.push(token_id), self._special_text(token_id)
+        follows, self._follows_special = self._follows_special, special is not None
+        return special if special is not None and follows else text
+
+    def flush(self) -> str:
+        return self._detokenizer.flush()
