@@ -1,0 +1,26 @@
+"""docs/tool_calling.md names every format, and says truly which can be enforced."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
+
+PAGE = Path("docs/tool_calling.md").read_text()
+
+
+def rows(heading: str) -> list[list[str]]:
+    section = PAGE.partition(f"### {heading}\n")[2].partition("\n#")[0]
+    lines = [re.sub(r"\\\|", "", line) for line in section.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_page_lists_the_formats_of_tool_calls() -> None:
+    listed = {row[0].strip("`"): row[-1] for row in rows("Tool calls")}
+    assert listed == {name: "yes" if table.grammar else "no" for name, table in TOOL_CALL_FORMATS.items()}
+
+
+def test_the_page_lists_the_formats_of_reasoning() -> None:
+    listed = [name for row in rows("Reasoning") for name in re.findall(r"`([^`]+)`", row[0])]
+    assert sorted(listed) == sorted(REASONING_FORMATS)
