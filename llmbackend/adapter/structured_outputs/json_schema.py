@@ -24,9 +24,9 @@ Schema = dict[str, Any]
 
 _ANNOTATIONS = frozenset(
     {
-        "$anchor", "$comment", "$dynamicAnchor", "$recursiveAnchor", "$schema", "contentEncoding", "contentMediaType",
-        "contentSchema", "default", "deprecated", "description", "discriminator", "enumNames", "example", "examples",
-        "externalDocs", "markdownDescription", "readOnly", "title", "writeOnly", "xml",
+        "$anchor", "$comment", "$dynamicAnchor", "$recursiveAnchor", "$schema", "default", "deprecated", "description",
+        "discriminator", "enumNames", "example", "examples", "externalDocs", "markdownDescription", "readOnly", "title",
+        "writeOnly", "xml",
     }
 )  # fmt: skip
 """Say nothing about validity. Anchors: a reference to one is refused where it stands."""
@@ -34,9 +34,9 @@ _DEFINITIONS = ("$defs", "definitions")
 """Read where something refers to them."""
 _NOT_ENFORCED = frozenset(
     {
-        "$dynamicRef", "$recursiveRef", "$vocabulary", "contains", "dependencies", "dependentRequired",
-        "dependentSchemas", "disallow", "divisibleBy", "else", "extends", "if", "maxContains", "minContains", "not",
-        "propertyNames", "then",
+        "$dynamicRef", "$recursiveRef", "$vocabulary", "contains", "contentEncoding", "contentMediaType",
+        "contentSchema", "dependencies", "dependentRequired", "dependentSchemas", "disallow", "divisibleBy", "else",
+        "extends", "if", "maxContains", "minContains", "not", "propertyNames", "then",
     }
 )  # fmt: skip
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
