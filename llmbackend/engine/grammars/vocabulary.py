@@ -6,6 +6,7 @@ first request with a grammar comes.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from ..infer_request import ModelInfo, Vocabulary
@@ -32,6 +33,33 @@ class _ByteTokens:
         return [self._ids[data[i : i + 1]] for i in range(len(data))]
 
 
+class _FileTokens:
+    """A tokenizer's vocabulary, in the form that the library asks for, with two things as the tokenizer means them: an
+    added token that looks like `<tool_call>` is special only where the file says so, and text that reads like a special
+    token is text. The library by itself gets stuck at both."""
+
+    def __init__(self, whole: LLTokenizer, markers: dict[int, str], info: ModelInfo) -> None:
+        token_ids = range(whole.vocab_size)
+        self.tokens = [whole.decode_bytes([token_id]) for token_id in token_ids]
+        for token_id, text in markers.items():
+            self.tokens[token_id] = text.encode()
+        self.eos_token_id = info.eos_token_ids[0]
+        self.bos_token_id = None
+        self.special_token_ids = [one for one in token_ids if one not in markers and whole.is_special_token(one)]
+        self._special = frozenset(self.special_token_ids)
+        self._whole = whole
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Text that reads like a special token is still text."""
+        text = text if isinstance(text, bytes) else text.encode()
+        token_ids = self._whole.tokenize_bytes(text)
+        return (
+            token_ids
+            if self._special.isdisjoint(token_ids)
+            else self._whole.greedy_tokenize(text.decode(errors="ignore"))
+        )
+
+
 def make_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> LLTokenizer:
     """Takes up to a second for a large vocabulary, and holds the interpreter's lock. Raises ValueError saying why the
     vocabulary cannot be used."""
@@ -42,6 +70,14 @@ def make_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> LLTokenizer:
     try:
         if vocabulary.token_bytes:
             return LLTokenizer(TokenizerWrapper(_ByteTokens(vocabulary.token_bytes, info)), slices=[])
-        return LLTokenizer(vocabulary.tokenizer_json, info.vocab_size, list(info.eos_token_ids))
+        whole = LLTokenizer(vocabulary.tokenizer_json, info.vocab_size, list(info.eos_token_ids))
+        added = json.loads(vocabulary.tokenizer_json).get("added_tokens") or ()
+        markers = {
+            token["id"]: token["content"]
+            for token in added
+            if not token.get("special") and token["id"] not in info.eos_token_ids and token["id"] < info.vocab_size
+        }
+        tokens = TokenizerWrapper(_FileTokens(whole, markers, info))
+        return LLTokenizer(tokens, info.vocab_size, list(info.eos_token_ids))
     except Exception as error:  # of whatever kind the library raises
         raise ValueError(str(error).partition("\n")[0]) from error
