@@ -57,6 +57,30 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return self.prompt_lookup_min or self.prompt_lookup_max or DEFAULT_LOOKUP
 
 
+class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Structured output, with vLLM's names. Raises ValueError naming field, value and what was expected.
+
+    backend                        "auto" and "guidance" are the same here: llguidance
+    disable_fallback               without effect on what is served: there is one backend, and never a fallback
+    disable_any_whitespace         whether JSON is generated without any whitespace
+    disable_additional_properties  whether an object's schema that does not speak of additionalProperties forbids them
+    enable_in_reasoning            only false: a grammar begins behind the reasoning
+    disable_jump_forward           SGLang's name: whether tokens that a grammar forces are computed one by one, not
+                                   several in a step; the tokens are the same
+    """
+
+    backend: Literal["auto", "guidance"] = "auto"
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    enable_in_reasoning: bool = False
+    disable_jump_forward: bool = False
+
+    def __post_init__(self) -> None:
+        if self.enable_in_reasoning:
+            raise ValueError("'enable_in_reasoning' is true, expected false: a grammar begins behind the reasoning")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Raises ValueError naming field, value and what was expected. Units are in the names; defaults follow below.
 
@@ -113,6 +137,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                                   max_num_batched_tokens
     seed                          of the random weights of load_format "dummy"
     speculative_config            None = no speculation
+    structured_outputs_config     see StructuredOutputsConfig
     async_scheduling              whether the next step is launched before the last one's tokens are read; None =
                                   where the device works beside the host and there is no speculation
 
@@ -157,6 +182,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_prefix_caching: bool = True
     seed: int = 0
     speculative_config: SpeculativeConfig | None = None
+    structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
     async_scheduling: bool | None = None
     trust_remote_code: bool = False
     transport: Literal["process", "inline"] = "process"

@@ -30,9 +30,9 @@ from .infer_request import (
     Vocabulary,
 )
 from .memory.kv_cache import KVCacheManager
+from .scheduling.drafting import Drafter
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Rows, Sequence, refusal
-from .scheduling.speculation import Speculator, accepted_runs
 from .scheduling.step_pacing import StepPacer, StepWork
 from .scheduling.steps_in_flight import CompletedStep, StepsInFlight, with_refusals
 from .step import Int32Array, OffloadingRunner, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
@@ -92,11 +92,8 @@ class EngineCore:
             config.long_prefill_token_threshold or config.max_num_batched_tokens,
             self._pacer,
         )
-        speculation = config.speculative_config
-        self._speculator = Speculator(speculation, self._table) if speculation else None
-        self._max_draft_step_tokens = min(
-            config.max_num_batched_tokens, speculation.max_step_tokens if speculation else 0
-        )
+        can_draft = not isinstance(runner, OverlappingRunner)
+        self._drafter = Drafter(config, self._rows, self._kv_cache, self._constraints, can_draft)
         self._in_flight = _steps_in_flight(config, runner, self._rows)
         self._is_launch_failed = False
         """Whether the next step, once nothing is in flight, runs its rows one by one."""
@@ -107,9 +104,6 @@ class EngineCore:
         self._num_steps = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
-        self._num_drafts = 0
-        self._num_draft_tokens = 0
-        self._num_accepted_tokens = 0
         self._num_invariant_breaches = 0
         self._step_end_s = 0.0
         """When the last step was read, by `now_s`."""
@@ -210,7 +204,7 @@ class EngineCore:
         if plan is None:
             return None
         self._begin_pacing(plan)
-        plan = self._with_masks(self._with_drafts(plan))
+        plan = self._with_masks(self._drafter.with_drafts(plan))
         self._copy_blocks()
         return self._advance(plan, self._execute(plan), planned_s)
 
@@ -258,24 +252,6 @@ class EngineCore:
         for sequence, error in schedule.refused:
             self._ended.append(self._fail(sequence, error))
         return schedule.plan
-
-    def _with_drafts(self, plan: StepPlan) -> StepPlan:
-        """The plan with drafts, where the speculator has any and there are free blocks for them."""
-        if self._speculator is None or len(plan.rows) >= self._max_draft_step_tokens:
-            return plan
-        room = self._max_draft_step_tokens - plan.num_tokens
-        sequences = [self._rows[row] for row in plan.rows.tolist()]
-        # What bad words ban at a position depends on the token before it.
-        limits = [0 if one.request.sampling.bad_words else one.max_total_tokens for one in sequences]
-        drafts = self._speculator.draft(plan, limits, room) if room > 0 else None
-        if drafts is None:
-            return plan
-        scheduled = plan.num_scheduled_tokens + drafts
-        if not self._kv_cache.reserve(plan.rows, self._table.num_computed_tokens[plan.rows] + scheduled):
-            return plan
-        self._num_drafts += int(np.count_nonzero(drafts))
-        self._num_draft_tokens += int(drafts.sum())
-        return StepPlan(plan.rows, scheduled, plan.sample_rows, drafts)
 
     def _with_masks(self, plan: StepPlan) -> StepPlan:
         """The plan with masks for constrained rows, which are computed while the model runs."""
@@ -325,7 +301,7 @@ class EngineCore:
             table.token_ids[rows, positions] = sampled.token_ids
             new_token_ids = sampled.token_ids[:, np.newaxis].tolist()
         else:
-            new_token_ids = self._advance_by_drafts(plan, plan.num_draft_tokens[plan.sample_rows], sampled.token_ids)
+            new_token_ids = self._drafter.advance(plan, sampled.token_ids)
         return CompletedStep(
             plan.rows,
             table.num_computed_tokens[plan.rows],
@@ -340,20 +316,6 @@ class EngineCore:
             sampled.sample_s,
             sampled.prompt_logprobs,
         )
-
-    def _advance_by_drafts(self, plan: StepPlan, num_drafts: Int32Array, token_ids: Int32Array) -> list[list[int]]:
-        """Advances the sampled rows by their accepted drafts and the token behind; returns the new tokens of each."""
-        assert self._speculator is not None
-        table, rows = self._table, plan.rows[plan.sample_rows]
-        starts, counts = accepted_runs(plan, token_ids, table)
-        table.num_tokens[rows] += counts
-        # Accepted drafts are in the table already.
-        table.token_ids[rows, table.num_tokens[rows] - 1] = token_ids[starts + counts - 1]
-        table.num_computed_tokens[rows] = table.num_tokens[rows] - 1
-        self._num_accepted_tokens += int(counts.sum()) - len(rows)
-        self._speculator.learn(rows, num_drafts, counts - 1)
-        tokens = token_ids.tolist()
-        return [tokens[a : a + count] for a, count in zip(starts.tolist(), counts.tolist(), strict=True)]
 
     def _commit(self, step: CompletedStep) -> list[StepOutput]:
         """Ends the rows that failed and those that are finished; the prefix cache gets what the others computed."""
@@ -428,8 +390,7 @@ class EngineCore:
 
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id]
-        if self._speculator is not None:
-            self._speculator.forget(sequence.row)
+        self._drafter.forget(sequence.row)
         self._constraints.forget(sequence.request.request_id)
         self._scheduler.remove(sequence)
 
@@ -451,9 +412,9 @@ class EngineCore:
             num_preemptions=self._scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            num_drafts=self._num_drafts,
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted_tokens=self._num_accepted_tokens,
+            num_drafts=self._drafter.num_drafts,
+            num_draft_tokens=self._drafter.num_draft_tokens,
+            num_accepted_tokens=self._drafter.num_accepted_tokens,
             num_steps=self._num_steps,
             last_step_s=step_s,
             last_forward_s=forward_s,
