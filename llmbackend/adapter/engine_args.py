@@ -29,6 +29,7 @@ from llmbackend.engine.model.checkpoint_files import bad_checkpoint, check_direc
 from .device_placement import AUTO
 from .foreign_engine_args import GPU_ONLY, NO_EFFECT, ONLY_VALUE, translate_tensorrtllm
 from .schemas import TENSOR_SCHEMA, is_tensorrtllm
+from .structured_outputs.engine_arguments import with_present_names
 from .text.chat import MAX_MESSAGES_BYTES
 
 logger = logging.getLogger(__name__)
@@ -333,6 +334,7 @@ def _convert(values: Mapping[str, Any], source: str, directory: Path) -> dict[st
     """Engine arguments with their types; paths are relative to `directory`. Warns once about arguments without
     effect."""
     arguments: dict[str, Any] = {}
+    values = with_present_names(values, source)
     without_effect = [name for name in values if name in NO_EFFECT]
     if without_effect:
         logger.warning("%s: no effect here: %s", source, ", ".join(sorted(without_effect)))

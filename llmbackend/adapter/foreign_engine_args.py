@@ -86,10 +86,6 @@ NO_EFFECT = frozenset(
         "enable_auto_tool_choice",
         "enable_reasoning",
         "fully_sharded_loras",
-        "guided_decoding_backend",
-        "guided_decoding_disable_additional_properties",
-        "guided_decoding_disable_any_whitespace",
-        "guided_decoding_disable_fallback",
         "limit_mm_per_prompt",
         "long_lora_scaling_factors",
         "lora_dtype",
@@ -98,7 +94,6 @@ NO_EFFECT = frozenset(
         "max_loras",
         "mm_processor_cache_gb",
         "mm_processor_kwargs",
-        "structured_outputs_config",
     }
 )
 GPU_ONLY = frozenset({"gpu_memory_utilization", "cudagraph_capture_sizes"})

@@ -204,6 +204,7 @@ class ModelState:
             lora_names=self.lora_names,
             kv_block_size=max(info.block_size for info in infos),
             makes_drafts=self.arguments.engine.speculative_config is not None,
+            structured_outputs=self.arguments.engine.structured_outputs_config,
             max_messages_bytes=self.arguments.max_messages_bytes,
             trusts_request_templates=self.arguments.engine.trust_request_chat_template,
             max_logprobs=self._max_logprobs(min(info.vocab_size for info in infos)),

@@ -25,6 +25,7 @@ from llmbackend.adapter.engine_args import (
     read_own_parameters,
 )
 from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE
+from llmbackend.adapter.structured_outputs.engine_arguments import FORMER
 from llmbackend.core.errors import TritonError
 from llmbackend.engine.config import EngineConfig
 
@@ -71,6 +72,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "tensor_parallel_size": (_COMPUTE, "GPUs that the engine spans."),
     "num_threads": (_COMPUTE, "Threads on CPU; 0 = all cores."),
     "speculative_config": (_COMPUTE, 'N-gram speculation: {"method": "ngram", "num_speculative_tokens": 4}.'),
+    "structured_outputs_config": (_COMPUTE, 'Structured output: {"disable_any_whitespace": true}.'),
     "async_scheduling": (_COMPUTE, "Schedule the next step while one runs; default: where it can be."),
     "enforce_eager": (_COMPUTE, "No native program on CPU, no graphs on a GPU."),
     "cudagraph_capture_sizes": (_COMPUTE, "Batch sizes of a GPU's graphs, a JSON list."),
@@ -115,6 +117,7 @@ class EngineFlags:
         """One for each flag."""
         found = {field.name: _flag(field) for field in msgspec.structs.fields(EngineConfig)}
         found |= {name: _text_flag(name, _QUEUE, "NUMBER", "") for name in OWN_PARAMETERS}
+        found |= {name: _former_flag(name) for name in FORMER}
         found |= {name: _inert_flag(name) for name in (*sorted(NO_EFFECT), *ONLY_VALUE)}
         return {
             name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -174,6 +177,15 @@ def _text_flag(name: str, panel: str, metavar: str, help_text: str, hidden: bool
     help_text = help_text or _HELP.get(name, ("", ""))[1]
     option = typer.Option(flag_of(name), metavar=metavar, help=help_text, rich_help_panel=panel, hidden=hidden)
     return Annotated[str | None, option]
+
+
+def _former_flag(name: str) -> Any:
+    """Of structured output, by vLLM's former names."""
+    text = "vLLM's former name; see --structured-outputs-config."
+    if "_disable_" in name:
+        option = typer.Option(f"{flag_of(name)}/--no-{name.replace('_', '-')}", help=text, hidden=True)
+        return Annotated[bool | None, option]
+    return _text_flag(name, _COMPUTE, "NAME", text, hidden=True)
 
 
 def _inert_flag(name: str) -> Any:
