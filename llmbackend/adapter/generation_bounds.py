@@ -16,6 +16,7 @@ MAX_STOP_LENGTH = 1024
 MAX_STOPS_TOTAL_LENGTH = 16384
 """Lengths are in characters for stop strings, in tokens for stop sequences."""
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 15
 MAX_LOGIT_BIAS = 1024
 MAX_PROMPT_LOGPROBS = 1 << 18
 """Entries of all tokens of a prompt together: as JSON some 20 MB, and half a second of Python in all."""

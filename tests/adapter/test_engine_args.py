@@ -14,6 +14,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.adapter.engine_args import ModelArguments, read_model_arguments
 from llmbackend.core.backend_api import ErrorCode, TritonError
+from llmbackend.engine.config import StructuredOutputsConfig
 
 
 def read(directory: Path, **parameters: str) -> ModelArguments:
@@ -91,6 +92,16 @@ def test_speculative_config_is_vllms_json(model: Path) -> None:
     assert (one_given.lookup_max, one_given.lookup_min) == (5, 5)
 
 
+def test_structured_outputs_config_is_vllms_json_and_its_former_arguments(model: Path) -> None:
+    wanted = {"backend": "guidance", "disable_any_whitespace": True, "reasoning_parser": "qwen3"}
+    model_json(model, model="mock", structured_outputs_config=wanted)
+    engine = read(model).engine
+    assert engine.reasoning_parser == "qwen3"
+    assert engine.structured_outputs_config == StructuredOutputsConfig(backend="guidance", disable_any_whitespace=True)
+    model_json(model, model="mock", guided_decoding_backend="auto", guided_decoding_disable_any_whitespace=True)
+    assert read(model).engine.structured_outputs_config == StructuredOutputsConfig(disable_any_whitespace=True)
+
+
 def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
     message = refusal(model)
     assert f"'model.json' containing vllm engine args must be provided in '{model / '1'}'" in message
@@ -118,6 +129,10 @@ def test_nothing_to_serve_says_what_was_looked_for(model: Path) -> None:
             {"speculative_config": {"prompt_lookup_min": 3, "prompt_lookup_max": 2}},
             "'prompt_lookup_min' is 3, expected",
         ),
+        ({"structured_outputs_config": {"backend": "xgrammar"}}, "Invalid enum value 'xgrammar' - at `$.backend`"),
+        ({"structured_outputs_config": {"enable_in_reasoning": True}}, "'enable_in_reasoning' is true, expected false"),
+        ({"structured_outputs_config": "["}, "engine argument 'structured_outputs_config' is not JSON"),
+        ({"guided_decoding_backend": "outlines"}, "Invalid enum value 'outlines'"),
         ({"speculative_config": "ngram"}, "engine argument 'speculative_config' is 'ngram'"),
         ({"enable_lora": True}, "Triton backend cannot find "),
         ({"max_lora_rank": 0}, "'max_lora_rank' is 0, expected at least 1"),

@@ -37,12 +37,14 @@ def test_values_may_be_strings_as_vllm_backends_clients_send_them() -> None:
         ignore_eos="True",
         skip_special_tokens="false",
         stop_token_ids="[1, 2, 1]",
+        allowed_token_ids=[7, 8],
         logit_bias='{"5": "-1.5"}',
     )
     sampling = params.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 0.5, 0, 7)
     assert (sampling.ignore_eos, params.skip_special_tokens) == (True, False)
     assert sampling.stop_token_ids == (1, 2)
+    assert sampling.allowed_token_ids == (7, 8)
     assert sampling.logit_bias == {5: -1.5}
 
 
@@ -76,6 +78,8 @@ def test_values_may_be_strings_as_vllm_backends_clients_send_them() -> None:
         ("stop", ["a", ""], "a non-empty string"),
         ("stop", [1], "a non-empty string"),
         ("stop_token_ids", 3, "a list of token ids"),
+        ("allowed_token_ids", [], "at least one token id"),
+        ("allowed_token_ids", [259], "token ids from 0 to 258"),
         ("stop_token_ids", [259], "token ids from 0 to 258"),
         ("ignore_eos", "maybe", "true or false"),
         ("ignore_eos", 2, "true or false"),

@@ -12,6 +12,7 @@ import pytest
 
 from llmbackend.adapter.engine_args import MULTI_LORA_FILE, OWN_PARAMETERS
 from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE
+from llmbackend.adapter.structured_outputs.engine_arguments import FORMER
 from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.cli import main as cli
 from llmbackend.cli.engine_flags import EngineFlags
@@ -50,7 +51,10 @@ def written(settings: ServerSettings, file: str = "1/model.json") -> Any:
 
 
 def test_every_argument_of_the_table_is_a_flag() -> None:
-    known = (FIELDS | NO_EFFECT | ONLY_VALUE.keys() | OWN_PARAMETERS.keys()) - {"model", "served_model_name"}
+    known = (FIELDS | NO_EFFECT | ONLY_VALUE.keys() | OWN_PARAMETERS.keys() | FORMER.keys()) - {
+        "model",
+        "served_model_name",
+    }
     assert EngineFlags.parameters().keys() == known
 
 

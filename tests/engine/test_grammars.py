@@ -11,6 +11,7 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+from llmbackend.engine.config import SpeculativeConfig, StructuredOutputsConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, Reasoning, SamplingParams, Vocabulary
 from llmbackend.engine.kernels import library
@@ -19,7 +20,7 @@ from llmbackend.engine.sampling.sampler import Sampler
 from llmbackend.engine.step import RowTable
 from llmbackend.engine.token_masks import TokenMasks, all_tokens, num_words, only
 from tests.helpers.mock_devices import devices_closed, make_overlapping
-from tests.helpers.mock_engine import Outcome, Outcomes, make_core, make_request, run_to_end
+from tests.helpers.mock_engine import Outcome, Outcomes, make_core, make_request, run_counted, run_to_end
 from tests.helpers.native_engines import best_is_fast
 
 BYTES = Vocabulary(token_bytes=tuple(bytes((byte,)) for byte in range(256)))
@@ -107,12 +108,25 @@ def test_what_ends_by_stop_is_accepted(name: str) -> None:
         {"max_num_batched_tokens": 3, "block_size": 4},
         {"num_kv_blocks": 26, "block_size": 4},
         {"enable_prefix_caching": False, "max_num_seqs": 5},
+        {"structured_outputs_config": StructuredOutputsConfig(disable_jump_forward=True)},
+        {"speculative_config": SpeculativeConfig(prompt_lookup_max=1, max_step_tokens=32)},
+        {"speculative_config": SpeculativeConfig(prompt_lookup_max=2), "num_kv_blocks": 26, "block_size": 4},
     ],
 )
 def test_batch_chunks_and_preemption_do_not_change_tokens(arguments: dict[str, Any]) -> None:
     requests = mixed()
     expected, found = run(*requests), run(*requests, **arguments)
     assert found.of == expected.of
+
+
+def test_forced_tokens_are_drafted() -> None:
+    """So that there are fewer steps than tokens."""
+    request = constrained("r", JSON_GRAMMAR)
+    core = with_vocabulary(make_core())
+    outcomes, stats = run_counted(core, [request])
+    core.close()
+    num_free = len(outcomes["r"].token_ids) - len('{"name":"","age":,"kind":""}')
+    assert stats.num_steps < num_free + 8
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5, 16])

@@ -24,6 +24,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import SamplingParams
 
 from ..generation_bounds import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_PARAMETERS,
@@ -49,7 +50,6 @@ SEED_MASK = (1 << 63) - 1
 
 NOT_SUPPORTED = frozenset(
     {
-        "allowed_token_ids",
         "detokenize",
         "early_stopping",
         "extra_args",
@@ -202,11 +202,18 @@ def _text(name: str, value: Any) -> str:
     raise _refuse(name, value, "a non-empty string")
 
 
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    token_ids = _token_ids(name, value, MAX_ALLOWED_TOKEN_IDS)
+    if not token_ids:
+        raise _refuse(name, value, "at least one token id")
+    return token_ids
+
+
+def _token_ids(name: str, value: Any, most: int = MAX_STOP_TOKEN_IDS) -> tuple[int, ...]:
     items = _from_json_text(name, value)
     if not isinstance(items, list):
         raise _refuse(name, value, "a list of token ids")
-    check_at_most(_named(name), len(items), MAX_STOP_TOKEN_IDS, "token ids")
+    check_at_most(_named(name), len(items), most, "token ids")
     parse = _integer(0)
     return tuple(dict.fromkeys(parse(name, item) for item in items))
 
@@ -255,6 +262,7 @@ _PARSERS: dict[str, Parser] = {
     "seed": _integer(-(1 << 63), (1 << 63) - 1),
     "stop": _stop,
     "stop_token_ids": _token_ids,
+    "allowed_token_ids": _allowed_token_ids,
     "ignore_eos": _boolean,
     "logprobs": _integer(-1),
     "prompt_logprobs": _integer(-1),
@@ -379,7 +387,7 @@ def _check_choices(chosen: dict[str, Any]) -> None:
 
 
 def _check_vocabulary(chosen: dict[str, Any], vocab_size: int) -> None:
-    for name in ("stop_token_ids", "logit_bias"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         wrong = [key for key in chosen.get(name, ()) if not (isinstance(key, int) and 0 <= key < vocab_size)]
         if wrong:
             raise invalid_argument(
