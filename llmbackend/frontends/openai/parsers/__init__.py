@@ -4,6 +4,7 @@ from .detection import detect
 from .events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from .formats import REASONING_FORMATS, TOOL_CALL_FORMATS
 from .output_parser import OutputParser
+from .schema_types import is_plain_text
 from .tables import CallGrammar, ReasoningFormat, ToolCallFormat
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "ToolCallFormat",
     "ToolCallStart",
     "detect",
+    "is_plain_text",
 ]

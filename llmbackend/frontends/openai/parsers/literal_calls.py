@@ -6,7 +6,6 @@ its JSON is certain; what is no literal leaves the call incomplete, and becomes 
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import sys
@@ -222,15 +221,19 @@ def _json_of_word(word: str, *, is_whole: bool) -> str:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):
         return word
-    try:
-        value = ast.literal_eval(word)
-        if isinstance(value, int | float):
-            return json.dumps(value, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        pass
+    for kind in (_integer, float):
+        try:
+            return json.dumps(kind(word), allow_nan=False)
+        except ValueError:
+            continue
     if not is_whole:
         return word
     raise NotACall
+
+
+def _integer(word: str) -> int:
+    """Also 0x10 and 1_000."""
+    return int(word, 0)
 
 
 def _escaped(text: str) -> str:

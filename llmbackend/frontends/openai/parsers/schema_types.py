@@ -8,38 +8,82 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-Schemas = Mapping[str, Mapping[str, Any]]
+Schema = Mapping[str, Any]
+Schemas = Mapping[str, Schema]
 """The JSON schema of each function's parameters, by the function's name."""
 _TYPES_OF_VALUES = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null",
 }  # fmt: skip
+_NARROWING = frozenset(
+    ("enum", "const", "pattern", "format", "minLength", "maxLength", "anyOf", "oneOf", "allOf", "not")
+)
+_MAX_REFERENCES = 8
+_MAX_PARTS = 64
+_DOUBTFUL = re.compile(r"\\|\d[A-Za-z_]")
+"""What Python would read with a warning."""
 _MAX_LITERAL_CHARS = 4096
 """Python literals are read up to this length: they are a model's mistake for JSON."""
 
 
-def allowed_types(schema: Mapping[str, Any] | None, parameter: str) -> frozenset[str]:
+def allowed_types(schema: Schema | None, parameter: str) -> frozenset[str]:
     """The types that the schema of a function's parameters names for one of them; none where it says nothing."""
+    return frozenset(_types(_described(schema, parameter), schema or {}))
+
+
+def is_plain_text(schema: Schema | None, parameter: str) -> bool:
+    """Whether a parameter is any string: its value is then the text itself, quotes and all.
+
+    One that the schema narrows further may also come as JSON, which is what a grammar can hold a model to.
+    """
+    description = _resolved(_described(schema, parameter), schema or {})
+    return description.get("type") == "string" and not _NARROWING.intersection(description)
+
+
+def _described(schema: Schema | None, parameter: str) -> object:
     properties = (schema or {}).get("properties")
-    description = properties.get(parameter) if isinstance(properties, Mapping) else None
-    return frozenset(_types(description, depth=0))
+    return properties.get(parameter) if isinstance(properties, Mapping) else None
 
 
-def _types(schema: object, depth: int) -> Iterable[str]:
-    if not isinstance(schema, Mapping) or depth > 8:
-        return
-    named = schema.get("type")
-    yield from [named] if isinstance(named, str) else named if isinstance(named, list) else []
-    values = schema.get("enum")
-    if named is None:
-        for value in [*(values if isinstance(values, list) else ()), *([schema["const"]] if "const" in schema else ())]:
+def _resolved(description: object, schema: Schema) -> Schema:
+    """What a reference within the schema refers to."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(description, Mapping):
+            return {}
+        reference = description.get("$ref")
+        if not isinstance(reference, str):
+            return description
+        description = schema
+        for part in reference.removeprefix("#/").split("/"):
+            description = description.get(part) if isinstance(description, Mapping) else None
+    return {}
+
+
+def _types(part: object, schema: Schema) -> Iterable[str]:
+    """Those of a description and of its alternatives, of which a bounded number is looked at."""
+    parts = deque([part])
+    for _ in range(_MAX_PARTS):
+        if not parts:
+            return
+        description = _resolved(parts.popleft(), schema)
+        named = description.get("type")
+        if named is not None:
+            yield from [named] if isinstance(named, str) else named if isinstance(named, list) else []
+            continue
+        constants = [description["const"]] if "const" in description else []
+        for value in [*_list(description, "enum"), *constants]:
             yield _TYPES_OF_VALUES.get(type(value), "string")
         for keyword in ("anyOf", "oneOf", "allOf"):
-            parts = schema.get(keyword)
-            for part in parts if isinstance(parts, list) else ():
-                yield from _types(part, depth + 1)
+            parts.extend(_list(description, keyword))
+
+
+def _list(description: Schema, keyword: str) -> list[object]:
+    value = description.get(keyword)
+    return value[:_MAX_PARTS] if isinstance(value, list) else []
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
@@ -71,7 +115,7 @@ def _is_allowed(value: object, types: frozenset[str]) -> bool:
 
 def _python_literal(text: str, types: frozenset[str]) -> str | None:
     """JSON of a Python literal of an allowed type other than string: True, None, {'a': 1}."""
-    if len(text) > _MAX_LITERAL_CHARS:
+    if len(text) > _MAX_LITERAL_CHARS or _DOUBTFUL.search(text):
         return None
     try:
         value = ast.literal_eval(text)

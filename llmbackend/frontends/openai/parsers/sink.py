@@ -14,6 +14,7 @@ class Sink:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
+        self._ids: set[str] = set()
         self.num_calls = 0
         self.is_reasoning = False
         """Whether the output stands inside reasoning."""
@@ -32,7 +33,9 @@ class Sink:
             self._events.append(ReasoningDelta(text))
 
     def start(self, name: str, id: str | None = None) -> None:
-        self._events.append(ToolCallStart(self.num_calls, name, id))
+        """id: one that the model has given to an earlier call too counts as none"""
+        self._events.append(ToolCallStart(self.num_calls, name, None if id in self._ids else id))
+        self._ids |= {id} if id is not None else set()
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:

@@ -131,8 +131,8 @@ class CallGrammar:
     """By what a grammar enforces calls: calls `begin` + call (+ `separator` + call)… + `end`.
 
     A call is `call_begin` + name + `name_end` + arguments + `call_end`. The arguments are a JSON object, or, where
-    `key_begin` is given, for each parameter `key_begin` + name + `key_end` + value + `value_end`: a string's value as
-    plain text, any other as JSON.
+    `key_begin` is given, for each parameter `key_begin` + name + `key_end` + value + `value_end`: a plain
+    string's value as its text, any other as JSON.
     """
 
     begin: str = ""
@@ -144,6 +144,8 @@ class CallGrammar:
     key_begin: str = ""
     key_end: str = ""
     value_end: str = ""
+    text_excludes: tuple[str, ...] = ()
+    """What the text of a string may not hold, as it would end there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import re
 
 from .arguments import MAX_HEADER_CHARS, cut_off, end, read_header, start
 from .reader import MAX_HELD_CHARS, Markers, NotACall, Reader, Reading
-from .schema_types import Schemas, allowed_types, json_of
+from .schema_types import Schemas, allowed_types, is_plain_text, json_of
 from .sink import Sink
 from .tables import TaggedCall
 
@@ -74,8 +74,10 @@ class TaggedCallReader:
         reader.drop()
         self._sink.arguments(f"{', ' if self._has_any else '{'}{_quoted(key)}: ")
         self._has_any = True
-        types = allowed_types(self._schemas.get(function), key)
-        value = _ValueWriter(self._sink, types, trims_newline=call.trims_newline)
+        schema = self._schemas.get(function)
+        value = _ValueWriter(self._sink, allowed_types(schema, key), trims_newline=call.trims_newline)
+        if is_plain_text(schema, key):
+            value.begin_string()
         found = yield from reader.until(self._value_ends, value.push)
         value.end(is_cut_off=not found and reader.is_cut_off)
         reader.hold()
@@ -115,8 +117,11 @@ class _ValueWriter:
         """The last one, which is layout if nothing follows it."""
         self._is_first = True
         self._is_string = False
-        if types == {"string"}:
-            self._begin_string()
+
+    def begin_string(self) -> None:
+        """The value is a string, whatever it looks like."""
+        self._is_string = True
+        self._sink.arguments('"' + _quoted("".join(self._pieces))[1:-1])
 
     def push(self, text: str) -> None:
         if not (text := self._trimmed(text)):
@@ -127,7 +132,7 @@ class _ValueWriter:
         self._pieces.append(text)
         self._num_chars += len(text)
         if self._num_chars > MAX_HELD_CHARS:
-            self._begin_string()
+            self.begin_string()
 
     def _trimmed(self, text: str) -> str:
         if not text or not self._trims:
@@ -139,10 +144,6 @@ class _ValueWriter:
         if text.endswith("\n"):
             text, self._newline = text[:-1], "\n"
         return text
-
-    def _begin_string(self) -> None:
-        self._is_string = True
-        self._sink.arguments('"' + _quoted("".join(self._pieces))[1:-1])
 
     def end(self, *, is_cut_off: bool) -> None:
         if self._is_string:

@@ -19,7 +19,11 @@ _SCHEMAS: Mapping[str, Mapping[str, Any]] = {
             "map": {"type": "object"},
             "kind": {"enum": ["a", 1]},
             "any": {"description": "no type"},
-        }
+            "short": {"type": "string", "maxLength": 9},
+            "colour": {"$ref": "#/$defs/Colour"},
+            "size": {"allOf": [{"$ref": "#/$defs/Size"}]},
+        },
+        "$defs": {"Colour": {"type": "string", "enum": ["red", "1"]}, "Size": {"type": "integer"}},
     }
 }
 
@@ -46,6 +50,13 @@ _CASES: tuple[tuple[str, str, tuple[Call, ...]], ...] = (
         ),
     ),
     (_call(maybe="12", count="many"), "", (Call("f", '{"maybe": "12", "count": "many"}'),)),
+    # A narrowed string may also come as JSON; any other string is what it is.
+    (
+        _call(short='"a"', colour="red", size="3", text='"a"'),
+        "",
+        (Call("f", r'{"short": "a", "colour": "red", "size": 3, "text": "\"a\""}'),),
+    ),
+    (_call(colour="1", short="007"), "", (Call("f", '{"colour": "1", "short": "007"}'),)),
     (f"I look.\n{_call()}\n{_call(text='')}\n", "I look.\n", (Call("f", "{}"), Call("f", '{"text": ""}'))),
     # Without the outer tags; without the ends of parameter and function.
     (

@@ -42,6 +42,7 @@ MINIMAX_M2 = ToolCallFormat(
         key_begin='<parameter name="',
         key_end='">',
         value_end="</parameter>\n",
+        text_excludes=("</parameter>",),
         call_end="</invoke>\n",
         end="</minimax:tool_call>",
     ),

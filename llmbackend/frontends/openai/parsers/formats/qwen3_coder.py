@@ -21,6 +21,7 @@ _GRAMMAR = CallGrammar(
     key_begin="<parameter=",
     key_end=">\n",
     value_end="\n</parameter>\n",
+    text_excludes=("</parameter>", "<parameter=", "</function>"),
     call_end="</function>\n</tool_call>",
     separator="\n",
 )

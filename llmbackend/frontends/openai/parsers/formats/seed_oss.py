@@ -27,6 +27,7 @@ SEED_OSS = ToolCallFormat(
         key_begin="<parameter=",
         key_end=">",
         value_end="</parameter>\n",
+        text_excludes=("</parameter>",),
         call_end="</function>\n" + END,
         separator="\n",
     ),

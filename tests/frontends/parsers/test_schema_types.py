@@ -1,0 +1,80 @@
+"""What a function's schema says about a parameter, and what a text means by it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from llmbackend.frontends.openai.parsers import is_plain_text
+from llmbackend.frontends.openai.parsers.schema_types import allowed_types, json_of
+
+
+def parameters(description: Any, **definitions: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"x": description}, "$defs": definitions}
+
+
+@pytest.mark.parametrize(
+    ("description", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"enum": ["a", 1, None]}, {"string", "integer", "null"}),
+        ({"const": True}, {"boolean"}),
+        ({"anyOf": [{"type": "array"}, {"oneOf": [{"type": "object"}]}]}, {"array", "object"}),
+        ({"$ref": "#/$defs/X"}, {"number"}),
+        ({"$ref": "#/$defs/missing"}, set()),
+        ({"$ref": "#/$defs/Loop"}, set()),
+        ({}, set()),
+        (True, set()),
+        ({"type": 5}, set()),
+    ],
+)
+def test_allowed_types(description: Any, types: set[str]) -> None:
+    schema = parameters(description, X={"type": "number"}, Loop={"$ref": "#/$defs/Loop"})
+    assert allowed_types(schema, "x") == types
+
+
+def test_a_schema_that_multiplies_itself_is_looked_at_within_bounds() -> None:
+    many = {"anyOf": [{"$ref": "#/$defs/Many"}] * 10_000}
+    assert allowed_types(parameters(many, Many=many), "x") == set()
+
+
+@pytest.mark.parametrize("schema", [None, {}, {"properties": 5}, {"properties": {"x": None}}])
+def test_a_schema_may_say_nothing(schema: Any) -> None:
+    assert allowed_types(schema, "x") == set()
+    assert not is_plain_text(schema, "x")
+
+
+def test_plain_text() -> None:
+    assert is_plain_text(parameters({"type": "string", "description": "a"}), "x")
+    assert is_plain_text(parameters({"$ref": "#/$defs/X"}, X={"type": "string"}), "x")
+    for narrowed in ({"enum": ["a"]}, {"pattern": "a"}, {"maxLength": 3}, {"format": "date"}):
+        assert not is_plain_text(parameters({"type": "string", **narrowed}), "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "expected"),
+    [
+        (" 12 ", {"integer"}, "12"),
+        ("1e5", {"number"}, "1e5"),
+        ("12", {"number"}, "12"),
+        ("12", {"string"}, '"12"'),
+        ("12", set(), "12"),
+        ("twelve", {"integer"}, '"twelve"'),
+        ("True", {"boolean"}, "true"),
+        ("True", set(), '"True"'),
+        ("None", {"null", "string"}, "null"),
+        ("NaN", {"number"}, '"NaN"'),
+        ("{'a': (1, 2)}", {"object"}, '{"a": [1, 2]}'),
+        ("{'a': {1}}", {"object"}, "\"{'a': {1}}\""),
+        ('{"a":1}', {"object"}, '{"a":1}'),
+        ("[" * 5000, {"array"}, json.dumps("[" * 5000)),
+        ("(" * 5000, {"array"}, json.dumps("(" * 5000)),
+        ("9" * 5000, {"integer"}, json.dumps("9" * 5000)),
+        ("", {"object"}, '""'),
+    ],
+)
+def test_what_a_text_means(text: str, types: set[str], expected: str) -> None:
+    assert json_of(text, frozenset(types)) == expected
