@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import JsonObject
+from .errors import JsonObject, OpenAIError
 from .parsers import CallGrammar
+from .tagged_parameters import NotTaggedError, tagged_parameters
 from .tools import Function, ToolUse
 
 _ANY_OBJECT: JsonObject = {"type": "object"}
@@ -19,14 +20,14 @@ _ANY_OBJECT: JsonObject = {"type": "object"}
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
     """Nothing but calls, at least one, with arguments by the functions' schemas."""
-    tags = [_call(function, grammar, function.parameters) for function in use.functions]
+    tags = [_call(use, function, grammar, function.parameters) for function in use.functions]
     return _section(_calls(tags, use, grammar), grammar)
 
 
 def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
     """Free text, in which a call that begins follows the schema of a strict function, or is any object of another."""
     tags = [
-        _call(function, grammar, function.parameters if function.is_strict else _ANY_OBJECT)
+        _call(use, function, grammar, function.parameters if function.is_strict else _ANY_OBJECT)
         for function in use.functions
     ]
     if grammar.begin:
@@ -58,32 +59,23 @@ def _section(calls: JsonObject, grammar: CallGrammar) -> JsonObject:
     return {"type": "sequence", "elements": [part for part in around if part.get("value") != ""]}
 
 
-def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
+def _call(use: ToolUse, function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
     begin = f"{grammar.call_begin}{function.name}{grammar.name_end}"
     content: JsonObject
     if grammar.key_begin:
-        content = {"type": "sequence", "elements": _parameters(function, grammar)}
+        content = _tagged(use, function, grammar)
     else:
         content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": begin, "content": content, "end": grammar.call_end}
 
 
-def _parameters(function: Function, grammar: CallGrammar) -> list[JsonObject]:
-    """Tagged parameters in the schema's order; those that are not required may be left out."""
-    properties: Mapping[str, Any] = function.parameters.get("properties") or {}
-    required = function.parameters.get("required") or ()
-    elements: list[JsonObject] = []
-    for name, schema in properties.items():
-        tag = _parameter(name, schema, grammar)
-        elements.append(tag if name in required else {"type": "optional", "content": tag})
-    return elements or [_text("")]
-
-
-def _parameter(name: str, schema: Any, grammar: CallGrammar) -> JsonObject:
-    is_text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
-    content = {"type": "any_text"} if is_text else {"type": "json_schema", "json_schema": schema}
-    begin = f"{grammar.key_begin}{name}{grammar.key_end}"
-    return {"type": "tag", "begin": begin, "content": content, "end": grammar.value_end}
+def _tagged(use: ToolUse, function: Function, grammar: CallGrammar) -> JsonObject:
+    try:
+        return tagged_parameters(function.parameters, grammar)
+    except NotTaggedError as error:
+        index = next(i for i, tool in enumerate(use.tools) if tool["function"]["name"] == function.name)
+        path = f"{use.field}[{index}]{'' if use.is_legacy else '.function'}.parameters"
+        raise OpenAIError(f"'{path}': {error}", param=path, code="unsupported_parameter") from None
 
 
 def _text(value: str) -> JsonObject:
