@@ -20,6 +20,7 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 15
 MAX_LOGIT_BIAS = 1024
 MAX_PROMPT_LOGPROBS = 1 << 18
 """Entries of all tokens of a prompt together: as JSON some 20 MB, and half a second of Python in all."""
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_CHOICES = 64
 """Generations of one prompt."""
 MAX_PARAMETERS = 256

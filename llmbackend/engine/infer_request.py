@@ -40,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos          whether end-of-sequence tokens are like any other
     logprobs            None = none, n = the sampled token's and the n most likely ones', of the raw distribution
                         (before penalties and temperature), as vLLM's default
+    logprob_token_ids   tokens whose logprobs are given, too, at each position; only with logprobs
     prompt_logprobs     the same for the prompt's tokens but the first; -1 = of the whole vocabulary
     bad_words           sequences of two or more tokens that must not be completed, also where they begin in the prompt
     allowed_token_ids   the only tokens that may be sampled; () = all
@@ -59,6 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
@@ -125,12 +127,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob   its log probability
     rank      its rank, from 1 on
     top       (token id, logprob), most likely first
+    others    (token id, logprob) of logprob_token_ids, in their order
     """
 
     token_id: int
     logprob: float
     rank: int
     top: tuple[tuple[int, float], ...] = ()
+    others: tuple[tuple[int, float], ...] = ()
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):

@@ -299,3 +299,20 @@ def test_most_logprobs(host: LlmHost, tmp_path: Path, name: str) -> None:
         if name == "prompt_logprobs":
             long = lenient.infer(text_input="x" * 1009, sampling={name: -1, "max_tokens": 1})
             assert long.error is not None and "'prompt_logprobs' is 259: 260 logprobs for each of" in long.error.message
+
+
+def test_logprobs_of_tokens_by_their_ids(host: LlmHost) -> None:
+    asked: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    flags: dict[str, Any] = {"return_logprobs": True}
+    all_of_them = {"logprob_token_ids": [258, 65, 66]}
+    positions = json.loads(host.infer(text_input="a", sampling=asked | all_of_them, **flags).all("logprobs")[0])
+    best = json.loads(host.infer(text_input="a", sampling=asked | {"logprobs": 20}, **flags).all("logprobs")[0])
+    assert len(positions) == len(best) == 6
+    for position, likeliest in zip(positions, best, strict=True):
+        assert next(iter(position)) == next(iter(likeliest)) and {"258", "65", "66"} <= position.keys()
+        assert len(position) <= 4 and position["258"]["rank"] is None
+        for token_id in position.keys() & likeliest.keys():
+            assert position[token_id]["logprob"] == pytest.approx(likeliest[token_id]["logprob"])
+    for wrong, expected in (([259], "names '259'"), (list(range(129)), "has 129 token ids, expected at most 128")):
+        call = host.infer(text_input="a", sampling={"logprob_token_ids": wrong})
+        assert call.error is not None and expected in call.error.message

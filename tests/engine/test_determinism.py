@@ -59,7 +59,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "nucleus": {"temperature": 0.9, "seed": 7, "top_p": 0.95},
     "plain": {"temperature": 1.0, "seed": 8},
     "repetition": {"temperature": 0.0, "repetition_penalty": 1.3},
-    "presence": {"temperature": 0.7, "seed": 9, "top_k": 20, "presence_penalty": 0.4},
+    "presence": {"temperature": 0.7, "seed": 9, "top_k": 20, "presence_penalty": 0.4, "logprob_token_ids": (7, 511)},
     "minimum": {"temperature": 0.8, "seed": 10, "min_p": 0.02, "frequency_penalty": 0.2},
 }
 

@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..generation_bounds import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_PARAMETERS,
     MAX_SAMPLING_JSON_BYTES,
     MAX_STOP_TOKEN_IDS,
@@ -262,10 +264,11 @@ _PARSERS: dict[str, Parser] = {
     "seed": _integer(-(1 << 63), (1 << 63) - 1),
     "stop": _stop,
     "stop_token_ids": _token_ids,
-    "allowed_token_ids": _allowed_token_ids,
     "ignore_eos": _boolean,
     "logprobs": _integer(-1),
     "prompt_logprobs": _integer(-1),
+    "allowed_token_ids": _allowed_token_ids,
+    "logprob_token_ids": partial(_token_ids, most=MAX_LOGPROB_TOKEN_IDS),
     "include_stop_str_in_output": _boolean,
     "skip_special_tokens": _boolean,
     "cache_salt": _text,
@@ -337,9 +340,9 @@ def parse_sampling_parameters(
     _check_vocabulary(chosen, vocab_size)
     _check_logprobs(chosen, vocab_size, max_logprobs)
     _check_choices(chosen)
-    ranks = chosen["best_of"] > chosen["n"]
+    needs_logprobs = logprobs_needed or chosen["best_of"] > chosen["n"] or bool(chosen.get("logprob_token_ids"))
     seed = chosen.pop("seed", -1)
-    logprobs = chosen.pop("logprobs", 0 if logprobs_needed or ranks else None)
+    logprobs = chosen.pop("logprobs", 0 if needs_logprobs else None)
     top_k = chosen.pop("top_k", 0)
     others = {name: chosen.pop(name) for name in _OUTSIDE_SAMPLING if name in chosen}
     sampling = SamplingParams(
@@ -387,7 +390,7 @@ def _check_choices(chosen: dict[str, Any]) -> None:
 
 
 def _check_vocabulary(chosen: dict[str, Any], vocab_size: int) -> None:
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+    for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
         wrong = [key for key in chosen.get(name, ()) if not (isinstance(key, int) and 0 <= key < vocab_size)]
         if wrong:
             raise invalid_argument(

@@ -159,7 +159,7 @@ class VllmSchema:
             inputs,
             prompt=prompt,
             prompt_text=prompt.text if inputs.options.prepend_prompt else "",
-            wants_logprobs=inputs.sampling.get("logprobs") is not None,
+            wants_logprobs=any(inputs.sampling.get(one) is not None for one in ("logprobs", "logprob_token_ids")),
             token_text=tokenizer.token_text,
         )
 
@@ -320,11 +320,13 @@ class VllmReply:
         return _encode_json([self._position(entry) for entry in chunk.logprobs])
 
     def _position(self, entry: TokenLogprobs) -> dict[str, dict[str, object]]:
-        """The sampled token first, then the most likely ones."""
+        """The sampled token first, then the most likely ones, then those that were asked for, without a rank."""
         position = {str(entry.token_id): self._logprob(entry.token_id, entry.logprob, entry.rank)}
         for index, (token_id, logprob) in enumerate(entry.top):
             position.setdefault(str(token_id), self._logprob(token_id, logprob, index + 1))
+        for token_id, logprob in entry.others:
+            position.setdefault(str(token_id), self._logprob(token_id, logprob, None))
         return position
 
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> dict[str, object]:
+    def _logprob(self, token_id: int, logprob: float, rank: int | None) -> dict[str, object]:
         return {"logprob": logprob, "rank": rank, "decoded_token": self._token_text(token_id)}

@@ -86,6 +86,8 @@ class DeviceSampler:
 
     def add_row(self, row: int, request: InferRequest) -> None:
         """Raises ValueError naming the field, its value and what was expected."""
+        if request.sampling.logprob_token_ids:
+            raise ValueError("'logprob_token_ids' is not supported on a GPU, expected null")
         if request.sampling.bad_words:  # the tokens before are not known on the host when a step is launched
             raise ValueError("'bad_words' holds a word of several tokens, expected words of one token on a GPU")
         self._rows.add(row, request)

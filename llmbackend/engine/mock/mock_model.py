@@ -220,7 +220,7 @@ def sample(
         token_id = int(processed.argmax())
     else:
         token_id = _draw(processed / sampling.temperature, sampling, _uniform(sampling.seed, len(token_ids)))
-    return token_id, _logprobs(logits, token_id, sampling.logprobs)
+    return token_id, _logprobs(logits, token_id, sampling.logprobs, sampling.logprob_token_ids)
 
 
 def _penalise(logits: FloatArray, token_ids: Int32Array, num_prompt_tokens: int, sampling: SamplingParams) -> None:
@@ -247,14 +247,17 @@ def _draw(logits: FloatArray, sampling: SamplingParams, u: float) -> int:
     return int(order[min(np.searchsorted(cumulated, u * cumulated[-1], side="right"), np.count_nonzero(probs) - 1)])
 
 
-def _logprobs(logits: FloatArray, token_id: int, count: int | None) -> TokenLogprobs | None:
+def _logprobs(
+    logits: FloatArray, token_id: int, count: int | None, token_ids: tuple[int, ...] = ()
+) -> TokenLogprobs | None:
     if count is None:
         return None
     logprobs = logits - logits.max()
     logprobs -= np.log(np.exp(logprobs).sum())
     best = np.argsort(-logprobs, kind="stable")[:count]
     rank = 1 + int((logprobs > logprobs[token_id]).sum())
-    return TokenLogprobs(token_id, float(logprobs[token_id]), rank, tuple((int(i), float(logprobs[i])) for i in best))
+    top, others = (tuple((int(i), float(logprobs[i])) for i in ids) for ids in (best, token_ids))
+    return TokenLogprobs(token_id, float(logprobs[token_id]), rank, top, others)
 
 
 @dataclass(frozen=True, slots=True)

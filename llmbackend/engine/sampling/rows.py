@@ -61,6 +61,9 @@ class SamplingRows:
         """Raises ValueError naming the field, its value and what was expected; the row is unchanged then."""
         sampling = request.sampling
         edits = row_edits(request, self.vocab_size, self._eos_token_ids)
+        for token_id in sampling.logprob_token_ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"'logprob_token_ids' has {token_id}, expected ids from 0 to {self.vocab_size - 1}")
         if sampling.logprobs is not None and not 0 <= sampling.logprobs <= self.vocab_size:
             raise ValueError(f"'logprobs' is {sampling.logprobs}, expected 0 to {self.vocab_size}")
         self.remove(row)

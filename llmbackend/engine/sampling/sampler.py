@@ -8,14 +8,16 @@ edit follows from the request and the row's tokens, so that a step can be repeat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from ..bad_words import BadWords
-from ..infer_request import BANNED_BIAS, InferRequest
+from ..infer_request import BANNED_BIAS, InferRequest, TokenLogprobs
 from ..kernels.library import NativeKernels
 from ..kernels.sampling import NativeSampling
 from ..step import NO_TOKEN, Int32Array, RowTable, SampledTokens
@@ -34,6 +36,8 @@ class Sampler:
         self._rows = SamplingRows(max_num_seqs, vocab_size, eos_token_ids)
         self._bad_words: dict[int, tuple[BadWords, dict[int, float]]] = {}
         """By row; and the bias that its request has besides."""
+        self._logprob_token_ids: dict[int, list[int]] = {}
+        """By row, of the rows that ask for logprobs of tokens by their ids."""
         self._torch = TorchSampling(self._rows)
         self._native = None if native is None else NativeSampling(native, self._rows)
 
@@ -43,10 +47,14 @@ class Sampler:
         self._bad_words.pop(row, None)
         if words := request.sampling.bad_words:
             self._bad_words[row] = BadWords(words), request.sampling.logit_bias
+        self._logprob_token_ids.pop(row, None)
+        if request.sampling.logprob_token_ids:
+            self._logprob_token_ids[row] = list(request.sampling.logprob_token_ids)
         self._tell_native(row)
 
     def remove_row(self, row: int) -> None:
         self._rows.remove(row)
+        self._logprob_token_ids.pop(row, None)
         self._bad_words.pop(row, None)
         self._tell_native(row)
 
@@ -64,7 +72,22 @@ class Sampler:
         if self._bad_words:
             self._ban(rows, positions, table)
         native = self._native if logits.device.type == "cpu" else None
-        return sampled_tokens(rows, *(native or self._torch).sample(rows, positions, logits, table, masks))
+        sampled = sampled_tokens(rows, *(native or self._torch).sample(rows, positions, logits, table, masks))
+        return self._with_others(sampled, rows, logits) if self._logprob_token_ids else sampled
+
+    def _with_others(self, sampled: SampledTokens, rows: Int32Array, logits: torch.Tensor) -> SampledTokens:
+        """With the logprobs of tokens that rows ask for by their ids: what the sampled token's logprob says of the sum
+        holds for them, too."""
+        logprobs = dict(sampled.logprobs)
+        for row, token_ids in self._logprob_token_ids.items():
+            if row in logprobs:
+                own_logits = logits[torch.from_numpy(np.flatnonzero(rows == row)).to(logits.device)].float()
+                columns = own_logits[:, token_ids].cpu().numpy()
+                logprobs[row] = [
+                    _with_logprobs(entry, token_ids, values, float(own[max(entry.token_id, 0)]))
+                    for entry, values, own in zip(logprobs[row], columns, own_logits, strict=True)
+                ]
+        return replace(sampled, logprobs=logprobs)
 
     def _ban(self, rows: Int32Array, positions: Int32Array, table: RowTable) -> None:
         """Gives rows with bad words the bias of this step."""
@@ -78,6 +101,15 @@ class Sampler:
     def _tell_native(self, row: int) -> None:
         if self._native is not None:
             self._native.set_edits(row, self._rows.edits.get(row))
+
+
+def _with_logprobs(
+    entry: TokenLogprobs, token_ids: Sequence[int], logits: npt.NDArray[np.float32], own: float
+) -> TokenLogprobs:
+    """logits [token_ids]: of these tokens; own: of the sampled one."""
+    norm = own - entry.logprob
+    others = tuple((token_id, float(value) - norm) for token_id, value in zip(token_ids, logits, strict=True))
+    return msgspec.structs.replace(entry, others=others)
 
 
 class TorchSampling:
