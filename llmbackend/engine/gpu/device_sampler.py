@@ -19,7 +19,7 @@ import triton
 from ..infer_request import InferRequest, SamplingParams
 from ..sampling.rows import RowEdits, SampleLogprobs, SamplingRows, sampled_tokens
 from ..step import Int32Array, RowTable, SampledTokens, StepPlan
-from ..token_masks import PendingMasks
+from ..token_masks import PendingMasks, TokenMasks, all_tokens
 from .device import Device
 from .device_rows import DeviceRows
 from .kernels import ranked_sampling, sampling
@@ -123,7 +123,10 @@ class DeviceSampler:
         for way in ways:
             for row in range(len(logits)):
                 self.add_row(row, InferRequest(request_id="", prompt_token_ids=(), sampling=way))
-            self.prepare().sample(logits, rows, torch.ones_like(rows), token_table, num_prompt_tokens)
+            words = all_tokens(self._rows.vocab_size)[np.newaxis]
+            prepared = self.prepare(masks=TokenMasks(np.zeros(len(logits), np.int32), words))
+            prepared.complete()
+            prepared.sample(logits, rows, torch.ones_like(rows), token_table, num_prompt_tokens)
         for row in range(len(logits)):
             self.remove_row(row)
 
@@ -281,7 +284,7 @@ class PreparedSampling:
             return [torch.empty(0, dtype=torch.int32, device=logits.device)]
         launches = _Launches(self._state, self._features, logits, rows, positions)
         if self._features.num_edited:
-            launches.edit(token_table, num_prompt_tokens)
+            launches.edit(token_table, num_prompt_tokens)  # rows that may have masks have edits
             if self._masks is not None:
                 launches.mask(*self._masks)
         else:

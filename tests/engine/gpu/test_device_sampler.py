@@ -18,6 +18,7 @@ from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.sampling.rows import uniform
 from llmbackend.engine.sampling.sampler import Sampler
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens
+from llmbackend.engine.token_masks import TokenMasks, only
 from tests.helpers.gpu.kernel_device import DEVICE, INTERPRETED
 from tests.helpers.sampling_parameters import random_parameters
 
@@ -48,14 +49,18 @@ class Rows:
         arrays = (chosen, table.num_tokens[np.maximum(chosen, 0)], table.token_ids, table.num_prompt_tokens)
         return tuple(torch.from_numpy(array).to(DEVICE) for array in arrays)
 
-    def sample(self, logits: torch.Tensor, rows: list[int] | None = None) -> SampledTokens:
+    def sample(
+        self, logits: torch.Tensor, rows: list[int] | None = None, masks: TokenMasks | None = None
+    ) -> SampledTokens:
         tensors = self.tensors(list(range(len(logits))) if rows is None else rows)
-        samples = [tensor.cpu() for tensor in self.sampler.prepare().sample(logits.to(DEVICE), *tensors)]
+        prepared = self.sampler.prepare(masks=masks)
+        prepared.complete()
+        samples = [tensor.cpu() for tensor in prepared.sample(logits.to(DEVICE), *tensors)]
         return tokens_on_host(tensors[0].cpu().numpy(), samples)
 
-    def expected(self, logits: torch.Tensor) -> SampledTokens:
+    def expected(self, logits: torch.Tensor, masks: TokenMasks | None = None) -> SampledTokens:
         rows = np.arange(len(logits), dtype=np.int32)
-        return self.reference.sample(rows, self.table.num_tokens[rows], logits, self.table)
+        return self.reference.sample(rows, self.table.num_tokens[rows], logits, self.table, masks)
 
 
 @pytest.fixture
@@ -112,6 +117,22 @@ LIMITS: list[dict[str, Any]] = [
 
 
 @pytest.mark.usefixtures("few_candidates")
+def test_masked_tokens_are_those_of_the_cpu() -> None:
+    """Logprobs stay those of the raw distribution; a block of the vocabulary may have no token left."""
+    vocab, allowed_token_ids = 1200, [tuple(range(i, 1200, step)) for i, step in ((7, 1200), (3, 400), (1, 2), (0, 1))]
+    ways: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 4, "presence_penalty": 0.5}]
+    parameters = [
+        {"seed": i, "logprobs": 2, "allowed_token_ids": allowed_token_ids[i // 4], **ways[i % 4]} for i in range(16)
+    ]
+    words = np.stack([only(token_ids, vocab) for token_ids in allowed_token_ids])
+    index = np.array([i // 4 if i % 5 else -1 for i in range(16)], np.int32)
+    rows, masks = Rows(parameters, vocab), TokenMasks(index, words)
+    logits = make_logits("usual", 16, vocab)
+    found = rows.sample(logits, masks=masks)
+    assert_same(found, rows.expected(logits, masks))
+    assert all(found.token_ids[i] in allowed_token_ids[i // 4] for i in range(16) if i % 5)
+
+
 def test_more_candidates_than_there_is_room_for() -> None:
     rows = Rows([{"temperature": 1.5, "seed": 3, **limit} for limit in LIMITS], 400 * SIZE)
     logits = make_logits("flat", len(LIMITS), 400 * SIZE).bfloat16()
@@ -283,6 +304,6 @@ def test_all_that_steps_launch_is_compiled_before(monkeypatch: pytest.MonkeyPatc
     launched = count_launches(monkeypatch)
     assert sampler.is_unused
     sampler.compile(torch.zeros(1, 6), torch.ones(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-    assert {"choose_kernel", "draw_limited_kernel", "edit_kernel", "logprobs_kernel"} <= set(launched)
+    assert {"choose_kernel", "draw_limited_kernel", "edit_kernel", "mask_kernel", "logprobs_kernel"} <= set(launched)
     assert sampler.is_plain
     assert not sampler.is_unused

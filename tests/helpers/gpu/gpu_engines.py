@@ -82,6 +82,7 @@ def mixed_requests(count: int, seed: int, greedy: bool = False) -> list[InferReq
                 seed=i,
                 frequency_penalty=float(draw.choice([0.0, 0.5])),
                 logprobs=[None, 2][draw.integers(2)],
+                allowed_token_ids=tuple(range(i, VOCAB_SIZE, 3)) if i % 3 == 2 else (),
             ),
         )
         for i in range(count)
