@@ -22,7 +22,7 @@ def test_sampling_compiles_for_hopper() -> None:
     (kernels,) = compile_in_process(launch_sampling, 90).values()
     assert {kernel.name for kernel in kernels} == {
         "summarise_kernel", "choose_kernel", "draw_limited_kernel", "slots_kernel", "copy_kernel", "edit_kernel",
-        "logprobs_kernel",
+        "logprobs_kernel", "mask_kernel",
     }  # fmt: skip
     for kernel in kernels:
         assert kernel.stack_bytes <= 128, kernel
