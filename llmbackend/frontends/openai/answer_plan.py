@@ -18,6 +18,11 @@ from .tools import ToolUse
 STRUCTURED_OUTPUTS = "structured_outputs"
 
 
+CALL_ARGUMENTS: JsonObject = {"disable_additional_properties": True, "whitespace_pattern": "[ ]"}
+"""Arguments are those that a function has, in one line: that is how templates show calls. A small model would else go on
+inventing properties, or spaces, until its length is reached."""
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
     """How each choice of one request is read."""
@@ -86,7 +91,8 @@ def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, tar
         form = voluntary_calls(use, calls.grammar, calls.trigger)
     else:
         form = {"type": "or", "elements": [required_calls(use, calls.grammar), _as_format(wanted, target, use)]}
-    return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}}}
+    arguments = CALL_ARGUMENTS if form["type"] != "or" else {}
+    return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}, **arguments}}
 
 
 def _as_format(wanted: JsonObject, target: Target, use: ToolUse) -> JsonObject:
