@@ -37,10 +37,13 @@ class GetWeather(BaseModel):
 
 
 WEATHER_TOOL: Any = openai.pydantic_function_tool(GetWeather)
-TIME_TOOL: Any = {
-    "type": "function",
-    "function": {"name": "get_time", "description": "The time.", "parameters": {"type": "object", "properties": {}}},
-}
+
+
+class GetTime(BaseModel):
+    """The time."""
+
+
+TIME_TOOL: Any = openai.pydantic_function_tool(GetTime)
 
 
 @pytest.fixture
@@ -127,3 +130,97 @@ class TestCompletions:
         for chunk in client.completions.create(**options, stream=True):
             texts[chunk.choices[0].index] += chunk.choices[0].text
         assert texts == [choice.text for choice in whole.choices]
+
+
+class TestStructuredOutput:
+    def test_parse(self, client: openai.OpenAI) -> None:
+        answer = client.chat.completions.parse(model=MODEL, messages=HELLO, response_format=Verdict, temperature=0)
+        assert isinstance(answer.choices[0].message.parsed, Verdict)
+
+    def test_the_stream_helper_parses(self, client: openai.OpenAI) -> None:
+        options: Any = {"model": MODEL, "messages": HELLO, "response_format": Verdict, "temperature": 0}
+        with client.chat.completions.stream(**options) as stream:
+            done = [event for event in stream if event.type == "content.done"]
+            final = stream.get_final_completion().choices[0].message
+        whole = client.chat.completions.parse(**options).choices[0].message
+        assert isinstance(final.parsed, Verdict) and final.parsed == whole.parsed == done[0].parsed
+        assert final.content == whole.content
+
+    def test_json_object(self, client: openai.OpenAI) -> None:
+        answer = ask(client, response_format={"type": "json_object"}, max_tokens=200).choices[0]
+        assert answer.message.content.startswith("{")
+        if answer.finish_reason == "stop":
+            assert isinstance(json.loads(answer.message.content), dict)
+
+    def test_a_truncated_answer_is_no_parsed_one(self, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.LengthFinishReasonError):
+            client.chat.completions.parse(model=MODEL, messages=HELLO, response_format=Verdict, max_tokens=3)
+
+    def test_a_bad_schema_is_refused_by_name(self, client: openai.OpenAI) -> None:
+        schema = {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "strin"}}}}
+        with pytest.raises(openai.BadRequestError, match="strin"):
+            ask(client, response_format={"type": "json_schema", "json_schema": schema})
+
+    def test_several_choices(self, client: openai.OpenAI) -> None:
+        answer = client.chat.completions.parse(
+            model=MODEL, messages=HELLO, response_format=Verdict, n=3, seed=5, temperature=1.0
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert all(isinstance(choice.message.parsed, Verdict) for choice in answer.choices)
+
+
+class TestTools:
+    def test_a_required_call_is_parsed(self, client: openai.OpenAI) -> None:
+        options: Any = {"tools": [WEATHER_TOOL, TIME_TOOL], "tool_choice": "required", "temperature": 0}
+        answer = client.chat.completions.parse(model=MODEL, messages=ASK_WEATHER, **options).choices[0]
+        assert answer.finish_reason == "tool_calls" and answer.message.tool_calls
+        for call in answer.message.tool_calls:
+            assert call.id and isinstance(call.function.parsed_arguments, GetWeather | GetTime)
+
+    def test_a_named_call(self, client: openai.OpenAI) -> None:
+        choice = {"type": "function", "function": {"name": "GetWeather"}}
+        answer = ask(client, ASK_WEATHER, tools=[WEATHER_TOOL, TIME_TOOL], tool_choice=choice).choices[0]
+        (call,) = answer.message.tool_calls
+        assert call.function.name == "GetWeather" and GetWeather.model_validate_json(call.function.arguments)
+
+    def test_a_streamed_call_is_the_whole_call(self, client: openai.OpenAI) -> None:
+        options: Any = {"model": MODEL, "messages": ASK_WEATHER, "tools": [WEATHER_TOOL], "temperature": 0}
+        options |= {"tool_choice": "required", "parallel_tool_calls": False}
+        whole = client.chat.completions.parse(**options).choices[0]
+        with client.chat.completions.stream(**options) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_completion().choices[0]
+        (call,), (expected,) = final.message.tool_calls or (), whole.message.tool_calls or ()
+        assert call.function.arguments == expected.function.arguments
+        assert isinstance(call.function.parsed_arguments, GetWeather)
+        assert final.finish_reason == whole.finish_reason == "tool_calls"
+        assert "tool_calls.function.arguments.done" in kinds
+
+    def test_the_result_of_a_tool_goes_back(self, client: openai.OpenAI) -> None:
+        """One turn of an agent: question, call, result, answer."""
+        messages = list(ASK_WEATHER)
+        choice = {"type": "function", "function": {"name": "GetWeather"}}
+        called = ask(client, messages, tools=[WEATHER_TOOL], tool_choice=choice).choices[0].message
+        messages.append(called.model_dump(exclude_none=True))
+        messages += [{"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": '{"sky": "clear"}'}]
+        answer = ask(client, messages, tools=[WEATHER_TOOL], tool_choice="none").choices[0]
+        assert answer.message.content and not answer.message.tool_calls
+
+    def test_the_model_calls_on_its_own(self, client: openai.OpenAI) -> None:
+        """The bundled model was trained to call tools: nothing forces it here."""
+        tool = {
+            "type": "function",
+            "function": {
+                "name": "get_weather",
+                "description": "Get the weather of a city",
+                "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            },
+        }
+        whole = ask(client, ASK_WEATHER, tools=[tool]).choices[0]
+        deltas = [chunk.choices[0] for chunk in ask(client, ASK_WEATHER, tools=[tool], stream=True) if chunk.choices]
+        (call,) = whole.message.tool_calls
+        pieces = [piece for delta in deltas for piece in delta.delta.tool_calls or ()]
+        assert (call.function.name, whole.finish_reason) == ("get_weather", "tool_calls")
+        assert pieces[0].function.name == "get_weather" and pieces[0].id
+        assert "".join(piece.function.arguments or "" for piece in pieces) == call.function.arguments
+        assert json.loads(call.function.arguments).keys() == {"city"}
