@@ -280,6 +280,35 @@ def test_an_input_that_asks_for_nothing_is_accepted() -> None:
     assert len(read(BATCH + CORE, **core, bad_words_list=[[[0], [-1]]])) == 1
 
 
+@pytest.mark.parametrize("form", ["user", "core"])
+@pytest.mark.parametrize(
+    ("kind", "guide", "expected"),
+    [
+        ("json", "", ("json", True)),
+        ("json_schema", '{"type": "null"}', ("json", '{"type": "null"}')),
+        ("regex", "a+", ("regex", "a+")),
+        ("ebnf_grammar", 'root ::= "a"', ("grammar", 'root ::= "a"')),
+        ("", "", None),
+    ],
+)
+def test_a_guide_becomes_a_constraint(form: str, kind: str, guide: str, expected: tuple[str, object] | None) -> None:
+    guides: dict[str, Any] = {"guided_decoding_guide_type": [[kind]], "guided_decoding_guide": [[guide]]}
+    if form == "user":
+        (inputs,) = read(BATCH + USER, text_input=[["a"]], max_tokens=[[5]], **guides)
+    else:
+        (inputs,) = read(BATCH + CORE, input_ids=[[1, 2]], request_output_len=[[5]], **guides)
+    constraint = inputs.sampling.get("structured_outputs")
+    assert (constraint and (constraint.kind, constraint.value)) == expected
+
+
+@pytest.mark.parametrize(("kind", "guide"), [("yaml", "x"), ("", "x"), ("regex", "")])
+def test_a_guide_of_an_unknown_type_or_without_text_is_refused(kind: str, guide: str) -> None:
+    guides: dict[str, Any] = {"guided_decoding_guide_type": [[kind]], "guided_decoding_guide": [[guide]]}
+    error = refusal(BATCH + USER, text_input=[["a"]], max_tokens=[[5]], **guides)
+    assert error.code is ErrorCode.INVALID_ARG
+    assert "'guided_decoding_guide_type'" in error.message
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -288,7 +317,6 @@ def test_an_input_that_asks_for_nothing_is_accepted() -> None:
         ("prompt_embedding_table", [[[1.0]]]),
         ("num_draft_tokens", [[3]]),
         ("lora_task_id", [[1]]),
-        ("guided_decoding_guide_type", [["json"]]),
         ("image_url_input", [["http://x"]]),
         ("decoder_text_input", [["x"]]),
     ],

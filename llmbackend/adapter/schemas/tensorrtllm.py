@@ -13,22 +13,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmbackend.core.backend_api import ModelConfig, Request, Tensor, TritonError, invalid_argument, unsupported
+from llmbackend.core.backend_api import ModelConfig, Request, Tensor, TritonError, invalid_argument, shown, unsupported
 from llmbackend.engine.infer_request import TokenLogprobs
 
 from ..generation_bounds import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
+    MAX_SAMPLING_JSON_BYTES,
     MAX_STOPS,
     MAX_STOPS_TOTAL_LENGTH,
     check_at_most,
     check_stops,
 )
+from ..structured_outputs.bounds import Place
+from ..structured_outputs.constraint import Constraint, of_kind
 from ..text.output_assembler import Chunk
 from ..text.token_bias import TokenBias
 from ..text.tokenizer import ModelTokenizer
 from .sampling import SEED_MASK
 from .schema import (
+    GUIDE,
+    GUIDE_TYPE,
     Generation,
     LlmInputs,
     OutputOptions,
@@ -144,6 +149,8 @@ class TensorRtLlmSchema:
         if end_id is not None or self._is_core:
             values["ignore_eos"] = True
             values["stop_token_ids"] = [int(end_id)] if end_id is not None and end_id >= 0 else []
+        if (constraint := _constraint(row)) is not None:
+            values["structured_outputs"] = constraint
         if not self._is_core:
             values["stop"] = row.texts("stop_words") or None
             values["include_stop_str_in_output"] = True
@@ -244,6 +251,36 @@ def _asks_for_something(name: str, values: npt.NDArray[Any]) -> bool:
     if values.dtype == np.object_:
         return any(values.ravel().tolist())
     return bool(np.any(values))
+
+
+_GUIDE_TYPES = {
+    "json": "json",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf_grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""TensorRT-LLM's guide types. "json" is any JSON value, and needs no guide."""
+
+
+def _constraint(row: Row) -> Constraint | None:
+    """What the guide asks of the output; a preprocessing model sends empty strings where nothing was asked."""
+    kind, guide = _guide_text(row, "guided_decoding_guide_type"), _guide_text(row, "guided_decoding_guide")
+    if not kind and not guide:
+        return None
+    if kind not in _GUIDE_TYPES:
+        raise invalid_argument(f"input '{GUIDE_TYPE}' is {shown(kind)}, expected one of: {', '.join(_GUIDE_TYPES)}")
+    if kind == "json":
+        return of_kind("json", True, Place(GUIDE_TYPE))
+    if not guide:
+        raise invalid_argument(f"input '{GUIDE_TYPE}' is '{kind}', expected it together with '{GUIDE}'")
+    return of_kind(_GUIDE_TYPES[kind], guide, Place(GUIDE))
+
+
+def _guide_text(row: Row, name: str) -> str:
+    text = decoded(name, row.number(name, b""))
+    check_at_most(f"input '{name}'", len(text), MAX_SAMPLING_JSON_BYTES, "characters")
+    return text
 
 
 def _return_sequences(row: Row) -> int:

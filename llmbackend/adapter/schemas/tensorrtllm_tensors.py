@@ -118,8 +118,6 @@ REFUSED_INPUTS = frozenset(
         "draft_logits",
         "encoder_input_features",
         "encoder_output_lengths",
-        "guided_decoding_guide",
-        "guided_decoding_guide_type",
         "image_bytes_input",
         "image_input",
         "image_url_input",

@@ -63,10 +63,17 @@ def read(parameters: Mapping[str, Any]) -> Constraint | None:
     return replace(constraint, whitespace_pattern=_text(pattern, Place("guided_whitespace_pattern")))
 
 
+def of_kind(kind: str, value: object, place: Place) -> Constraint:
+    """A constraint of one of KINDS. Raises TritonError INVALID_ARG for a value of another type."""
+    return Constraint("json" if kind == "json_object" else kind, _checked(kind, value, place), place)
+
+
 def _read_field(name: str, value: object) -> Constraint | None:
+    if isinstance(value, Constraint):  # of a schema that has tensors for it
+        return value
     place = Place(name)
     if name in _FORMER_FIELDS:
-        return Constraint(_FORMER_FIELDS[name], _checked(_FORMER_FIELDS[name], value, place), place)
+        return of_kind(_FORMER_FIELDS[name], value, place)
     return _read_object(_object(value, place), place)
 
 
