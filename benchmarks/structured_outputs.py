@@ -129,7 +129,7 @@ def measure_forced(config: EngineConfig, vocabulary: Vocabulary, grammar: str, n
 def compare_libraries(tokenizer_json: str, vocab_size: int, texts: list[str]) -> None:
     """Masks of llguidance and xgrammar along the same texts, one row."""
     import tokenizers
-    import xgrammar
+    import xgrammar  # type: ignore[import-not-found]
     from llguidance import LLTokenizer
 
     tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
