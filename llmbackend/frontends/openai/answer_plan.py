@@ -19,8 +19,8 @@ STRUCTURED_OUTPUTS = "structured_outputs"
 
 
 CALL_ARGUMENTS: JsonObject = {"disable_additional_properties": True, "whitespace_pattern": "[ ]"}
-"""Arguments are those that a function has, in one line: that is how templates show calls. A small model would else go on
-inventing properties, or spaces, until its length is reached."""
+"""Arguments are those that a function has, in one line: that is how templates show calls. A small model would else go
+on inventing properties, or spaces, until its length is reached."""
 
 
 @dataclass(frozen=True, slots=True)
