@@ -101,7 +101,9 @@ class GpuProgram:
         self._layers = [self._layer(layer, caches[layer.module]) for layer in decoder.layers]
         self._norm, self._head = _norm_spec(decoder.norm), self._linear(decoder.head)
         self._logit_factor, self._logit_softcap = decoder.logit_factor, decoder.logit_softcap
-        self._max_tokens, self._max_samples = max_tokens, max_samples
+        self._max_tokens, self.max_samples = max_tokens, max_samples
+        self._computed: tuple[torch.Tensor, _Pending | None]
+        """The residual stream of the last step, and what is to be added to it."""
         self._make_buffers(max_tokens, max_samples)
 
     def use_caches(self, caches: Mapping[nn.Module, LayerCache]) -> None:
@@ -116,7 +118,7 @@ class GpuProgram:
         call; [0, vocab] when no row samples, and then the head is not computed.
         """
         num_tokens = len(layout.token_ids)
-        if num_tokens > self._max_tokens or len(layout.sampled_tokens) > self._max_samples:
+        if num_tokens > self._max_tokens or len(layout.sampled_tokens) > self.max_samples:
             raise RuntimeError(f"a step of {num_tokens} tokens and {len(layout.sampled_tokens)} samples has no room")
         residual = self._residual.matrix(num_tokens, self._width)
         self._ops.embed(layout.token_ids, self._embedding, self._embedding_factor, residual)
@@ -161,9 +163,19 @@ class GpuProgram:
         return self._product(layer.down, gated, self._block)
 
     def _logits(self, residual: torch.Tensor, pending: _Pending, tokens: torch.Tensor) -> torch.Tensor:
+        self._computed = residual, pending
+        return self.logits_behind(tokens)
+
+    @torch.inference_mode()
+    def logits_behind(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits as of `forward` behind these tokens of the batch that was computed last, int32 [tokens], at most as
+        many as the largest step samples."""
         if not len(tokens):
             return self._logit_memory.matrix(0, self._head.n)
-        self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, None, None)
+        residual, pending = self._computed
+        if pending is not None:
+            self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, None, None)
+            self._computed = residual, None
         x = self._sampled.matrix(len(tokens), self._width)
         self._ops.residual_norm(residual, None, None, 1.0, self._norm, x, tokens)
         return self._finished(self._product(self._head, x, self._logit_memory))

@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from .device_rows import DeviceRows, StepMessage, StepMessages
 from .graphs import DecodeGraphs
 from .kv_memory import HostBlocks
 from .program import GpuProgram
+from .prompt_logprobs import PromptPiece, entries_of, prompt_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,8 @@ class _Launched:
     start: Event
     computed: Event
     end: Event
+    prompts: list[PromptPiece]
+    """Whose logprobs were asked for."""
 
 
 class GpuRunner:
@@ -97,8 +101,6 @@ class GpuRunner:
 
     def add_row(self, row: int, request: InferRequest) -> None:
         refuse_adapter(request.lora_name)
-        if request.sampling.prompt_logprobs is not None:
-            raise ValueError("'prompt_logprobs' is not supported on this device, expected null")
         self._parts.sampling.add_row(row, request)
         self._parts.messages.add(row)
 
@@ -114,8 +116,9 @@ class GpuRunner:
         parts, graph_size = self._parts, self._parts.graphs.size_for(plan)
         sampling = parts.sampling.begin(plan, table)
         message = parts.messages.write(plan, table, graph_size)
+        prompts = prompt_pieces(plan, table, parts.device, parts.program.max_samples)
         try:
-            launched = self._enqueue(step_id, message, graph_size, plan.num_samples, sampling)
+            launched = self._enqueue(step_id, message, graph_size, plan.num_samples, sampling, prompts)
         except BaseException:
             # What was enqueued before the error may still read the message, and its memory is about to be used again.
             parts.device.synchronize()
@@ -127,8 +130,12 @@ class GpuRunner:
     def collect(self) -> tuple[int, SampledTokens]:
         launched = self._in_flight.popleft()
         launched.end.wait()
+        sampled = launched.sampling.result()
+        prompt_logprobs, errors = entries_of(launched.prompts) if launched.prompts else ({}, {})
         sampled = dataclasses.replace(
-            launched.sampling.result(),
+            sampled,
+            errors={**sampled.errors, **errors},
+            prompt_logprobs=prompt_logprobs,
             forward_s=launched.computed.seconds_since(launched.start),
             sample_s=launched.end.seconds_since(launched.computed),
         )
@@ -149,7 +156,13 @@ class GpuRunner:
             logger.warning("the device had failed before it was closed", exc_info=True)
 
     def _enqueue(
-        self, step_id: int, message: StepMessage, graph_size: int | None, num_samples: int, sampling: StepSampling
+        self,
+        step_id: int,
+        message: StepMessage,
+        graph_size: int | None,
+        num_samples: int,
+        sampling: StepSampling,
+        prompts: list[PromptPiece],
     ) -> _Launched:
         parts, device = self._parts, self._parts.device
         logits: list[torch.Tensor] = []
@@ -159,10 +172,12 @@ class GpuRunner:
         if num_samples:
             sampling.complete()
             device.enqueue(lambda: _sample(parts, sampling, logits[0]))
+        for piece in prompts:
+            device.enqueue(partial(piece.enqueue, parts.program, self._info.vocab_size, device))
         end = device.record()
         if self.max_steps_in_flight == 1:
             end.wait()
-        return _Launched(step_id, sampling, start, computed, end)
+        return _Launched(step_id, sampling, start, computed, end, prompts)
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from llmbackend.engine.model_runner import ModelRunner
 from llmbackend.engine.step import BROKEN_LOGITS, PENDING_TOKEN, RowTable, Runner, StepPlan
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
+from tests.helpers.mock_engine import run_to_end
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -279,3 +281,32 @@ def test_broken_logits_end_their_request_and_no_other(tmp_path: Path) -> None:
         found.append(outputs)
     assert found[1] == found[0]
     assert found[1]["broken"] == f"(){BROKEN_LOGITS}"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_prompt_logprobs_are_those_of_the_cpu_path(family: str, overlaps: bool, tmp_path: Path) -> None:
+    """Also of steps in flight, of chunks, and where logits are capped behind the head."""
+    save(FAMILIES[family], tmp_path)
+    asked = [
+        msgspec.structs.replace(
+            request,
+            sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=i % 3, max_tokens=i % 2 * 6),
+        )
+        for i, request in enumerate(mixed_requests(7, seed=3, greedy=True))
+    ]
+    chunks = {"max_num_batched_tokens": 9, "max_num_seqs": 4}
+    expected = run_to_end(EngineCore(config_for(tmp_path), ModelRunner(config_for(tmp_path))), asked)
+    config, stories = config_for(tmp_path, **chunks), []
+    for options in (config_for(tmp_path), config):
+        core = EngineCore(options, gpu_runner(options, FakeDevice(), GreedyOnDevice() if overlaps else None))
+        stories.append(run_to_end(core, asked))
+        core.close()
+    for story, request in itertools.product(stories, asked):
+        one, exact = story[request.request_id], expected[request.request_id]
+        assert one.token_ids == exact.token_ids
+        assert len(exact.prompt_logprobs) == len(request.prompt_token_ids) - 1
+        for got, wanted in zip(one.prompt_logprobs, exact.prompt_logprobs, strict=True):
+            assert (got.token_id, got.rank) == (wanted.token_id, wanted.rank)
+            assert [token_id for token_id, _ in got.top] == [token_id for token_id, _ in wanted.top]
+            assert got.logprob == pytest.approx(wanted.logprob, abs=1e-4)

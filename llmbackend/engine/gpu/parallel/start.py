@@ -183,6 +183,8 @@ class ParallelRunner:
 
     def add_row(self, row: int, request: InferRequest) -> None:
         """A request that is refused here is not sent to the others, which would refuse it too."""
+        if request.sampling.prompt_logprobs is not None:  # the other ranks do not know what the row still needs
+            raise ValueError("'prompt_logprobs' is not supported on several devices, expected null")
         self._runner.add_row(row, request)
         self._sender.forget(row)
         self._followers.tell(RowAdded(row, request))
