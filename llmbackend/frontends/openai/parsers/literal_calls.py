@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from .arguments import MAX_HEADER_CHARS, end, read_header, start
 from .json_values import text_is_next
-from .reader import SPACE, Markers, NotACall, Reader, Reading
+from .reader import SPACE, NotACall, Reader, Reading, markers
 from .sink import Sink
 from .tables import ANY_NAME, LiteralCall
 
@@ -169,7 +169,7 @@ class LiteralCallReader:
         reader.drop()
         sink.arguments('"')
         if len(quote) > 1:
-            if not (yield from reader.until(Markers((quote,)), lambda text: sink.arguments(_escaped(text)))):
+            if not (yield from reader.until(markers(frozenset((quote,))), lambda text: sink.arguments(_escaped(text)))):
                 self._give_up()
         else:
             yield from self._read_escaped(quote)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 
 from .arguments import MAX_HEADER_CHARS
-from .reader import Markers, Reader, Reading
+from .reader import Reader, Reading, markers
 from .sink import Sink
 from .tables import Messages
 
@@ -27,8 +27,8 @@ class MessagesReader:
         self._table = table
         self._reads_calls = reads_calls
         self._header_begins = (table.start, table.channel)
-        markers = (*self._header_begins, table.message, *table.end)
-        self._markers = Markers(markers, only_special=markers)
+        texts = frozenset((*self._header_begins, table.message, *table.end))
+        self._markers = markers(texts, only_special=texts)
         self._channel = re.compile(re.escape(table.channel) + r"\s*(\w+)")
         self._content = _Joined(sink.content)
         self._reasons = _Joined(sink.reasoning)

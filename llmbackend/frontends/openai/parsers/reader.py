@@ -7,6 +7,7 @@ text was cut; each symbol is read once, so the work is linear in the output; wha
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Generator, Iterable
 from typing import TypeVar
@@ -24,10 +25,9 @@ class NotACall(Exception):  # noqa: N818 - a turn of the machine, not an error
 
 
 class Markers:
-    """Texts that are looked for in running text. None of them may occur within another."""
+    """Texts that are looked for in running text. None of them may occur within another. Made by `markers`."""
 
-    def __init__(self, texts: Iterable[str], only_special: Collection[str] = ()) -> None:
-        """only_special: those that count only as special tokens, not where the model wrote their characters"""
+    def __init__(self, texts: Iterable[str], only_special: Collection[str]) -> None:
         self.all = frozenset(texts)
         as_text = sorted(self.all.difference(only_special))
         self.is_empty = not as_text
@@ -36,6 +36,15 @@ class Markers:
         self.first = re.compile("|".join(sorted({text[0] for text in escaped})))
         self.whole = re.compile("|".join("".join(text) for text in escaped))
         self.cut_off = re.compile("(?:" + "|".join(_proper_prefixes(text) for text in escaped) + r")\Z")
+
+
+@functools.lru_cache(maxsize=512)
+def markers(texts: frozenset[str], only_special: frozenset[str] = frozenset()) -> Markers:
+    """Those of a table, which all outputs share.
+
+    only_special: those that count only as special tokens, not where the model wrote their characters
+    """
+    return Markers(texts, only_special)
 
 
 def _proper_prefixes(characters: list[str]) -> str:

@@ -6,7 +6,7 @@ end of the output.
 
 from __future__ import annotations
 
-from .reader import Markers, NotACall, Reader, Reading
+from .reader import NotACall, Reader, Reading, markers
 from .sink import Sink
 from .tables import ReasoningFormat
 
@@ -20,7 +20,7 @@ def read_reasoning(reader: Reader, sink: Sink, table: ReasoningFormat) -> Readin
     ends = (table.end, *table.ended_by)
     marker = yield from _read_start(reader, sink, (table.start, *ends))
     if marker not in ends:
-        marker = yield from reader.until(Markers(ends), sink.reasoning)
+        marker = yield from reader.until(markers(frozenset(ends)), sink.reasoning)
         reader.hold(marker, reader.is_special)
     sink.is_reasoning = not marker
     return marker or None

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 
 from .json_calls import JsonCallReader, read_headed_call
 from .literal_calls import LiteralCallReader
-from .reader import Markers, NotACall, Reader, Reading
+from .reader import NotACall, Reader, Reading, markers
 from .reasoning import read_reasoning
 from .schema_types import Schemas
 from .sink import Sink
@@ -30,7 +30,7 @@ class MarkedCallsReader:
         self._table = table
         self._reasoning = reasoning
         self._schemas = schemas
-        self._markers = Markers(table.begin, table.only_special)
+        self._markers = markers(frozenset(table.begin), frozenset(table.only_special))
         self._calls = {call.begin: call for call in table.calls}
         lists = (table.list_begin,) if table.list_begin else ()
         self._first = (*self._calls, *lists)

@@ -10,7 +10,7 @@ import json
 import re
 
 from .arguments import MAX_HEADER_CHARS, cut_off, end, read_header, start
-from .reader import MAX_HELD_CHARS, Markers, NotACall, Reader, Reading
+from .reader import MAX_HELD_CHARS, NotACall, Reader, Reading, markers
 from .schema_types import Schemas, allowed_types, is_plain_text, json_of
 from .sink import Sink
 from .tables import TaggedCall
@@ -32,9 +32,9 @@ class TaggedCallReader:
         self._own_ends = call.end
         self._has_any = False
         """Whether the call has had a parameter."""
-        as_text = (call.key_begin, *call.end) if call.may_omit_value_end else ()
+        as_text = frozenset((call.key_begin, *call.end)) if call.may_omit_value_end else frozenset()
         breaks = frozenset((call.key_begin, *self._ends))
-        self._value_ends = Markers((call.value_end, *breaks), only_special=breaks.difference(as_text))
+        self._value_ends = markers(breaks | {call.value_end}, only_special=breaks - as_text)
 
     def read(self) -> Reading[str | None]:
         """Behind `call.begin`. Returns what it has read of what follows the call: the section's end, or None."""
