@@ -144,6 +144,7 @@ class EngineFlags:
         for readable in _HUMAN_READABLE:
             if readable in given:
                 given[readable] = _number(given[readable])
+        _check_parsers(given)
         try:
             arguments = read_given_arguments({"model": model, **given}, Path.cwd())
             read_own_parameters(parameters)
@@ -153,6 +154,19 @@ class EngineFlags:
             flag = next(iter(re.findall(r"--[\w-]+", text)), "--model")
             raise typer.BadParameter(f"{text.rstrip('.')}. {advice(text, 'See --help.')}", param_hint=flag) from None
         return SingleModel(model=model, name=name, arguments=msgspec.to_builtins(arguments), parameters=parameters)
+
+
+def _check_parsers(given: Mapping[str, Any]) -> None:
+    """Raises BadParameter for the name of a parser that does not exist."""
+    if not given.keys() & {"tool_call_parser", "reasoning_parser"}:
+        return  # importing the frontend takes half a second
+    from ..frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
+
+    for parser, formats in (("tool_call_parser", TOOL_CALL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
+        name, flag = given.get(parser, ""), flag_of(parser)
+        if name and name not in formats:
+            message = f"{flag} is '{name}', expected one of: {', '.join(sorted(formats))}"
+            raise typer.BadParameter(message, param_hint=flag)
 
 
 def _flag(field: msgspec.structs.FieldInfo) -> Any:

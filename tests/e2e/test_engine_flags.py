@@ -110,6 +110,8 @@ def test_vllms_arguments_without_effect_are_taken_and_named(
     ("flags", "reason"),
     [
         (["--dtype", "int3"], "--dtype is 'int3', expected 'auto' or "),
+        (["--tool-call-parser", "hermes2"], "--tool-call-parser is 'hermes2', expected one of: "),
+        (["--reasoning-parser", "qwen"], "--reasoning-parser is 'qwen', expected one of: "),
         (["--max-num-seqs", "0"], "--max-num-seqs is 0, expected at least 1"),
         (["--max-num-seqs", "many"], "--max-num-seqs is 'many': "),
         (["--task", "embed"], '--task is \'embed\', only "auto" or "generate" is supported'),

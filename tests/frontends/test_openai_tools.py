@@ -152,8 +152,34 @@ def test_ids_of_calls_are_those_of_the_response(client: openai.OpenAI) -> None:
         return [one.id for one in answer.choices[0].message.tool_calls]
 
     assert ids("a") == ids("a") != ids("b")
+    by_field = ask(client, TWO_CALLS, tools=TOOLS, extra_body={"request_id": "a"})
+    assert [one.id for one in by_field.choices[0].message.tool_calls] == ids("a")
     drawn = [ask(client, call(PARIS), tools=TOOLS) for _ in range(2)]
     assert drawn[0].choices[0].message.tool_calls[0].id != drawn[1].choices[0].message.tool_calls[0].id
+
+
+def test_choices_have_calls_of_their_own(client: openai.OpenAI) -> None:
+    answer = ask(client, TWO_CALLS, tools=TOOLS, n=2, extra_headers={"X-Request-Id": "7"})
+    chunks = list(ask(client, TWO_CALLS, tools=TOOLS, n=2, stream=True, extra_headers={"X-Request-Id": "7"}))
+    ids = [[one.id for one in choice.message.tool_calls] for choice in answer.choices]
+    assert len({*ids[0], *ids[1]}) == 4
+    for index in range(2):
+        choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        streamed = [call.id for choice in choices for call in choice.delta.tool_calls or [] if call.id]
+        assert (streamed, choices[-1].finish_reason) == (ids[index], "tool_calls")
+
+
+def test_at_most_one_call_without_parallel_ones(client: openai.OpenAI) -> None:
+    _, found = both(client, TWO_CALLS, tools=TOOLS, parallel_tool_calls=False)
+    assert ([one[2] for one in found["calls"].values()], found["finish_reason"]) == ([PARIS], "tool_calls")
+
+
+def test_a_schema_that_cannot_be_enforced_names_the_tool(client: openai.OpenAI) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "contains": {"const": 1}}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+    with pytest.raises(openai.BadRequestError, match="at /properties/a") as caught:
+        ask(client, "x", tools=tools)
+    assert caught.value.param == "tools[1].function.parameters"
 
 
 def test_the_older_form_is_answered_in_the_older_form(client: openai.OpenAI) -> None:

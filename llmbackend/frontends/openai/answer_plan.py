@@ -6,6 +6,7 @@ does not reason has no plan, and its text passes unread; what was asked for and 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from .call_grammars import required_calls, voluntary_calls
@@ -13,14 +14,17 @@ from .errors import JsonObject, OpenAIError
 from .models import Target
 from .parsers import ReasoningFormat, ToolCallFormat
 from .requests import GenerationRequest
+from .response_format import STRUCTURED_OUTPUTS
 from .tools import ToolUse
 
-STRUCTURED_OUTPUTS = "structured_outputs"
+_PLACE = re.compile(
+    f"'{STRUCTURED_OUTPUTS}' at /structural_tag/\\S*tags/(?P<index>\\d+)\\S*?/json_schema(?P<path>/[^\\s:]*)?"
+)
+"""Where in a grammar of calls something is wrong, as the model says it."""
 
-
-CALL_ARGUMENTS: JsonObject = {"disable_additional_properties": True, "whitespace_pattern": "[ ]"}
-"""Arguments are those that a function has, in one line: that is how templates show calls. A small model would else go
-on inventing properties, or spaces, until its length is reached."""
+CALL_ARGUMENTS: JsonObject = {"whitespace_pattern": "[ ]"}
+"""Arguments stand in one line: that is how templates show calls. A small model would else go on inventing spaces until
+its length is reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,22 @@ class AnswerPlan:
     """Whether special tokens that are no markers are content."""
     sampling: JsonObject = field(default_factory=dict)
     """Sampling parameters, on top of the request's."""
+
+    def is_about_calls(self, error: OpenAIError) -> bool:
+        """Whether an error of the model is about the grammar of calls, which the client knows as its tools."""
+        return error.param == STRUCTURED_OUTPUTS and STRUCTURED_OUTPUTS in self.sampling
+
+    def in_own_fields(self, error: OpenAIError) -> OpenAIError:
+        """Such an error with the tool that it is about."""
+        use, found = self.tool_use, _PLACE.search(error.message)
+        if use is None or found is None:
+            return error
+        index = use.index_of(use.functions[int(found["index"])])
+        function = f"{use.field}[{index}]" if use.is_legacy else f"{use.field}[{index}].function"
+        error.param = f"{function}.parameters"
+        path = f" at {found['path']}" if found["path"] else ""
+        error.message = error.message.replace(found[0], f"'{error.param}'{path}", 1)
+        return error
 
     @property
     def schemas(self) -> dict[str, JsonObject]:
@@ -56,7 +76,7 @@ def plan_answer(request: GenerationRequest, target: Target) -> AnswerPlan | None
     if (budget := request.reasoning.budget_tokens) is not None:
         sampling["thinking_token_budget"] = budget
     if use is not None and formats.tool_calls is not None:
-        sampling |= _held_to(use, formats.tool_calls, request.sampling.get(STRUCTURED_OUTPUTS), target)
+        sampling |= _held_to(use, formats.tool_calls, _wanted(request, use), target)
     if formats.reasoning is not None and (sampling or request.has_structure):
         # A limit of reasoning needs to know where it ends; a grammar begins there.
         sampling["reasoning_markers"] = [formats.reasoning.start, formats.reasoning.end]
@@ -78,6 +98,15 @@ def _is_about_reasoning(request: GenerationRequest, target: Target) -> bool:
     return formats.reasoning is not None
 
 
+def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
+    """The form of the answer's text, where the request names one. Raises OpenAIError for one that calls exclude."""
+    for name in request.sampling:
+        if name.startswith("guided_") or name == "structural_tag":
+            raise _excluded(use, name)
+    wanted: JsonObject | None = request.sampling.get(STRUCTURED_OUTPUTS)
+    return wanted
+
+
 def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
     """The grammar of the answer, {} where it is free. wanted: the form of the answer's text, which the request names
     by itself."""
@@ -90,22 +119,22 @@ def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, tar
     elif wanted is None:
         form = voluntary_calls(use, calls.grammar, calls.trigger)
     else:
-        form = {"type": "or", "elements": [required_calls(use, calls.grammar), _as_format(wanted, target, use)]}
-    arguments = CALL_ARGUMENTS if form["type"] != "or" else {}
+        form = {"type": "or", "elements": [required_calls(use, calls.grammar), _as_format(wanted, use)]}
+    arguments = CALL_ARGUMENTS if wanted is None else {}
     return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}, **arguments}}
 
 
-def _as_format(wanted: JsonObject, target: Target, use: ToolUse) -> JsonObject:
+def _as_format(wanted: JsonObject, use: ToolUse) -> JsonObject:
     if (schema := wanted.get("json")) is not None:
         return {"type": "json_schema", "json_schema": schema}
     if wanted.get("json_object"):
         return {"type": "json_schema", "json_schema": {"type": "object"}}
-    kind = next(iter(wanted), "")
-    raise OpenAIError(
-        f"'{use.field}' can be sent with an answer of the form of a JSON schema, not with '{kind}'",
-        param=STRUCTURED_OUTPUTS,
-        code="unsupported_parameter",
-    )
+    raise _excluded(use, STRUCTURED_OUTPUTS)
+
+
+def _excluded(use: ToolUse, name: str) -> OpenAIError:
+    message = f"'{name}' excludes '{use.field}': beside calls, only JSON of a schema can be asked for"
+    return OpenAIError(message, param=name, code="unsupported_parameter")
 
 
 def _refused(target: Target, field: str, reason: str) -> OpenAIError:

@@ -53,6 +53,7 @@ class Generation:
     ) -> None:
         """plan: how the answer is read; None: as text. In `trace`, further prompts are children of the first."""
         self._request = request
+        self._plan = plan
         self._arrived: deque[int] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
@@ -112,7 +113,10 @@ class Generation:
         try:
             delta = read_delta(*self._inferences[index].pop())
         except TritonError as error:
-            raise self._request.in_own_fields(OpenAIError.of(error)) from None
+            shown = OpenAIError.of(error)
+            if self._plan is not None and self._plan.is_about_calls(shown):
+                raise self._plan.in_own_fields(shown) from None
+            raise self._request.in_own_fields(shown) from None
         if delta.is_final:
             self._open -= 1
         return index * self._request.n + delta.sequence_index, delta

@@ -68,6 +68,8 @@ class GenerationRequest:
     """The field in which it limited the answer, "" when it did not."""
     structure_field: str
     """The field that the sampling parameter `structured_outputs` comes from."""
+    request_id: str
+    """The client's own, "" when it named none."""
     tool_use: ToolUse | None = None
     """None: no tool may be called."""
     reasoning: ReasoningUse = NO_REASONING_USE
@@ -206,6 +208,7 @@ def _request(
         sent_fields=sent_fields,
         max_tokens_field=limit,
         structure_field=fields.structure_field,
+        request_id=fields.request_id or "",
     )
 
 

@@ -35,13 +35,14 @@ from .labels import logged
 from .models import ModelCatalog, Target
 from .requests import GenerationRequest, check_content_type, json_object, parse_chat, parse_completion, read_body
 from .responses import Identity, whole_response
+from .schema import REQUEST_ID
 from .streams import EventStream, events, first_arrival, unless_disconnected
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 DEFAULT_MAX_BODY_BYTES = 4 << 20
 """The text of a million tokens; JSON of that size is parsed in some 50 ms, all of which hold the interpreter's lock."""
 _CLIENT_CLOSED_REQUEST = 499
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_REQUEST_ID = re.compile(REQUEST_ID)
 
 
 def create_openai_router(
@@ -97,7 +98,7 @@ class _OpenAIService:
     async def _answer(
         self, http: Request, request: GenerationRequest, target: Target, trace: RequestTrace | None
     ) -> Response:
-        identity = Identity.of(request, target.model.fingerprint, _request_id(http))
+        identity = Identity.of(request, target.model.fingerprint, _request_id(http) or request.request_id)
         plan = plan_answer(request, target)
         generation = Generation(self._gate, request, target, identity.id, plan=plan, trace=trace)
         release_body(http)

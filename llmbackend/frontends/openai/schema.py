@@ -9,7 +9,7 @@ Source: OpenAI's API reference for names and ranges, vLLM's SamplingParams for t
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema
 
 from .errors import JsonObject, OpenAIError, refuse
 from .labels import Labels
@@ -32,6 +32,8 @@ from .validation import (
 )
 
 MAX_PROMPTS = 64
+REQUEST_ID = "^[!-~]{1,128}$"
+"""A client's own id of its request."""
 MAX_CHOICES = 128
 """Of all prompts of a request together."""
 
@@ -121,6 +123,9 @@ class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
     return_tokens_as_token_ids: Flag | None = Field(
         None, description="With logprobs: tokens are written as token_id:7 instead of their text."
     )
+    request_id: (
+        Annotated[str, StringConstraints(pattern=REQUEST_ID), Expected("1 to 128 visible characters")] | None
+    ) = Field(None, description="The response's id has it; the header X-Request-Id wins over it.")
     # Not acted on.
     spaces_between_special_tokens: Annotated[Any, Only(True)] = None
     truncate_prompt_tokens: Annotated[Any, Only()] = None

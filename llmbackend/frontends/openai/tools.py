@@ -203,6 +203,10 @@ class ToolUse:
     def field(self) -> str:
         return "functions" if self.is_legacy else "tools"
 
+    def index_of(self, function: Function) -> int:
+        """Of a function in the client's list."""
+        return next(index for index, tool in enumerate(self.tools) if tool["function"]["name"] == function.name)
+
     @property
     def is_restricted(self) -> bool:
         """Whether some calls are wrong which the model may know how to write."""
