@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 
 JsonObject = dict[str, Any]
-DEMO, BYTES = "demo", "bytes"
-"""The bundled model; the mock model, whose tokens are bytes, and which has a token that begins a text."""
+DEMO, BYTES, REASONER = "demo", "bytes", "reasoner"
+"""The bundled model; the mock model, whose tokens are bytes, and which has a token that begins a text; the same as a
+model that reasons, and whose chat template reads documents and a reasoning effort."""
 CHAT, COMPLETIONS = "chat/completions", "completions"
 MAX_TOKENS = 8
 

@@ -11,6 +11,7 @@ from typing import Final
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from .agents import AGENTS, CHAT_AGENTS
 from .answers import ANSWERS, CHAT_ANSWERS, COMPLETION_ANSWERS
 from .asking import CHAT, COMPLETIONS
 from .prompts import CHAT_PROMPTS, COMPLETION_PROMPTS
@@ -48,10 +49,10 @@ VLLM: Final = {
     COMPLETIONS: _VLLM_BOTH | {"prompt", "suffix", "prompt_embeds"},
 }
 
-_BOTH: dict[str, Row] = SAMPLING | ANSWERS | REFUSED | LABELS
+_BOTH: dict[str, Row] = SAMPLING | ANSWERS | AGENTS | REFUSED | LABELS
 _ONLY_CHAT = ("max_completion_tokens",)
 ROWS: Final[dict[str, dict[str, Row]]] = {
-    CHAT: _BOTH | CHAT_ANSWERS | CHAT_PROMPTS | CHAT_REFUSED,
+    CHAT: _BOTH | CHAT_ANSWERS | CHAT_AGENTS | CHAT_PROMPTS | CHAT_REFUSED,
     COMPLETIONS: {name: row for name, row in _BOTH.items() if name not in _ONLY_CHAT}
     | COMPLETION_ANSWERS
     | COMPLETION_PROMPTS

@@ -14,11 +14,15 @@ import httpx
 
 from tests.helpers.server_process import ROOT, start_server, stop_server, write_mock_model
 
-from .asking import BYTES, Endpoint
+from .asking import BYTES, REASONER, Endpoint
 from .fields import ROWS
 from .table import Done, Label, Refused, Row
 
 DONE, REFUSED, LABEL, IGNORED = "done", "refused", "label", "ignored"
+_REASONER_TEMPLATE = (
+    "{{ reasoning_effort }}{% for document in documents or [] %}{{ document.text }}{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: <think>"
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ def field_server() -> Iterator[FieldServer]:
     with tempfile.TemporaryDirectory() as folder:
         repository, log = Path(folder, "models"), Path(folder, "log")
         write_mock_model(repository, BYTES)
+        write_mock_model(repository, REASONER, reasoning_parser="qwen3", chat_template=_REASONER_TEMPLATE)
         repository.joinpath("demo").symlink_to(ROOT / "model_repository" / "demo")
         with log.open("w") as file:
             server = start_server("--model-repository", str(repository), "--log-requests=true", log=file)
