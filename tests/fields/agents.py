@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from .asking import BYTES, DEMO, REASONER, Answer, Endpoint, JsonObject, said
+from .asking import DEMO, REASONER, Answer, Endpoint, JsonObject, said
 from .table import Row, promise
 
 _WEATHER: Final[JsonObject] = {
@@ -39,10 +39,11 @@ def _tool_choice(api: Endpoint) -> None:
 
 @promise("false: at most one call")
 def _parallel_tool_calls(api: Endpoint) -> None:
-    asked: JsonObject = {"model": BYTES, "max_tokens": 400, "ignore_eos": True, "tool_choice": "required"}
+    asked: JsonObject = {"model": REASONER, "thinking_token_budget": 2, "tool_choice": "required", "max_tokens": 300}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"const": {}}}}]
-    answers = [api.ask(**asked, tools=tools, parallel_tool_calls=value) for value in (True, False)]
-    assert len(_called(answers[0])) > 1 and len(_called(answers[1])) == 1
+    several = api.ask(**asked, tools=tools, parallel_tool_calls=True, ignore_eos=True)
+    one = api.ask(**asked, tools=tools, parallel_tool_calls=False)
+    assert len(_called(several)) > 1 and len(_called(one)) == 1
 
 
 @promise("as tools, in the older form, which the answer has too")
@@ -74,7 +75,7 @@ def _reasoning_effort(api: Endpoint) -> None:
 
 @promise("the answer has the reasoning, or comes without it")
 def _include_reasoning(api: Endpoint) -> None:
-    shown, hidden = (api.ask(model=REASONER, include_reasoning=value) for value in (True, False))
+    shown, hidden = (api.ask(model=REASONER, ignore_eos=True, include_reasoning=value) for value in (True, False))
     assert shown.choices[0]["message"]["reasoning"] and "reasoning" not in hidden.choices[0]["message"]
     assert shown.usage["completion_tokens_details"] == hidden.usage["completion_tokens_details"]
 

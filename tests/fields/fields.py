@@ -60,11 +60,9 @@ ROWS: Final[dict[str, dict[str, Row]]] = {
 }
 
 NOT_YET: Final = _names(
-    """response_format structured_outputs guided_json guided_regex guided_choice guided_grammar tools tool_choice
-    functions function_call
-    parallel_tool_calls reasoning_effort include_reasoning thinking_token_budget request_id priority
+    """response_format structured_outputs guided_json guided_regex guided_choice guided_grammar priority
     spaces_between_special_tokens truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids
-    allowed_token_ids bad_words continue_final_message echo chat_template documents add_special_tokens suffix
-    stream_interval return_prompt_text chat_template_kwargs"""
+    allowed_token_ids bad_words continue_final_message echo chat_template add_special_tokens suffix
+    stream_interval return_prompt_text"""
 )
 """Fields whose rows come with what makes them work."""

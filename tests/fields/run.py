@@ -20,7 +20,7 @@ from .table import Done, Label, Refused, Row
 
 DONE, REFUSED, LABEL, IGNORED = "done", "refused", "label", "ignored"
 _REASONER_TEMPLATE = (
-    "{{ reasoning_effort }}{% for document in documents or [] %}{{ document.text }}{% endfor %}"
+    "{{ reasoning_effort }}{{ tools }}{% for document in documents or [] %}{{ document.text }}{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: <think>"
 )
 
@@ -53,7 +53,8 @@ def field_server() -> Iterator[FieldServer]:
     with tempfile.TemporaryDirectory() as folder:
         repository, log = Path(folder, "models"), Path(folder, "log")
         write_mock_model(repository, BYTES)
-        write_mock_model(repository, REASONER, reasoning_parser="qwen3", chat_template=_REASONER_TEMPLATE)
+        parsers = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
+        write_mock_model(repository, REASONER, **parsers, chat_template=_REASONER_TEMPLATE)
         repository.joinpath("demo").symlink_to(ROOT / "model_repository" / "demo")
         with log.open("w") as file:
             server = start_server("--model-repository", str(repository), "--log-requests=true", log=file)

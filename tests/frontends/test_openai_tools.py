@@ -54,6 +54,7 @@ def client(host: InferenceServer) -> Iterator[openai.OpenAI]:
         serve_openai(host) as base,
         openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
     ):
+        ask(client, "", tools=TOOLS, tool_choice="required", max_tokens=1)  # starts the engine's threads for grammars
         yield client
 
 
@@ -180,6 +181,53 @@ def test_a_schema_that_cannot_be_enforced_names_the_tool(client: openai.OpenAI) 
     with pytest.raises(openai.BadRequestError, match="at /properties/a") as caught:
         ask(client, "x", tools=tools)
     assert caught.value.param == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_time"}}, "allowed"], ids=str
+)
+def test_a_call_that_must_be_made_is_made_after_the_reasoning(client: openai.OpenAI, choice: Any) -> None:
+    """The model, which would say something else, is held to calls whose arguments follow the schema."""
+    clock = {**WEATHER, "name": "get_time"}
+    if choice == "allowed":
+        allowed = [{"type": "function", "function": {"name": "get_time"}}]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": allowed}}
+    tools = [*TOOLS, {"type": "function", "function": clock}]
+    script = "<think>I could " + call(PARIS) + "</think>No!"
+    _, found = both(client, script, tools=tools, tool_choice=choice, parallel_tool_calls=False, max_tokens=400)
+    assert found["reasoning"] == "I could " + call(PARIS) and found["content"] == ""
+    [(_, name, arguments)] = found["calls"].values()
+    assert name == "get_time" or choice == "required"
+    assert isinstance(json.loads(arguments)["city"], str) and found["finish_reason"] == "tool_calls"
+
+
+def test_strict_functions_follow_their_schema_when_they_are_called(client: openai.OpenAI) -> None:
+    """Others are called with what the model writes, and text stays free."""
+    strict = [{"type": "function", "function": {**WEATHER, "strict": True}}]
+    script = "Let me see. " + call('{"town": 1}')
+    _, free = both(client, script, tools=TOOLS)
+    assert [one[2] for one in free["calls"].values()] == ['{"town": 1}']
+    _, held = both(client, script, tools=strict, max_tokens=300)
+    assert held["content"].startswith("Let me see. ")
+    arguments = next(iter(held["calls"].values()))[2]
+    assert arguments.lstrip("{ ").startswith('"city"')
+    _, plain = both(client, "No call.", tools=strict)
+    assert plain["content"] == "No call."
+
+
+def test_calls_or_an_answer_of_a_schema(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"n": {"const": 5}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    _, answer = both(client, '{"n":5}', tools=TOOLS, response_format=form)
+    assert (answer["content"], answer["calls"]) == ('{"n":5}', {})
+    _, called = both(client, call(PARIS), tools=TOOLS, response_format=form)
+    assert [one[2] for one in called["calls"].values()] == [PARIS]
+
+
+def test_a_thinking_budget_ends_the_reasoning(client: openai.OpenAI) -> None:
+    whole, found = both(client, "<think>one two three", extra_body={"thinking_token_budget": 5}, max_tokens=30)
+    assert found["reasoning"] == "one t"
+    assert whole.usage.completion_tokens_details.reasoning_tokens == len("<think>one t</think>")
 
 
 def test_the_older_form_is_answered_in_the_older_form(client: openai.OpenAI) -> None:
