@@ -20,14 +20,14 @@ _ANY_OBJECT: JsonObject = {"type": "object"}
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
     """Nothing but calls, at least one, with arguments by the functions' schemas."""
-    tags = [_call(use, function, grammar, function.parameters) for function in use.functions]
+    tags = [_call(use, function, grammar, _closed(function.parameters)) for function in use.functions]
     return _section(_calls(tags, use, grammar), grammar)
 
 
 def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
     """Free text, in which a call that begins follows the schema of a strict function, or is any object of another."""
     tags = [
-        _call(use, function, grammar, function.parameters if function.is_strict else _ANY_OBJECT)
+        _call(use, function, grammar, _closed(function.parameters) if function.is_strict else _ANY_OBJECT)
         for function in use.functions
     ]
     if grammar.begin:
@@ -69,12 +69,18 @@ def _call(use: ToolUse, function: Function, grammar: CallGrammar, schema: Mappin
     return {"type": "tag", "begin": begin, "content": content, "end": grammar.call_end}
 
 
+def _closed(schema: JsonObject) -> JsonObject:
+    """Without arguments that the function does not have, which a small model would go on inventing."""
+    if not schema.get("properties") or schema.get("type", "object") != "object":
+        return schema
+    return {"additionalProperties": False, **schema}
+
+
 def _tagged(use: ToolUse, function: Function, grammar: CallGrammar) -> JsonObject:
     try:
         return tagged_parameters(function.parameters, grammar)
     except NotTaggedError as error:
-        index = next(i for i, tool in enumerate(use.tools) if tool["function"]["name"] == function.name)
-        path = f"{use.field}[{index}]{'' if use.is_legacy else '.function'}.parameters"
+        path = f"{use.field}[{use.index_of(function)}]{'' if use.is_legacy else '.function'}.parameters"
         raise OpenAIError(f"'{path}': {error}", param=path, code="unsupported_parameter") from None
 
 
