@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, OutputParser
-from tests.frontends.parsers.laws import Cuts
+from tests.frontends.parsers.laws import Cuts, distinct_formats
 from tests.frontends.parsers.sample import Sample, Seen, parse, seen, tokens
 from tests.frontends.parsers.samples import SAMPLES
 
@@ -18,7 +18,7 @@ def test_a_sample(sample: Sample) -> None:
     assert seen(parse(sample, tokens(sample))) == Seen(sample.content, sample.reasons, list(sample.calls))
 
 
-@pytest.mark.parametrize("name", sorted({*TOOL_CALL_FORMATS, *REASONING_FORMATS}))
+@pytest.mark.parametrize("name", distinct_formats())
 def test_the_laws_hold_for_any_cut_of_any_text(name: str) -> None:
     cuts = Cuts(name)
     for _ in range(NUM_CUTS):

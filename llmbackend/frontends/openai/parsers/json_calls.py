@@ -76,11 +76,11 @@ class JsonCallReader:
         call = self._call
         if self._has_started:
             yield from self._skip_value()
-        elif key in call.name_keys and self._name is None:
+        elif key == "name" and self._name is None:
             yield from self._read_name()
-        elif key in call.id_keys:
+        elif key == "id":
             self._id = yield from read_string(self._reader)
-        elif key in call.arguments_keys and self._arguments is None:
+        elif key in ("arguments", "parameters") and self._arguments is None:
             yield from self._read_arguments()
         elif call.other_keys is None or key in call.other_keys:
             yield from self._skip_value()

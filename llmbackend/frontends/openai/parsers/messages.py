@@ -7,7 +7,7 @@ are kept apart by a newline.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from .arguments import MAX_HEADER_CHARS
 from .reader import Reader, Reading, markers
@@ -20,12 +20,17 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]{1,256})")
 class MessagesReader:
     """Owner: its OutputParser."""
 
-    def __init__(self, reader: Reader, sink: Sink, table: Messages, *, reads_calls: bool) -> None:
-        """reads_calls: whether messages to functions are calls, or else content"""
+    def __init__(
+        self, reader: Reader, sink: Sink, table: Messages, *, reads_calls: bool, names: Collection[str]
+    ) -> None:
+        """reads_calls: whether messages to functions are calls, or else content
+        names: the request's functions, to which a message may go without saying that they are functions
+        """
         self._reader = reader
         self._sink = sink
         self._table = table
         self._reads_calls = reads_calls
+        self._names = names
         self._header_begins = (table.start, table.channel)
         texts = frozenset((*self._header_begins, table.message, *table.end))
         self._markers = markers(texts, only_special=texts)
@@ -67,7 +72,7 @@ class MessagesReader:
         reader.drop()
         recipient = _RECIPIENT.search(header)
         name = recipient[1].removeprefix(table.functions) if recipient else ""
-        if recipient and self._reads_calls and name != recipient[1]:
+        if recipient and self._reads_calls and (name != recipient[1] or name in self._names):
             return (yield from self._read_call(name))
         channel = self._channel.search(header)
         if channel and channel[1] == table.reasoning_channel:

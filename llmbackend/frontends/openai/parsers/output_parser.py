@@ -46,9 +46,9 @@ class OutputParser:
         messages = reasoning_format.messages if reasoning_format and not tool_call_format else None
         self._body: MarkedCallsReader | MessagesReader
         if isinstance(body, Messages):
-            self._body = MessagesReader(reader, sink, body, reads_calls=True)
+            self._body = MessagesReader(reader, sink, body, reads_calls=True, names=(schemas or {}).keys())
         elif messages is not None:
-            self._body = MessagesReader(reader, sink, messages, reads_calls=False)
+            self._body = MessagesReader(reader, sink, messages, reads_calls=False, names=())
         else:
             self._body = MarkedCallsReader(reader, sink, body, reasoning_format, schemas or {})
         self._sink.is_reasoning = reasoning_is_open and reasoning_format is not None

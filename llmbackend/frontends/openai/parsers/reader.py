@@ -70,8 +70,6 @@ class Reader:
         """Whether the output has ended because no more tokens were allowed, and not by the model's choice."""
         self.boundaries: frozenset[str] = frozenset()
         """Markers that end a value when they come as special tokens."""
-        self.only_special: frozenset[str] = frozenset()
-        """Markers that count only as special tokens."""
         self._shows_special = shows_special_tokens
         self._held: list[tuple[str, bool]] | None = None
         self._num_held = 0
@@ -141,7 +139,7 @@ class Reader:
             if not symbol or not any(option.startswith(read + symbol) for option in rest):
                 return found if found == read else None
             read += self.take()
-            if read in options and (self.is_special or read not in self.only_special):
+            if read in options:
                 found = read
 
     def until(self, markers: Markers, emit: Callable[[str], None]) -> Reading[str]:

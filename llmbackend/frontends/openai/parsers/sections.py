@@ -30,7 +30,7 @@ class MarkedCallsReader:
         self._table = table
         self._reasoning = reasoning
         self._schemas = schemas
-        self._markers = markers(frozenset(table.begin), frozenset(table.only_special))
+        self._markers = markers(frozenset(table.begin))
         self._calls = {call.begin: call for call in table.calls}
         lists = (table.list_begin,) if table.list_begin else ()
         self._first = (*self._calls, *lists)
@@ -39,7 +39,6 @@ class MarkedCallsReader:
         self._next = (*again, *table.separators, *table.call_end, *table.end, *table.begin)
         """What may stand behind a call."""
         reader.boundaries = frozenset(_texts(table))
-        reader.only_special = frozenset(table.only_special)
 
     def read(self) -> Reading[None]:
         """All of the output."""

@@ -14,11 +14,11 @@ ANY_NAME = re.compile(r"\s*(?P<name>[^\s\"'`<>(){}\[\]|]{1,256})\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCall:
-    """A call as one JSON object: `{"name": "f", "arguments": {…}}`, its fields in any order."""
+    """A call as one JSON object: `{"name": "f", "arguments": {…}}`, its fields in any order.
 
-    name_keys: tuple[str, ...] = ("name",)
-    arguments_keys: tuple[str, ...] = ("arguments", "parameters")
-    id_keys: tuple[str, ...] = ("id",)
+    All families' models also write `parameters` for `arguments`, and some an `id`.
+    """
+
     other_keys: tuple[str, ...] | None = None
     """Further fields that a call may have; None: any. Other objects are no calls, but content."""
     only_known_names: bool = False
@@ -105,8 +105,6 @@ class MarkedCalls:
     """Texts behind a call that say nothing."""
     end: tuple[str, ...] = ()
     """What closes a section. Optional in what the model writes."""
-    only_special: tuple[str, ...] = ()
-    """Those of `begin` that count only as special tokens, not as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,5 +65,16 @@ SAMPLES = (
         finish_reason="length",
         calls=(Call("f", '{"a": 1', is_complete=False),),
     ),
+    *(
+        Sample(
+            tools="openai",
+            text="<|channel|>commentary to=g<|message|>{}<|call|>",
+            special=_SPECIAL,
+            schemas=schemas,
+            content=content,
+            calls=calls,
+        )
+        for schemas, content, calls in (({"g": {}}, "", (Call("g", "{}"),)), ({"f": {}}, "{}", ()))
+    ),
     Sample(tools="openai", text=f"{_FINAL}What <|end|> means.", special=_SPECIAL[:3], content="What <|end|> means."),
 )
