@@ -155,3 +155,26 @@ def test_the_prompt_stands_before_each_choice(host: LlmHost) -> None:
     texts = host.infer(text_input=PROMPT, sampling=SAMPLING | {"n": 2}).all("text_output")
     assert [text.startswith(PROMPT.encode()) for text in texts] == [True, True]
     assert len(set(texts)) == 2
+
+
+def test_choices_survive_their_engine(tmp_path: Path) -> None:
+    """With a long prompt whose logprobs are asked for, so that the engine dies in the middle of those, too."""
+    prompt = PROMPT * 12
+    asked = SAMPLING | {"n": 3, "prompt_logprobs": 1, "max_tokens": 30, "ignore_eos": True}
+    engine: dict[str, Any] = {"max_model_len": 1024, "max_num_batched_tokens": 16}
+
+    def outputs(call: Call) -> tuple[dict[int, list[int]], list[bytes]]:
+        return ids_by_index(call), call.all("prompt_logprobs")
+
+    with llm_host(tmp_path / "calm", **engine) as host:
+        expected = outputs(host.infer(text_input=prompt, stream=True, sampling=asked, return_output_ids=True))
+    assert len(expected[0]) == 3 and len(expected[1]) == 1
+    engine |= {"transport": "process", "mock_step_ms": 4.0, "fault_directory": str(tmp_path)}
+    with llm_host(tmp_path / "shaken", **engine) as host:
+        call = host.start(text_input=prompt, stream=True, sampling=asked, return_output_ids=True)
+        for number in (1, 2):
+            eventually(lambda: host.metric("vllm:num_requests_running") == 3)
+            (tmp_path / "exit").touch()
+            eventually(lambda number=number: host.metric("llmbackend:engine_restarts_total", cause="exit") == number)  # type: ignore[misc]
+        assert outputs(call.wait()) == expected
+        assert host.metric("llmbackend:invariant_breaches_total") == 0

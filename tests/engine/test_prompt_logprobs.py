@@ -129,7 +129,7 @@ def test_an_abort_in_the_middle_of_a_prompt() -> None:
     expect_prompt(outcomes[other.request_id].prompt_logprobs, other)
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 511, 512])
+@pytest.mark.parametrize("count", [0, 1, 5, 7, 8, 511, 512])
 def test_logprobs_from_logits(count: int) -> None:
     logits = np.random.default_rng(3).normal(size=512).round(1).astype(np.float32)  # rounded: many are equal
     found = token_logprobs(logits, 7, count)

@@ -256,6 +256,7 @@ class VllmReply:
         self._prompt_text = prompt_text
         self._prompt_token_ids = prompt.token_ids
         self._prompt_logprobs: list[dict[str, dict[str, object]]] = []
+        self._prompt_logprobs_json: list[bytes] = []
         self._has_prompt_outputs = inputs.sequence_index == 0 and not self._outputs.isdisjoint(PROMPT_OUTPUTS)
         self._wants_logprobs = wants_logprobs
         self._token_text = token_text
@@ -278,7 +279,9 @@ class VllmReply:
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         if "prompt_logprobs" in self._outputs:
-            self._prompt_logprobs += map(self._position, entries)
+            positions = [self._position(entry) for entry in entries]
+            self._prompt_logprobs += positions
+            self._prompt_logprobs_json += map(_encode_json, positions)  # now, since all at once would take long
 
     def _of_prompt(self) -> list[Tensor]:
         """What only the first response has."""
@@ -287,8 +290,9 @@ class VllmReply:
             tensors.append(Tensor.of("prompt_token_ids", np.array(self._prompt_token_ids, np.int32)))
         if "prompt_logprobs" in self._outputs:
             positions = (None, *self._prompt_logprobs)
-            tensors.append(JsonTensor.of_value("prompt_logprobs", positions, _encode_json(positions)))
-        self._prompt_token_ids, self._prompt_logprobs = (), []
+            text = b"[%b]" % b",".join((b"null", *self._prompt_logprobs_json))
+            tensors.append(JsonTensor.of_value("prompt_logprobs", positions, text))
+        self._prompt_token_ids, self._prompt_logprobs, self._prompt_logprobs_json = (), [], []
         return tensors
 
     def _additional(self, chunk: Chunk, generation: Generation) -> list[Tensor]:

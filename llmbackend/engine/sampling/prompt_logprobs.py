@@ -19,6 +19,8 @@ from ..step import BROKEN_LOGITS, Int32Array, RowTable, StepPlan
 Float32Array = npt.NDArray[np.float32]
 PIECE_TOKENS = 8
 """Tokens whose logits are in memory at once."""
+_BLOCK_TOKENS = 64
+"""Tokens of the vocabulary that are compared with others by their likeliest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,11 @@ def token_logprobs(logits: Float32Array, token_id: int, count: int) -> TokenLogp
 
 
 def _likeliest(logits: Float32Array, count: int) -> npt.NDArray[np.int64]:
-    if count >= len(logits):
-        return np.argsort(-logits, kind="stable")
-    threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
-    candidates = np.flatnonzero(logits >= threshold)
+    num_blocks = len(logits) // _BLOCK_TOKENS
+    if count >= num_blocks:
+        return np.argsort(-logits, kind="stable")[:count]
+    # At least `count` tokens are as likely as the last of the `count` likeliest blocks' likeliest tokens.
+    peaks = logits[: num_blocks * _BLOCK_TOKENS].reshape(num_blocks, _BLOCK_TOKENS).max(axis=1)
+    least = np.partition(peaks, num_blocks - count)[num_blocks - count]
+    candidates = np.flatnonzero(logits >= least)
     return candidates[np.argsort(-logits[candidates], kind="stable")][:count]
