@@ -33,6 +33,11 @@ struct Edits {
     float repetition_penalty;  // 1: none; of tokens in prompt and output
     double frequency_penalty;
     double presence_penalty;
+
+    bool is_empty() const {
+        return num_biases == 0 && min_tokens == 0 && repetition_penalty == 1 && frequency_penalty == 0 &&
+               presence_penalty == 0;
+    }
 };
 
 // Parameters by row, and the rows' tokens.
@@ -400,6 +405,7 @@ class Sample {
     }
 
     int chosen_after(const Edits& edits) {
+        if (mask() && edits.is_empty()) return chosen_masked();
         summarise<false>(x_, vocab_, 1.0f, space_.summary);
         if (!space_.summary.finite()) return -1;
         for (int i = 0; i < vocab_; i++) space_.edited[i] = to_float(x_[i]);
@@ -411,17 +417,49 @@ class Sample {
         return space_.summary.has_nan ? -1 : choice(space_.edited);
     }
 
-    // Only rows with edits have masks.
+    int chosen_masked() {
+        if (!copy_masked(mask())) return -1;
+        summarise_for_choice(space_.edited);
+        return choice(space_.edited);
+    }
+
+    // Null: all tokens are allowed. Only rows with edits have masks.
+    const uint32_t* mask() const {
+        if (!samples_.mask_index || samples_.mask_index[index_] < 0) return nullptr;
+        return samples_.masks + samples_.mask_index[index_] * int64_t{(vocab_ + 31) / 32};
+    }
+
     void apply_mask() {
-        if (!samples_.mask_index || samples_.mask_index[index_] < 0) return;
-        const int64_t words = (vocab_ + 31) / 32;
-        const uint32_t* mask = samples_.masks + samples_.mask_index[index_] * words;
-        for (int64_t w = 0; w < words; w++) {
-            if (mask[w] == 0xFFFFFFFFu) continue;
-            float* x = space_.edited + 32 * w;
-            const int size = std::min<int64_t>(32, vocab_ - 32 * w);
-            for (int i = 0; i < size; i++) x[i] = mask[w] >> i & 1 ? x[i] : kForbidden;
+        const uint32_t* allowed = mask();
+        for (int i = 0; allowed && i < vocab_; i++)
+            if (!(allowed[i / 32] >> i % 32 & 1)) space_.edited[i] = kForbidden;
+    }
+
+    // The same on a fresh copy, in one pass over the logits. False if these are not finite.
+    bool copy_masked(const uint32_t* allowed) {
+        Ints nan{};
+        Floats top = splat(-kInfinity);
+        const int whole = vocab_ / 32;
+        for (int w = 0; w < whole; w++) {
+            const Ints word = Ints{} + static_cast<int32_t>(allowed[w]);
+            for (int i = 0; i < 32; i += kLanes) {
+                const Floats v = load(x_ + 32 * w + i);
+                nan |= (v != v);
+                top = max(top, v);
+                const Ints bit = (word >> (lane_numbers() + i)) & 1;
+                store(space_.edited + 32 * w + i, bit != Ints{} ? v : splat(kForbidden));
+            }
         }
+        float peak = max(top);
+        bool has_nan = false;
+        for (int i = 0; i < kLanes; i++) has_nan |= nan[i] != 0;
+        for (int i = 32 * whole; i < vocab_; i++) {
+            const float x = to_float(x_[i]);
+            has_nan |= x != x;
+            peak = std::max(peak, x);
+            space_.edited[i] = allowed[whole] >> i % 32 & 1 ? x : kForbidden;
+        }
+        return !has_nan && std::abs(peak) < kInfinity;
     }
 
     // A peak that an edit or the division made infinite is chosen without a draw.
