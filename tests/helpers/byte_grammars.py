@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,20 @@ def _tokens(text: str) -> list[int]:
     return [token for part in _NAMES.split(text) for token in ([_IDS[part]] if part in _IDS else part.encode())]
 
 
-def walk(compiler: GrammarCompiler, rng: random.Random, grammar_text: str, most: int = 400) -> str | None:
-    """A random text of the grammar, drawn byte by byte from the masks; None when it is cut off after `most` bytes."""
+def walk(
+    compiler: GrammarCompiler, rng: random.Random, grammar_text: str, most: int = 400, hints: Sequence[str] = ()
+) -> str | None:
+    """A random text of the grammar, drawn byte by byte from the masks; None when it is cut off after `most` bytes.
+
+    hints: texts that are written often, where the grammar allows them: without them, free text would hardly end
+    """
     matcher = compiler.matcher(grammar_text)
     out = bytearray()
     while len(out) < most:
+        if hints and rng.random() < 0.3:
+            hint = rng.choice(hints).encode()
+            num_written = matcher.try_consume_tokens(list(hint))
+            out += hint[:num_written]
         mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[: EOS + 1]
         allowed = np.flatnonzero(mask).tolist()
         assert allowed, f"no token is left after {bytes(out)!r}: {matcher.get_error()}"

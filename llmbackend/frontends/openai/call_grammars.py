@@ -62,7 +62,7 @@ def _section(calls: JsonObject, grammar: CallGrammar) -> JsonObject:
 def _call(use: ToolUse, function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
     begin = f"{grammar.call_begin}{function.name}{grammar.name_end}"
     content: JsonObject
-    if grammar.key_begin:
+    if grammar.key_end:
         content = _tagged(use, function, grammar)
     else:
         content = {"type": "json_schema", "json_schema": schema}

@@ -1,4 +1,4 @@
-"""docs/tool_calling.md names every format, and says truly which can be enforced."""
+"""docs/tool_calling.md names every format, and says truly where strict functions can be enforced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_the_page_lists_the_formats_of_tool_calls() -> None:
     listed = {row[0].strip("`"): row[-1] for row in rows("Tool calls")}
-    assert listed == {name: "yes" if table.grammar else "no" for name, table in TOOL_CALL_FORMATS.items()}
+    assert listed == {name: "yes" if table.trigger else "no" for name, table in TOOL_CALL_FORMATS.items()}
+
+
+def test_calls_of_every_format_can_be_required() -> None:
+    assert all(table.grammar for table in TOOL_CALL_FORMATS.values())
 
 
 def test_the_page_lists_the_formats_of_reasoning() -> None:

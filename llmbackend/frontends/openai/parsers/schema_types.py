@@ -24,8 +24,10 @@ _NARROWING = frozenset(
 )
 _MAX_REFERENCES = 8
 _MAX_PARTS = 64
-_DOUBTFUL = re.compile(r"\\|\d[A-Za-z_]")
-"""What Python would read with a warning."""
+_STRINGS = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"", re.DOTALL)
+_KNOWN_ESCAPES = re.compile(r"(?:[^\\]|\\[\\'\"abfnrtvxuU])*+")
+_JOINED_WORD = re.compile(r"\d(?![eE][-+]?\d)[A-Za-z_]")
+"""What Python reads with a warning: other escapes, and a number with a word behind it."""
 _MAX_LITERAL_CHARS = 4096
 """Python literals are read up to this length: they are a model's mistake for JSON."""
 
@@ -115,7 +117,9 @@ def _is_allowed(value: object, types: frozenset[str]) -> bool:
 
 def _python_literal(text: str, types: frozenset[str]) -> str | None:
     """JSON of a Python literal of an allowed type other than string: True, None, {'a': 1}."""
-    if len(text) > _MAX_LITERAL_CHARS or _DOUBTFUL.search(text):
+    if len(text) > _MAX_LITERAL_CHARS or not _KNOWN_ESCAPES.fullmatch(text):
+        return None
+    if _JOINED_WORD.search(_STRINGS.sub("", text)):
         return None
     try:
         value = ast.literal_eval(text)

@@ -129,8 +129,8 @@ class CallGrammar:
     """By what a grammar enforces calls: calls `begin` + call (+ `separator` + call)… + `end`.
 
     A call is `call_begin` + name + `name_end` + arguments + `call_end`. The arguments are a JSON object, or, where
-    `key_begin` is given, for each parameter `key_begin` + name + `key_end` + value + `value_end`: a plain
-    string's value as its text, any other as JSON.
+    `key_end` is given, for each parameter `key_begin` + name + `key_end` + value + `value_end`: a plain string's value
+    as its text, any other as JSON.
     """
 
     begin: str = ""
@@ -144,6 +144,8 @@ class CallGrammar:
     value_end: str = ""
     text_excludes: tuple[str, ...] = ()
     """What the text of a string may not hold, as it would end there."""
+    text_quote: str | None = ""
+    """What a plain string's text stands between; None: it is JSON like any other value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
