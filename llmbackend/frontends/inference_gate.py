@@ -126,6 +126,10 @@ class InferenceGate:
         async with self._large_body:
             return await self._threads.run(decode)
 
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """`work()`, in a thread: for work in proportion to a client's input."""
+        return await self._threads.run(work)
+
     async def with_shared_inputs(self, request: InferenceRequest) -> InferenceRequest:
         """`request` with its inputs read from shared memory; large ones in a thread. Raises TritonError as
         SharedMemoryManager.with_inputs does, and PermissionDeniedError for an API key that is no operator's."""

@@ -89,6 +89,46 @@ def _best_of(api: Endpoint) -> None:
     assert api.refusal(n=3, best_of=2)["param"] == api.refusal(best_of=2, stream=True)["param"] == "best_of"
 
 
+@promise("the most likely tokens at each position of the prompt, whole and streamed; more of them for a larger number")
+def _prompt_logprobs(api: Endpoint) -> None:
+    assert "prompt_logprobs" not in api.ask().json | api.ask().choices[0]
+    for top in (1, 3):
+        answer = api.ask(prompt_logprobs=top, return_token_ids=True)
+        of_prompt = answer.json if api.is_chat else answer.choices[0]
+        first, *others = of_prompt["prompt_logprobs"]
+        assert first is None and len(others) == answer.usage["prompt_tokens"] - 1
+        assert [next(iter(entries)) for entries in others] == [
+            str(token) for token in of_prompt["prompt_token_ids"][1:]
+        ]
+        assert {len(entries) for entries in others} <= {top, top + 1}
+        chunk = api.chunks(prompt_logprobs=top, return_token_ids=True)[0]
+        streamed = chunk if api.is_chat else chunk["choices"][0]
+        assert streamed["prompt_logprobs"] == of_prompt["prompt_logprobs"]
+        assert streamed["prompt_token_ids"] == of_prompt["prompt_token_ids"]
+    assert api.refusal(prompt_logprobs=21)["param"] == "prompt_logprobs"
+
+
+@promise("logprobs of these tokens, in place of the most likely ones")
+def _logprob_token_ids(api: Endpoint) -> None:
+    for ids in ([7, 8], [300]):
+        asked = {"logprobs": True if api.is_chat else 0, "return_tokens_as_token_ids": True, "logprob_token_ids": ids}
+        logprobs = api.ask(**asked).choices[0]["logprobs"]
+        names = [f"token_id:{token}" for token in ids]
+        if api.is_chat:
+            assert all([one["token"] for one in entry["top_logprobs"]] == names for entry in logprobs["content"])
+        else:
+            assert all(set(best) >= set(names) for best in logprobs["top_logprobs"])
+    assert api.refusal(logprob_token_ids=[7])["param"] == "logprob_token_ids"
+
+
+@promise("so many tokens go out together, and the text is the same")
+def _stream_interval(api: Endpoint) -> None:
+    numbers = [len(api.chunks(stream_interval=interval, ignore_eos=True)) for interval in (1, 3)]
+    assert numbers[0] - numbers[1] == 4  # 1, 3, 3 and the last one, in place of eight
+    assert api.streamed(stream_interval=3) == api.ask().texts
+    assert api.refusal(stream_interval=3)["param"] == "stream_interval"
+
+
 @promise("answers name the model that they come from; an unknown one is a 404")
 def _model(api: Endpoint) -> None:
     assert (api.ask().json["model"], api.ask(model="bytes").json["model"]) == ("demo", "bytes")
@@ -98,6 +138,9 @@ ANSWERS: dict[str, Row] = {
     "model": _model,
     "n": _n,
     "best_of": _best_of,
+    "prompt_logprobs": _prompt_logprobs,
+    "logprob_token_ids": _logprob_token_ids,
+    "stream_interval": _stream_interval,
     "stream": _stream,
     "stream_options": _stream_options,
     "return_token_ids": _return_token_ids,

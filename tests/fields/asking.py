@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import httpx
 
 JsonObject = dict[str, Any]
-DEMO, BYTES, REASONER = "demo", "bytes", "reasoner"
-"""The bundled model; the mock model, whose tokens are bytes, and which has a token that begins a text; the same as a
-model that reasons, and whose chat template reads documents and a reasoning effort."""
+DEMO, BYTES, WORDS, QUEUE, REASONER = "demo", "bytes", "words", "queue", "reasoner"
+"""The bundled model, and mock models: one whose tokens are bytes; one with a tokenizer of words, which begins texts
+with a token of its own and writes spaces between words; a slow one, one request at a time; one that reasons, and whose
+chat template reads documents and a reasoning effort."""
 CHAT, COMPLETIONS = "chat/completions", "completions"
 MAX_TOKENS = 8
 
@@ -89,6 +91,13 @@ class Endpoint:
                 text = choice["delta"].get("content") if self.is_chat else choice["text"]
                 texts[choice["index"]] = texts.get(choice["index"], "") + (text or "")
         return [texts[index] for index in sorted(texts)]
+
+    def gauge(self, name: str, model: str) -> float:
+        """A metric of vLLM's name, now."""
+        found = re.search(
+            rf'^vllm:{name}{{[^}}]*model="{model}"[^}}]*}} (\S+)$', self._client.get("/metrics").text, re.M
+        )
+        return float(found[1]) if found else 0.0
 
     def _post(self, fields: JsonObject) -> httpx.Response:
         body = {name: value for name, value in (self.base | fields).items() if value is not ...}

@@ -14,9 +14,10 @@ from openai.types.chat import completion_create_params as chat_create_params
 from .agents import AGENTS, CHAT_AGENTS
 from .answers import ANSWERS, CHAT_ANSWERS, COMPLETION_ANSWERS
 from .asking import CHAT, COMPLETIONS
-from .prompts import CHAT_PROMPTS, COMPLETION_PROMPTS
+from .prompts import CHAT_PROMPTS, COMPLETION_PROMPTS, PROMPTS
 from .refusals import CHAT_REFUSED, COMPLETION_REFUSED, LABELS, REFUSED
 from .sampling import SAMPLING
+from .structure import STRUCTURE
 from .table import Row
 
 OPENAI: Final = {
@@ -49,7 +50,7 @@ VLLM: Final = {
     COMPLETIONS: _VLLM_BOTH | {"prompt", "suffix", "prompt_embeds"},
 }
 
-_BOTH: dict[str, Row] = SAMPLING | ANSWERS | AGENTS | REFUSED | LABELS
+_BOTH: dict[str, Row] = SAMPLING | ANSWERS | PROMPTS | STRUCTURE | AGENTS | REFUSED | LABELS
 _ONLY_CHAT = ("max_completion_tokens",)
 ROWS: Final[dict[str, dict[str, Row]]] = {
     CHAT: _BOTH | CHAT_ANSWERS | CHAT_AGENTS | CHAT_PROMPTS | CHAT_REFUSED,
@@ -58,11 +59,3 @@ ROWS: Final[dict[str, dict[str, Row]]] = {
     | COMPLETION_PROMPTS
     | COMPLETION_REFUSED,
 }
-
-NOT_YET: Final = _names(
-    """response_format structured_outputs guided_json guided_regex guided_choice guided_grammar priority
-    spaces_between_special_tokens truncate_prompt_tokens truncation_side prompt_logprobs logprob_token_ids
-    allowed_token_ids bad_words continue_final_message echo chat_template add_special_tokens suffix
-    stream_interval return_prompt_text"""
-)
-"""Fields whose rows come with what makes them work."""

@@ -16,6 +16,7 @@ REFUSED: dict[str, Row] = {
     "routed_experts_prompt_start": Refused([1], [0]),
     "return_token_offsets": Refused([True], [False]),
     "return_mm_kwargs": Refused([False], [True]),
+    "truncation_side": Refused(["right"], ["left"]),
     "vllm_xargs": Refused([{"one": 1}], [{}]),
 }
 CHAT_REFUSED: dict[str, Row] = {
@@ -29,7 +30,11 @@ CHAT_REFUSED: dict[str, Row] = {
     "moderation": Refused([{"model": "omni-moderation-latest"}]),
     "prompt_cache_options": Refused([{"mode": "explicit"}], [{"mode": "implicit"}]),
 }
-COMPLETION_REFUSED: dict[str, Row] = {"prompt_embeds": Refused(["AAAA"])}
+COMPLETION_REFUSED: dict[str, Row] = {
+    "prompt_embeds": Refused(["AAAA"]),
+    "suffix": Refused(["end"], [""]),
+    "thinking_token_budget": Refused([5], [-1]),
+}
 LABELS: dict[str, Row] = {
     "user": Label("bob"),
     "safety_identifier": Label("id-7"),

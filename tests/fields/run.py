@@ -12,17 +12,14 @@ from typing import Any
 
 import httpx
 
-from tests.helpers.server_process import ROOT, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import start_server, stop_server
 
-from .asking import BYTES, REASONER, Endpoint
+from .asking import Endpoint
 from .fields import ROWS
+from .models import write_models
 from .table import Done, Label, Refused, Row
 
 DONE, REFUSED, LABEL, IGNORED = "done", "refused", "label", "ignored"
-_REASONER_TEMPLATE = (
-    "{{ reasoning_effort }}{{ tools }}{% for document in documents or [] %}{{ document.text }}{% endfor %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: <think>"
-)
 
 
 @dataclass(frozen=True)
@@ -52,12 +49,12 @@ class FieldServer:
 def field_server() -> Iterator[FieldServer]:
     with tempfile.TemporaryDirectory() as folder:
         repository, log = Path(folder, "models"), Path(folder, "log")
-        write_mock_model(repository, BYTES)
-        parsers = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
-        write_mock_model(repository, REASONER, **parsers, chat_template=_REASONER_TEMPLATE)
-        repository.joinpath("demo").symlink_to(ROOT / "model_repository" / "demo")
+        write_models(repository)
         with log.open("w") as file:
-            server = start_server("--model-repository", str(repository), "--log-requests=true", log=file)
+            try:
+                server = start_server("--model-repository", str(repository), "--log-requests=true", log=file)
+            except AssertionError as error:
+                raise AssertionError(log.read_text()) from error
             try:
                 with httpx.Client(base_url=f"http://{server.http}", timeout=60) as client:
                     yield FieldServer(client, log)
@@ -79,8 +76,8 @@ def outcomes(server: FieldServer, tell: Callable[[Outcome], None] = lambda outco
 def _outcome(server: FieldServer, api: Endpoint, field: str, row: Row) -> Outcome:
     try:
         kind, text = _tried(server, api, field, row)
-    except AssertionError as error:
-        kind, text = IGNORED, str(error) or "an answer is not as promised"
+    except (AssertionError, LookupError, TypeError, ValueError) as error:
+        kind, text = IGNORED, f"an answer is not as promised: {error!r}"
     return Outcome(api.name, field, kind, text)
 
 

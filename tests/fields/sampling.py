@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .asking import MAX_TOKENS, Endpoint
+from tests.helpers.waiting import eventually
+
+from .asking import BYTES, MAX_TOKENS, QUEUE, WORDS, Endpoint
 from .table import Done, Row, promise
 
 END_OF_TURN = 2
@@ -118,6 +121,50 @@ def _cache_salt(api: Endpoint) -> None:
     assert cached[0] == cached[2] == 0 < cached[1]
 
 
+@promise("no other tokens come")
+def _allowed_token_ids(api: Endpoint) -> None:
+    for allowed in ({300, 301}, {400}):
+        ids = api.ask(allowed_token_ids=sorted(allowed), return_token_ids=True).token_ids
+        assert set(ids) <= allowed and len(ids) == MAX_TOKENS
+
+
+@promise("the texts do not come")
+def _bad_words(api: Endpoint) -> None:
+    text = api.ask(model=BYTES).text
+    for word in (text[:1], text[2:4]):
+        assert word in text and word not in api.ask(model=BYTES, bad_words=[word]).text
+
+
+@promise("false: no spaces between special tokens, of a tokenizer that writes spaces")
+def _spaces_between_special_tokens(api: Endpoint) -> None:
+    special: dict[str, Any] = {"model": WORDS, "skip_special_tokens": False, "logit_bias": {"1": 100}, "max_tokens": 3}
+    texts = [api.ask(**special, spaces_between_special_tokens=value).text for value in (True, False)]
+    assert [text.strip() for text in texts] == ["<pad> <pad> <pad>", "<pad><pad><pad>"], texts
+
+
+@promise("a lower level, from 1 on, goes first; refused for a model without levels")
+def _priority(api: Endpoint) -> None:
+    assert api.refusal(priority=1)["param"] == "priority"
+    order: list[int] = []
+    one_at_a_time: dict[str, Any] = {"model": QUEUE, "ignore_eos": True}
+
+    def ask(priority: int) -> None:
+        api.ask(**one_at_a_time, priority=priority)
+        order.append(priority)
+
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(api.ask, **one_at_a_time, max_tokens=150)
+        eventually(lambda: api.gauge("num_requests_running", QUEUE) == 1)
+        low = threads.submit(ask, 2)
+        eventually(lambda: api.gauge("num_requests_waiting", QUEUE) == 1)
+        high = threads.submit(ask, 1)
+        eventually(lambda: api.gauge("num_requests_waiting", QUEUE) == 2)
+        assert not first.done()
+        for one in (first, low, high):
+            one.result()
+    assert order == [1, 2]
+
+
 SAMPLING: dict[str, Row] = {
     "temperature": _changes_text("temperature", 0, 2, seed=7),
     "top_p": _as_greedy("top_p", 0.001),
@@ -137,4 +184,8 @@ SAMPLING: dict[str, Row] = {
     "max_tokens": _max_tokens,
     "max_completion_tokens": _max_completion_tokens,
     "cache_salt": _cache_salt,
+    "allowed_token_ids": _allowed_token_ids,
+    "bad_words": _bad_words,
+    "spaces_between_special_tokens": _spaces_between_special_tokens,
+    "priority": _priority,
 }

@@ -56,7 +56,7 @@ def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"top_p": -0.1}, "top_p"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_completion_tokens": 2**40}, "max_completion_tokens"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),

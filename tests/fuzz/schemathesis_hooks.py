@@ -30,8 +30,15 @@ def _servable(body: Any) -> Any:
     if not isinstance(body, dict) or not isinstance(body.get("model"), str):
         return body
     body = _integers(body) | {"model": DECOUPLED}
+    limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if type(body.get(name)) is int]
     if type(body.get("min_tokens")) is int and body["min_tokens"] > 0:
-        body["min_tokens"] = 1
+        body["min_tokens"] = 0 if 0 in limits else 1
+    if type(body.get("n")) is int and body["n"] > 2:
+        body["n"] = 2
+    if type(body.get("best_of")) is int and body["best_of"] > 0:
+        body["best_of"] = body.get("n")
+    if type(body.get("prompt_logprobs")) is int and body["prompt_logprobs"] > 20:
+        body["prompt_logprobs"] = 20
     for name in ("max_tokens", "max_completion_tokens"):
         if type(body.get(name)) is int and body[name] > _ROOM_TOKENS:
             body[name] = _ROOM_TOKENS

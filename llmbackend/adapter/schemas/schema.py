@@ -31,7 +31,7 @@ from ..text.tokenizer import ModelTokenizer
 
 SEQUENCE_INDEX: Final = "sequence_index"
 """The output that says to which choice a response belongs."""
-PROMPT_OUTPUTS: Final = ("prompt_token_ids", "prompt_logprobs")
+PROMPT_OUTPUTS: Final = ("prompt_token_ids", "prompt_logprobs", "prompt_text", "prompt_first_token")
 """Outputs that are in one response of a request."""
 
 

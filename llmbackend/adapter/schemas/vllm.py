@@ -75,6 +75,9 @@ INPUTS: dict[str, TensorType] = {
     # Which of `n` choices a response belongs to; without it, and without a stream, one response has them all.
     "return_sequence_index": _FLAG,
     "return_prompt_token_ids": _FLAG,
+    # The prompt as text, and the text of its first token, which `prompt_logprobs` does not name.
+    "return_prompt_text": _FLAG,
+    "return_prompt_first_token": _FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
     "text_output": TensorType("TYPE_STRING", (-1,)),
@@ -89,6 +92,8 @@ OUTPUTS: dict[str, TensorType] = {
     "sequence_index": TensorType("TYPE_UINT32", (-1,)),
     "prompt_token_ids": TensorType("TYPE_INT32", (-1,)),
     "prompt_logprobs": _TEXT,
+    "prompt_text": _TEXT,
+    "prompt_first_token": _TEXT,
 }
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
 """A request parameter that only the OpenAI frontend can set: vLLM's OpenAI server refuses what vllm_backend cuts."""
@@ -160,6 +165,7 @@ class VllmSchema:
             prompt=prompt,
             prompt_text=prompt.text if inputs.options.prepend_prompt else "",
             wants_logprobs=any(inputs.sampling.get(one) is not None for one in ("logprobs", "logprob_token_ids")),
+            prompt_as_text=_as_text(prompt, tokenizer) if "prompt_text" in inputs.options.outputs else "",
             token_text=tokenizer.token_text,
         )
 
@@ -225,6 +231,10 @@ def _too_long(text: bytes, size: int) -> TritonError:
     return invalid_argument(f"input 'sampling_parameters' has {size} bytes, expected at most {limit}")
 
 
+def _as_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
+    return prompt.text or tokenizer.decode(prompt.token_ids)
+
+
 def _flag(request: Request, name: str) -> bool:
     tensor = request.inputs.get(name)
     return False if tensor is None else bool(single(tensor))
@@ -244,16 +254,19 @@ class VllmReply:
         *,
         prompt: Prompt,
         prompt_text: str,
+        prompt_as_text: str,
         wants_logprobs: bool,
         token_text: Callable[[int], str],
     ) -> None:
         """prompt_text: prepended to the first text
+        prompt_as_text: where it is an output of its own
         wants_logprobs: whether the request has a `logprobs` parameter
         token_text: the text of one token, for logprobs
         """
         self._outputs = inputs.options.outputs
         self._sequence_index = inputs.sequence_index
         self._prompt_text = prompt_text
+        self._prompt_as_text = prompt_as_text
         self._prompt_token_ids = prompt.token_ids
         self._prompt_logprobs: list[dict[str, dict[str, object]]] = []
         self._prompt_logprobs_json: list[bytes] = []
@@ -288,6 +301,10 @@ class VllmReply:
         tensors: list[Tensor] = []
         if "prompt_token_ids" in self._outputs:
             tensors.append(Tensor.of("prompt_token_ids", np.array(self._prompt_token_ids, np.int32)))
+        if "prompt_text" in self._outputs:
+            tensors.append(Tensor.text("prompt_text", self._prompt_as_text))
+        if "prompt_first_token" in self._outputs:
+            tensors.append(Tensor.text("prompt_first_token", self._token_text(self._prompt_token_ids[0])))
         if "prompt_logprobs" in self._outputs:
             positions = (None, *self._prompt_logprobs)
             text = b"[%b]" % b",".join((b"null", *self._prompt_logprobs_json))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from llmbackend.core.errors import TritonError
@@ -54,6 +55,7 @@ class Generation:
         """plan: how the answer is read; None: as text. In `trace`, further prompts are children of the first."""
         self._request = request
         self._plan = plan
+        self._gate = gate
         self._arrived: deque[int] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
@@ -127,6 +129,10 @@ class Generation:
             await self.wait()
         return arrival
 
+    async def in_thread(self, work: Callable[[], bytes]) -> bytes:
+        """`work()`, apart from the event loop."""
+        return await self._gate.run_in_thread(work)
+
     def close(self) -> None:
         """Cancels what is not over. Idempotent."""
         for inference in self._inferences:
@@ -139,10 +145,19 @@ def check_fields_taken(request: GenerationRequest, target: Target) -> None:
         raise _not_taken(target, fields[0])
     if request.logprobs is not None and not target.model.takes(RETURN_LOGPROBS):
         raise _not_taken(target, "logprobs")
-    if request.num_generations > len(request.prompts) and not target.model.takes(RETURN_SEQUENCE_INDEX):
-        raise _not_taken(target, "n" if request.n > 1 else "best_of")
-    if request.return_token_ids and not target.model.takes(RETURN_OUTPUT_IDS):
-        raise _not_taken(target, "return_token_ids")
+    for name, field in _flags(request).items():
+        if not target.model.takes(name):
+            raise _not_taken(target, field)
+
+
+def _flags(request: GenerationRequest) -> dict[str, str]:
+    """Inputs of the model by which a request asks for more outputs, each with its field."""
+    flags = request.prompt_form.inputs
+    if request.return_token_ids:
+        flags[RETURN_OUTPUT_IDS] = "return_token_ids"
+    if request.num_generations > len(request.prompts):
+        flags[RETURN_SEQUENCE_INDEX] = "n" if request.n > 1 else "best_of"
+    return flags
 
 
 def _not_taken(target: Target, field: str) -> OpenAIError:
@@ -161,9 +176,8 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan | None
         text_tokens=plan is not None,
         stream=request.stream is not None,
         logprobs=request.logprobs is not None,
-        token_ids=request.return_token_ids,
-        choices=request.num_generations > len(request.prompts),
-        usage=request.stream is None or bool(request.stream.include_usage),
+        usage=request.stream is None or bool(request.stream.include_usage) or request.stream_interval_tokens > 1,
+        more=_flags(request),
     )
     return [target.model.fitted(tensor) for tensor in options if target.model.takes(tensor.name)]
 

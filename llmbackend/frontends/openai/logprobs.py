@@ -14,6 +14,8 @@ from .errors import JsonObject
 from .tensors import TokenEntries
 
 _IMPOSSIBLE = -9999.0
+_FIRST = 0
+"""As a rank: the token was not predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +26,26 @@ class LogprobForm:
     """How many of the most likely tokens, besides the chosen one."""
     as_token_ids: bool = False
     """Tokens are written as `token_id:7` instead of their text."""
+    token_ids: tuple[str, ...] = ()
+    """These tokens, in place of the most likely ones."""
 
     def token(self, token_id: str, entry: dict[str, Any]) -> str:
         if self.as_token_ids:
             return f"token_id:{token_id}"
         return entry["decoded_token"] or ""
+
+    def others(self, entries: TokenEntries) -> list[tuple[str, dict[str, Any]]]:
+        """What is told of a position besides the chosen token. That one is in `entries` even when it is not among the
+        most likely ones: its rank tells."""
+        if self.token_ids:
+            return [(token_id, entries[token_id]) for token_id in self.token_ids if token_id in entries]
+        ranked = sorted(entries.items(), key=lambda item: int(item[1]["rank"]))
+        return [item for item in ranked if item[1]["rank"] <= self.top][: self.top]
+
+
+def first_position(token_id: int, text: str) -> TokenEntries:
+    """The first token of a prompt, which has no logprob."""
+    return {str(token_id): {"logprob": None, "rank": _FIRST, "decoded_token": text}}
 
 
 Render = Callable[[list[TokenEntries]], JsonObject]
@@ -51,7 +68,7 @@ class ChatLogprobs:
 
     def _position(self, entries: TokenEntries) -> JsonObject:
         chosen = self._token(*next(iter(entries.items())))
-        chosen["top_logprobs"] = [self._token(*item) for item in _most_likely(entries, self._form.top)]
+        chosen["top_logprobs"] = [self._token(*item) for item in self._form.others(entries)]
         return chosen
 
     def _token(self, token_id: str, entry: dict[str, Any]) -> JsonObject:
@@ -70,10 +87,12 @@ class CompletionLogprobs:
         result: JsonObject = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entries in positions:
             chosen = next(iter(entries.items()))
-            best = [*_most_likely(entries, self._form.top), chosen]
+            is_first = chosen[1]["rank"] == _FIRST
+            best = [*self._form.others(entries), chosen]
             result["tokens"].append(self._form.token(*chosen))
-            result["token_logprobs"].append(_logprob(chosen[1]))
-            result["top_logprobs"].append({self._form.token(*item): _logprob(item[1]) for item in best})
+            result["token_logprobs"].append(None if is_first else _logprob(chosen[1]))
+            named = {self._form.token(*item): _logprob(item[1]) for item in best}
+            result["top_logprobs"].append(None if is_first else named)
             result["text_offset"].append(self._offset_chars)
             self._offset_chars += len(chosen[1]["decoded_token"] or "")
         return result
@@ -83,9 +102,3 @@ def _logprob(entry: dict[str, Any]) -> float:
     """JSON has no minus infinity: the interface sends null, OpenAI this number."""
     value: float | None = entry["logprob"]
     return _IMPOSSIBLE if value is None else value
-
-
-def _most_likely(entries: TokenEntries, top: int) -> list[tuple[str, dict[str, Any]]]:
-    """The chosen token comes along even when it is not among the `top`: its rank tells."""
-    ranked = sorted(entries.items(), key=lambda item: int(item[1]["rank"]))
-    return [item for item in ranked if item[1]["rank"] <= top][:top]

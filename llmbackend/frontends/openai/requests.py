@@ -24,16 +24,24 @@ from llmbackend.frontends.inference_gate import InferenceGate
 from .errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, refuse
 from .logprobs import LogprobForm
 from .messages import for_template
+from .prompt_details import PromptForm
 from .reasoning import NO_REASONING_USE, ReasoningUse
 from .response_format import RESPONSE_FORMAT, STRUCTURE_FIELDS, STRUCTURED_OUTPUTS, in_response_format
-from .schema import MAX_CHOICES, ChatCompletionRequest, CompletionRequest, StreamOptions
+from .schema import MAX_CHOICES, TEMPLATE_NAMES, ChatCompletionRequest, CompletionRequest, StreamOptions
 from .tensors import MESSAGES, input_ids_tensor, messages_tensor, text_tensor
 from .tools import ToolUse
 from .validation import read
 
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
 """The first of them that a request has is its limit."""
-_TEMPLATE_OPTIONS = ("add_generation_prompt", "chat_template_kwargs", "documents", "reasoning_effort")
+_TEMPLATE_OPTIONS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+)
 _NO_OPTIONS = StreamOptions.model_construct()
 MAX_OBJECTS = 1 << 16
 """JSON objects and lists in a body, at most."""
@@ -58,10 +66,14 @@ class GenerationRequest:
     """None: no logprobs."""
     return_token_ids: bool
     """Whether the answer's token ids come along."""
+    stream_interval_tokens: int
+    """How many tokens of a choice go out together."""
+    prompt_form: PromptForm
+    """What the answer says of the prompts."""
     labels: dict[str, Any]
     """What the client calls the request."""
     echo: tuple[str, ...]
-    """The text before each choice's own, by prompt; "" where none was asked for."""
+    """The text before each choice's own, by prompt; "" where none was asked for, or the model must tell it."""
     sent_fields: tuple[str, ...]
     """The sampling fields that the client sent."""
     max_tokens_field: str
@@ -160,11 +172,24 @@ def parse_chat(body: JsonObject) -> GenerationRequest:
         raise refuse("top_logprobs", "to be sent only with 'logprobs': true", fields.top_logprobs)
     messages = [for_template(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
     options = {name: body[name] for name in _TEMPLATE_OPTIONS if body.get(name) is not None}
+    if taken := TEMPLATE_NAMES & (fields.chat_template_kwargs or {}).keys():
+        raise refuse("chat_template_kwargs", f"variables other than {' and '.join(sorted(TEMPLATE_NAMES))}", min(taken))
     if (tool_use := fields.tool_use()) is not None:
         options["tools"] = tool_use.tools
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    request = _request(fields, body, (messages_tensor(messages, options),), ("",), top_logprobs)
+    form = PromptForm(
+        has_rendered_text=bool(fields.return_prompt_text),
+        has_token_ids=bool(fields.return_token_ids),
+        logprobs=fields.prompt_logprobs,
+    )
+    echo = _last_words(messages[-1]) if fields.echo else ""
+    request = _request(fields, body, (messages_tensor(messages, options),), (echo,), top_logprobs, form)
     return dataclasses.replace(request, tool_use=tool_use, reasoning=fields.reasoning_use())
+
+
+def _last_words(message: JsonObject) -> str:
+    """The text of a last message that has the answer's role."""
+    return str(message["content"]) if message["role"] == "assistant" else ""
 
 
 def parse_completion(body: JsonObject) -> GenerationRequest:
@@ -172,8 +197,14 @@ def parse_completion(body: JsonObject) -> GenerationRequest:
     fields = read(CompletionRequest, body)
     prompts = fields.prompts()
     tensors = tuple(text_tensor(item) if isinstance(item, str) else input_ids_tensor(item) for item in prompts)
-    echo = _echoed(prompts, fields.logprobs) if fields.echo else ("",) * len(prompts)
-    return _request(fields, body, tensors, echo, fields.logprobs)
+    echo = tuple(item if fields.echo and isinstance(item, str) else "" for item in prompts)
+    form = PromptForm(
+        has_text=bool(fields.echo) and isinstance(prompts[0], list),
+        has_echoed_logprobs=bool(fields.echo) and fields.logprobs is not None,
+        has_token_ids=bool(fields.return_token_ids),
+        logprobs=fields.prompt_logprobs,
+    )
+    return _request(fields, body, tensors, echo, fields.logprobs, form)
 
 
 def _request(
@@ -182,6 +213,7 @@ def _request(
     prompts: tuple[Tensor, ...],
     echo: tuple[str, ...],
     top_logprobs: int | None,
+    prompt_form: PromptForm,
 ) -> GenerationRequest:
     sampling = fields.chosen_sampling() | fields.chosen_structure()
     limit = next((name for name in _MAX_TOKENS_FIELDS if body.get(name) is not None), "")
@@ -191,6 +223,10 @@ def _request(
         raise refuse("min_tokens", f"at most max_tokens ({most})", fields.min_tokens)
     if top_logprobs is not None:
         sampling["logprobs"] = top_logprobs
+        if prompt_form.has_echoed_logprobs:
+            sampling["prompt_logprobs"] = top_logprobs
+    if (wanted := fields.prompt_logprobs) is not None:
+        sampling["prompt_logprobs"] = wanted if wanted < 0 else max(wanted, sampling["prompt_logprobs"])
     n, best_of = _choices(fields, len(prompts))
     if best_of > 1:
         sampling |= {"n": n, "best_of": best_of}
@@ -203,6 +239,8 @@ def _request(
         stream=_stream_options(fields, body),
         logprobs=_logprob_form(fields, top_logprobs),
         return_token_ids=bool(fields.return_token_ids),
+        stream_interval_tokens=_stream_interval_tokens(fields),
+        prompt_form=prompt_form,
         labels=fields.sent_labels(),
         echo=echo,
         sent_fields=sent_fields,
@@ -210,6 +248,12 @@ def _request(
         structure_field=fields.structure_field,
         request_id=fields.request_id or "",
     )
+
+
+def _stream_interval_tokens(fields: ChatCompletionRequest | CompletionRequest) -> int:
+    if fields.stream_interval is not None and not fields.stream:
+        raise refuse("stream_interval", "to be sent only with 'stream': true", fields.stream_interval)
+    return fields.stream_interval or 1
 
 
 def _choices(fields: ChatCompletionRequest | CompletionRequest, num_prompts: int) -> tuple[int, int]:
@@ -227,11 +271,13 @@ def _choices(fields: ChatCompletionRequest | CompletionRequest, num_prompts: int
 
 
 def _logprob_form(fields: ChatCompletionRequest | CompletionRequest, top_logprobs: int | None) -> LogprobForm | None:
-    as_token_ids = bool(fields.return_tokens_as_token_ids)
+    as_token_ids, token_ids = bool(fields.return_tokens_as_token_ids), fields.logprob_token_ids or ()
     if top_logprobs is not None:
-        return LogprobForm(top_logprobs, as_token_ids)
+        return LogprobForm(top_logprobs, as_token_ids, tuple(map(str, token_ids)))
     if as_token_ids:
         raise refuse("return_tokens_as_token_ids", "to be sent only with 'logprobs'", True)
+    if token_ids:
+        raise refuse("logprob_token_ids", "to be sent only with 'logprobs'", token_ids)
     return None
 
 
@@ -242,11 +288,3 @@ def _stream_options(fields: ChatCompletionRequest | CompletionRequest, body: Jso
             raise refuse("stream_options", "to be sent only with 'stream': true", body["stream_options"])
         return None
     return options or _NO_OPTIONS
-
-
-def _echoed(prompts: list[str] | list[list[int]], top_logprobs: int | None) -> tuple[str, ...]:
-    if top_logprobs is not None:
-        raise OpenAIError("'echo' is not supported yet together with 'logprobs'", param="echo")
-    if not isinstance(prompts[0], str):
-        raise OpenAIError("'echo' is not supported yet for a prompt of token ids", param="echo")
-    return tuple(str(prompt) for prompt in prompts)

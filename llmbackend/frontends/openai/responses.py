@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import orjson
 
@@ -18,7 +20,7 @@ from .errors import JsonObject
 from .generation import Generation
 from .logprobs import logprobs_renderer
 from .requests import GenerationRequest
-from .tensors import Delta, TokenEntries
+from .tensors import Delta, PromptDetails, TokenEntries
 
 DEFAULT_FINISH_REASON = "stop"
 """For a model that ends without a reason (its tensor interface makes `finish_reason` optional)."""
@@ -85,16 +87,35 @@ async def whole_response(
         for index, choice in enumerate(choices):
             choice.answer = Answer(plan, identity.id, index)
     usage = Usage(request.n)
+    prompts: dict[int, PromptDetails] = {}
     while not generation.is_over:
         index, delta = await generation.next()
+        if delta.prompt is not None:
+            prompts[index // request.n] = delta.prompt
+            _echo(request, delta.prompt, choices[index // request.n * request.n :][: request.n])
         choices[index].add(delta)
         usage.add(index, delta)
     for index, choice in enumerate(choices):
         if choice.answer is not None and choice.answer.reports_reasoning:
             usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
+    render = partial(_body, request, identity, choices, usage, prompts)
+    return await generation.in_thread(render) if prompts else render()
+
+
+def _body(
+    request: GenerationRequest,
+    identity: Identity,
+    choices: list[_Choice],
+    usage: Usage,
+    prompts: dict[int, PromptDetails],
+) -> bytes:
     kind = "chat.completion" if request.is_chat else "text_completion"
     body = identity.fields(kind)
-    body["choices"] = [_rendered(index, choice, request) for index, choice in enumerate(choices)]
+    body["choices"] = rendered = [_rendered(index, choice, request) for index, choice in enumerate(choices)]
+    for number, prompt in prompts.items():
+        of_prompt = request.prompt_form.fields(prompt)
+        for target in [body] if request.is_chat else rendered[number * request.n : (number + 1) * request.n]:
+            target |= of_prompt
     body["usage"] = usage.total()
     return orjson.dumps(body)
 
@@ -113,9 +134,19 @@ def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonOb
 
 
 def _message(choice: _Choice) -> JsonObject:
-    if choice.answer is not None:
-        return {"message": choice.answer.message()}
-    return {"message": {"role": "assistant", "content": "".join(choice.parts), "refusal": None}}
+    text = "".join(choice.parts)
+    if choice.answer is None:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    message = choice.answer.message()
+    return {"message": message | {"content": text + (message["content"] or "")} if text else message}
+
+
+def _echo(request: GenerationRequest, prompt: PromptDetails, choices: Iterable[_Choice]) -> None:
+    """Puts what the model tells of a prompt before its choices."""
+    for choice in choices:
+        choice.positions[:0] = request.prompt_form.positions(prompt)
+        if request.prompt_form.has_text:
+            choice.parts.insert(0, prompt.text)
 
 
 class Usage:

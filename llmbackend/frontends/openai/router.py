@@ -27,15 +27,17 @@ from llmbackend.frontends.http.tracing import received, sampled, traced
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.operations.metrics import load_headers
 
-from .answer_plan import plan_answer
+from .answer_plan import AnswerPlan, plan_answer
 from .answer_streams import chunk_writer
 from .errors import JsonObject, OpenAIError
 from .generation import Generation, check_fields_taken
 from .labels import logged
 from .models import ModelCatalog, Target
+from .prompt_details import PromptFirst, Writer
 from .requests import GenerationRequest, check_content_type, json_object, parse_chat, parse_completion, read_body
 from .responses import Identity, whole_response
-from .schema import REQUEST_ID
+from .schema import REQUEST_ID, StreamOptions
+from .stream_interval import IntervalWriter
 from .streams import EventStream, events, first_arrival, unless_disconnected
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -112,7 +114,7 @@ class _OpenAIService:
         except BaseException:
             generation.close()
             raise
-        writer = chunk_writer(request, identity, request.stream, plan)
+        writer = _writer(request, identity, request.stream, plan)
         chunks = events(generation, first, writer)
         return EventStream(chunks, generation.close, self._load_headers(http, target))
 
@@ -152,6 +154,13 @@ async def _refuse(request: Request) -> Response:
         response.headers["Allow"] = allowed
         return response
     raise OpenAIError(f"unknown URL: {request.method} {path}", status=404, code="unknown_url")
+
+
+def _writer(request: GenerationRequest, identity: Identity, options: StreamOptions, plan: AnswerPlan | None) -> Writer:
+    writer: Writer = chunk_writer(request, identity, options, plan)
+    if request.stream_interval_tokens > 1:
+        writer = IntervalWriter(writer, request.stream_interval_tokens)
+    return PromptFirst(writer, request.n) if request.prompt_form.is_asked else writer
 
 
 def _request_id(http: Request) -> str:

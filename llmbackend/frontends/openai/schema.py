@@ -31,6 +31,8 @@ from .validation import (
     TokenIds,
 )
 
+TEMPLATE_NAMES = frozenset(("messages", "self"))
+"""Names in a chat template that are no variables of a request."""
 MAX_PROMPTS = 64
 REQUEST_ID = "^[!-~]{1,128}$"
 """A client's own id of its request."""
@@ -93,6 +95,25 @@ class Sampling(ClosedObject):
     ignore_eos: Flag | None = None
     include_stop_str_in_output: Flag | None = None
     skip_special_tokens: Flag | None = None
+    prompt_logprobs: Annotated[int, Range(-1)] | None = Field(
+        None, description="So many of the most likely tokens at each position of the prompt; -1: all."
+    )
+    logprob_token_ids: Annotated[list[int], IsTokenIds(1)] | None = Field(
+        None, description="With logprobs: these tokens at each position, in place of the most likely ones."
+    )
+    allowed_token_ids: Annotated[list[int], IsTokenIds(1)] | None = Field(None, description="No others are generated.")
+    bad_words: Annotated[list[NonEmpty], Items()] | None = Field(None, description="Texts that are not generated.")
+    truncate_prompt_tokens: Annotated[int, Range(-1)] | None = Field(
+        None, description="So many tokens of the prompt's end are kept; -1: as many as there is room for."
+    )
+    add_special_tokens: Flag | None = Field(
+        None,
+        description="Whether the tokenizer adds its own to the prompt: by default to a text, not to a conversation.",
+    )
+    spaces_between_special_tokens: Flag | None = None
+    priority: Annotated[int, Range(-(2**31), 2**31 - 1)] | None = Field(
+        None, description="A priority level of the model, 1 first; 0: its default."
+    )
     cache_salt: NonEmpty | None = Field(None, description="Only requests with the same one share cached prefixes.")
 
     def chosen_sampling(self) -> JsonObject:
@@ -112,12 +133,15 @@ class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
     model: str
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Range(1)] | None = Field(
-        None, description="At most what the model's context has room for behind the prompt."
+    max_tokens: Annotated[int, Range(0)] | None = Field(
+        None, description="At most what the model's context has room for behind the prompt. 0: the prompt alone."
     )
     n: Annotated[int, Range(1, MAX_CHOICES)] | None = Field(None, description="Choices for each prompt.")
     best_of: Annotated[int, Range(1, MAX_CHOICES)] | None = Field(
         None, description="So many are generated, and the n most likely ones sent: at least n, and no stream."
+    )
+    stream_interval: Annotated[int, Range(1)] | None = Field(
+        None, description="With stream: so many tokens of a choice go out together."
     )
     return_token_ids: Flag | None = Field(None, description="The answer's token ids come along.")
     return_tokens_as_token_ids: Flag | None = Field(
@@ -126,13 +150,6 @@ class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
     request_id: (
         Annotated[str, StringConstraints(pattern=REQUEST_ID), Expected("1 to 128 visible characters")] | None
     ) = Field(None, description="The response's id has it; the header X-Request-Id wins over it.")
-    # Not acted on.
-    spaces_between_special_tokens: Annotated[Any, Only(True)] = None
-    truncate_prompt_tokens: Annotated[Any, Only()] = None
-    prompt_logprobs: Annotated[Any, Only()] = None
-    allowed_token_ids: Annotated[Any, Only()] = None
-    bad_words: Annotated[Any, Only([])] = None
-    priority: Annotated[Any, Only(0)] = None
 
 
 def _needs(field: str, *alternatives: JsonObject) -> JsonObject:
@@ -144,32 +161,41 @@ def _is_true(field: str) -> JsonObject:
     return {"properties": {field: {"const": True}}, "required": [field]}
 
 
-_STREAM_OPTIONS_NEED_STREAM = _needs("stream_options", _is_true("stream"))
-_TEXTS: JsonObject = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_NUMBER_OF_LOGPROBS: JsonObject = {"properties": {"logprobs": {"type": "integer"}}, "required": ["logprobs"]}
+_NEEDS_STREAM = _needs("stream_options", _is_true("stream")) | _needs("stream_interval", _is_true("stream"))
 
 
 class ChatCompletionRequest(_Request, ToolFields, ReasoningFields, UnservedByChat):
     model_config = ConfigDict(
         defer_build=False,
         json_schema_extra={
-            "dependentSchemas": _STREAM_OPTIONS_NEED_STREAM | _needs("top_logprobs", _is_true("logprobs"))
+            "dependentSchemas": _NEEDS_STREAM
+            | _needs("top_logprobs", _is_true("logprobs"))
+            | _needs("return_tokens_as_token_ids", _is_true("logprobs"))
+            | _needs("logprob_token_ids", _is_true("logprobs"))
         },
     )
     default_max_tokens: ClassVar[int | None] = None
     """As many as the context has room for."""
     messages: Annotated[list[Message], Items(1)]
-    max_completion_tokens: Annotated[int, Range(1)] | None = Field(None, description="As max_tokens.")
+    max_completion_tokens: Annotated[int, Range(0)] | None = Field(None, description="As max_tokens.")
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None
+    echo: Flag | None = Field(
+        None, description="The answer begins with the text of the last message, if that is the assistant's."
+    )
+    return_prompt_text: Flag | None = Field(None, description="The prompt that the chat template made comes along.")
     add_generation_prompt: Flag | None = None
     chat_template_kwargs: AnyObject | None = Field(
-        None, json_schema_extra={"propertyNames": {"not": {"enum": ["messages", "self"]}}}
+        None, json_schema_extra={"propertyNames": {"not": {"enum": [*sorted(TEMPLATE_NAMES)]}}}
     )
     documents: Annotated[list[AnyObject], Items()] | None = Field(None, description="For templates that read them.")
-    # Not acted on.
-    continue_final_message: Annotated[Any, Only(False)] = None
-    echo: Annotated[Any, Only(False)] = None
-    chat_template: Annotated[Any, Only()] = None
+    continue_final_message: Flag | None = Field(
+        None, description="The model goes on with the last message; not with add_generation_prompt."
+    )
+    chat_template: NonEmpty | None = Field(
+        None, description="In place of the model's, where the server trusts templates of requests."
+    )
 
 
 def _check_count(prompt: object) -> object:
@@ -197,17 +223,15 @@ class CompletionRequest(_Request, UnservedByCompletions):
     model_config = ConfigDict(
         defer_build=False,
         json_schema_extra={
-            "dependentSchemas": _STREAM_OPTIONS_NEED_STREAM
-            | _needs("echo", {"properties": {"logprobs": {"type": "null"}, "prompt": _TEXTS}})
+            "dependentSchemas": _NEEDS_STREAM
+            | _needs("return_tokens_as_token_ids", _NUMBER_OF_LOGPROBS)
+            | _needs("logprob_token_ids", _NUMBER_OF_LOGPROBS)
         },
     )
     default_max_tokens: ClassVar[int | None] = 16
     prompt: _Prompt
     logprobs: Annotated[int, Range(0, 20)] | None = None
     echo: Flag | None = None
-    # Not acted on.
-    suffix: Annotated[Any, Only("")] = None
-    add_special_tokens: Annotated[Any, Only(True)] = None
 
     def prompts(self) -> list[str] | list[list[int]]:
         prompt = self.prompt

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -25,10 +26,11 @@ from starlette.types import Receive, Scope, Send
 from .errors import OpenAIError
 from .generation import Arrival, Generation
 from .logprobs import logprobs_renderer
+from .prompt_details import Writer
 from .requests import GenerationRequest
 from .responses import DEFAULT_FINISH_REASON, Identity, Usage
 from .schema import StreamOptions
-from .tensors import Delta
+from .tensors import Delta, PromptDetails
 
 T = TypeVar("T")
 QUIET_S = 15.0
@@ -50,6 +52,7 @@ class _Shape:
 
 _CHAT = _Shape("chat.completion.chunk", b'"delta":{"content":', b"}", b'"delta":{}')
 _COMPLETION = _Shape("text_completion", b'"text":', b"", b'"text":""')
+_CHOICES = b',"choices":['
 _ROLE = b'"delta":{"role":"assistant","content":""}'
 
 
@@ -58,21 +61,37 @@ class ChunkWriter:
 
     def __init__(self, request: GenerationRequest, identity: Identity, options: StreamOptions) -> None:
         self._shape = _CHAT if request.is_chat else _COMPLETION
-        self._head = b"data: " + orjson.dumps(identity.fields(self._shape.kind))[:-1] + b',"choices":['
+        self._opening = b"data: " + orjson.dumps(identity.fields(self._shape.kind))[:-1]
+        self._head = self._opening + _CHOICES
         self._has_usage = bool(options.include_usage)
         self._has_continuous_usage = self._has_usage and bool(options.continuous_usage_stats)
         self._tail = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
         self._usage = Usage(request.n)
+        self._prompt_form = request.prompt_form
         self._echo = [echo for echo in request.echo for _ in range(request.n)]
         self._finished = [False] * request.num_choices
         form, is_chat = request.logprobs, request.is_chat
         self._logprobs = [None if form is None else logprobs_renderer(form, is_chat=is_chat) for _ in self._finished]
 
     def begin(self) -> bytes:
-        """One chunk per choice with the role (chat), or with the prompt (completions with `echo`)."""
+        """For each choice a chunk with the role (chat), and one with the text that `echo` asks for."""
+        roles = [self._chunk(index, _ROLE) for index in range(len(self._finished))] if self._shape is _CHAT else []
+        return b"".join(roles) + b"".join(
+            self._chunk(index, self._text(text)) for index, text in enumerate(self._echo) if text
+        )
+
+    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
+        """The first chunk of a choice whose prompt the model has told; in place of `begin`."""
+        fields = orjson.dumps(self._prompt_form.fields(prompt))[1:-1]
+        more = b"," + fields if fields else b""
         if self._shape is _CHAT:
-            return b"".join(self._chunk(index, _ROLE) for index in range(len(self._finished)))
-        return b"".join(self._chunk(index, self._text(text)) for index, text in enumerate(self._echo) if text)
+            role = self._chunk(index, _ROLE)
+            first = role if index else self._opening + more + _CHOICES + role[len(self._head) :]
+            return first + (self._chunk(index, self._text(self._echo[index])) if self._echo[index] else b"")
+        positions = self._prompt_form.positions(prompt)
+        render = self._logprobs[index]
+        logprobs = b"null" if render is None or not positions else orjson.dumps(render(positions))
+        return self._chunk(index, self._text(self._echo[index] + prompt.text), logprobs, more=more)
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """The chunk of new text, the finish chunk, both, or nothing (where a stop string may have begun)."""
@@ -115,14 +134,17 @@ async def first_arrival(receive: Receive, generation: Generation) -> Arrival | N
     return generation.pop()
 
 
-async def events(generation: Generation, arrival: Arrival | None, writer: ChunkWriter) -> AsyncGenerator[bytes, None]:
+async def events(generation: Generation, arrival: Arrival | None, writer: Writer) -> AsyncGenerator[bytes, None]:
     """The stream's events; all that are ready go into one write. An error is the last event, without [DONE] after
     it."""
     parts = [writer.begin()]
     try:
         while True:
             while arrival is not None:
-                parts.append(writer.delta(*arrival))
+                if arrival[1].prompt is None:
+                    parts.append(writer.delta(*arrival))
+                else:
+                    parts.append(await generation.in_thread(partial(writer.delta, *arrival)))
                 arrival = generation.pop()
             if generation.is_over:
                 break

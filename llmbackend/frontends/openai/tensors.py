@@ -6,7 +6,7 @@ knows a tensor's name, so that a change of the interface stays in one place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, cast
 
 import msgspec
@@ -28,6 +28,10 @@ RETURN_LOGPROBS = "return_logprobs"
 RETURN_TEXT_TOKENS = "return_text_tokens"
 RETURN_OUTPUT_IDS = "return_output_ids"
 RETURN_SEQUENCE_INDEX = "return_sequence_index"
+RETURN_PROMPT_TOKEN_IDS = "return_prompt_token_ids"
+RETURN_PROMPT_FIRST_TOKEN = "return_prompt_first_token"
+RETURN_PROMPT_TEXT = "return_prompt_text"
+PROMPT_LOGPROBS = "prompt_logprobs"
 PROMPT_INPUTS: Final[Mapping[str, str]] = {MESSAGES: "BYTES", TEXT_INPUT: "BYTES", INPUT_IDS: "INT32"}
 """The inputs that can be a prompt, with their datatypes; a request has one of them."""
 OPTION_INPUTS: Final[Mapping[str, str]] = {
@@ -42,6 +46,9 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     RETURN_TEXT_TOKENS: "BOOL",
     RETURN_OUTPUT_IDS: "BOOL",
     RETURN_SEQUENCE_INDEX: "BOOL",
+    RETURN_PROMPT_TOKEN_IDS: "BOOL",
+    RETURN_PROMPT_FIRST_TOKEN: "BOOL",
+    RETURN_PROMPT_TEXT: "BOOL",
 }
 """The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
@@ -55,6 +62,19 @@ TextToken = tuple[int, str, bool]
 text of earlier tokens that was held back."""
 PROMPT_IN_REASONING = -2
 """Id of the first TextToken where the prompt already ends inside the reasoning."""
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """What the model tells of a prompt, once: with the first response of its first choice."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    first_token: str = ""
+    """The first one as text."""
+    logprobs: Sequence[TokenEntries | None] = ()
+    """One entry per token; the first token has none."""
+    logprobs_json: bytes = b""
+    """The same as JSON."""
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -80,6 +100,8 @@ class Delta(msgspec.Struct, frozen=True):
     """Which of its prompt's choices."""
     token_ids: Sequence[int] = ()
     """The new tokens, when asked for."""
+    prompt: PromptDetails | None = None
+    """When asked for."""
 
 
 def text_tensor(text: str) -> Tensor:
@@ -103,10 +125,10 @@ def option_inputs(
     logprobs: bool,
     usage: bool,
     text_tokens: bool = False,
-    token_ids: bool = False,
-    choices: bool = False,
+    more: Collection[str] = (),
 ) -> tuple[Tensor, ...]:
-    """The inputs other than the prompt: how tokens are chosen, and what the responses carry."""
+    """The inputs other than the prompt: how tokens are chosen, and what the responses carry. more: names of further
+    flags that are set."""
     flags = {
         "stream": stream,
         "exclude_input_in_output": True,
@@ -118,10 +140,7 @@ def option_inputs(
     }
     if text_tokens:
         flags[RETURN_TEXT_TOKENS] = True
-    if token_ids:
-        flags[RETURN_OUTPUT_IDS] = True
-    if choices:
-        flags[RETURN_SEQUENCE_INDEX] = True
+    flags |= dict.fromkeys(more, True)
     parameters = JsonTensor.of_value(SAMPLING_PARAMETERS, sampling, orjson.dumps(sampling))
     return (parameters, *(Tensor.of(name, np.array([value], dtype=np.bool_)) for name, value in flags.items()))
 
@@ -149,7 +168,30 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         text_tokens=_text_tokens(response) if TEXT_TOKENS in outputs else (),
         sequence_index=_count(outputs.get("sequence_index")),
         token_ids=outputs["output_ids"].tolist() if "output_ids" in outputs else (),
+        prompt=None if outputs.keys().isdisjoint(_PROMPT_OUTPUTS) else _prompt_details(response),
     )
+
+
+_PROMPT_OUTPUTS = frozenset(("prompt_text", "prompt_first_token", "prompt_token_ids", PROMPT_LOGPROBS))
+
+
+def _prompt_details(response: InferenceResponse) -> PromptDetails:
+    outputs = {tensor.name: tensor for tensor in response.outputs if tensor.name in _PROMPT_OUTPUTS}
+    text, ids = outputs.get("prompt_text"), outputs.get("prompt_token_ids")
+    logprobs, first = outputs.get(PROMPT_LOGPROBS), outputs.get("prompt_first_token")
+    return PromptDetails(
+        text="" if text is None else _text(text.data),
+        token_ids=() if ids is None else ids.data.tolist(),
+        first_token="" if first is None else _text(first.data),
+        logprobs=_json_value(logprobs),
+        logprobs_json=b"" if logprobs is None else logprobs.data.item(0),
+    )
+
+
+def _json_value(tensor: Tensor | None) -> Any:
+    if tensor is None:
+        return ()
+    return tensor.value if isinstance(tensor, JsonTensor) else orjson.loads(tensor.data.item(0))
 
 
 def _text(data: Any) -> str:

@@ -33,6 +33,7 @@ class UnservedFields(ClosedObject):
     routed_experts_prompt_start: Annotated[Any, Only(0, reason="the experts of a token are not reported")] = None
     return_token_offsets: Annotated[Any, Only(False, reason=_RENDER)] = None
     return_mm_kwargs: Annotated[Any, Only(True, reason=_RENDER)] = None
+    truncation_side: Annotated[Any, Only("left", reason="truncate_prompt_tokens keeps the end of a prompt")] = None
     vllm_xargs: Annotated[Any, Only({}, reason="no extension of this server reads them")] = None
 
 
@@ -57,4 +58,10 @@ class UnservedByChat(ClosedObject):
 class UnservedByCompletions(ClosedObject):
     """Of completions."""
 
+    suffix: Annotated[Any, Only("", reason="write the tokens by which the model fills in the middle into 'prompt'")] = (
+        None
+    )
+    thinking_token_budget: Annotated[
+        Any, Only(-1, reason="the text of a completion is not read for reasoning; chats have it")
+    ] = None
     prompt_embeds: Annotated[Any, Only(reason="prompts are text or token ids")] = None
