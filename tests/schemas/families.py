@@ -166,6 +166,11 @@ FAMILIES: dict[str, Family] = {
         "minimum": rng.randint(-9, 9),
         "exclusiveMinimum": rng.random() < 0.5,
     },
+    "close limits": lambda rng: {
+        "type": "number",
+        rng.choice(["minimum", "exclusiveMinimum"]): (low := rng.choice([-2, -1.5, -1, -0.51, 0, 0.1, 1, 10, 12.5])),
+        rng.choice(["maximum", "exclusiveMaximum"]): low + rng.choice([0.01, 0.25, 0.5, 1, 1.5]),
+    },
     "multipleOf": lambda rng: {"type": "number", "multipleOf": rng.choice([1, 2, 3, 7, 10, 0.5, 0.25, 0.01, 1.5])},
     "multipleOf limits": lambda rng: {**_limits(rng, "integer"), "multipleOf": rng.choice([1, 2, 3])},
     "lengths": LEAVES[2],

@@ -89,7 +89,7 @@ def _ipv6(value: str) -> bool:
 
 @_check("uuid")
 def _uuid(value: str) -> bool:
-    return all(value[at] == "-" for at in (8, 13, 18, 23)) and uuid.UUID(value) is not None
+    return len(value) == 36 and all(value[at] == "-" for at in (8, 13, 18, 23)) and uuid.UUID(value) is not None
 
 
 _check("email")(_EMAIL.fullmatch)

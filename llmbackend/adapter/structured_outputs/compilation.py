@@ -11,9 +11,10 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from . import regular_expressions
 from .bounds import (
@@ -43,6 +44,7 @@ DEFAULT_WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,64}"
 _WHITESPACE_ONLY = re.compile(r"(?:[ \n\r\t]|\\[nrts]|\\x20|\\u0020|[\[\](){}?*+|,0-9])*")
 _CACHED_GRAMMARS_CHARS = 8 << 20
 _MAX_ERROR_CHARS = 300
+_MAX_PATHS = 4
 _QUOTED_LINES = re.compile(r" \d+ \| ")
 
 
@@ -66,7 +68,7 @@ class GrammarCompiler:
                 self._grammars.move_to_end(key)
                 return self._grammars[key]
         grammar = _translated(constraint, self.special_tokens)
-        self._check(grammar, constraint.place)
+        self._check(grammar, constraint)
         self._keep(key, grammar)
         return grammar
 
@@ -85,12 +87,12 @@ class GrammarCompiler:
                 oldest, dropped = self._grammars.popitem(last=False)
                 self._kept_chars -= len(oldest) + len(dropped)
 
-    def _check(self, grammar: str, place: Place) -> None:
+    def _check(self, grammar: str, constraint: Constraint) -> None:
         matcher = self.matcher(grammar)
         if not matcher.is_error():
             matcher.compute_bitmask()  # a grammar that matches nothing shows here
         if matcher.is_error():
-            place.wrong(_shortened(matcher.get_error()))
+            _refuse(matcher.get_error(), constraint)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher of bytes within the bounds; the compiler works without the GIL."""
@@ -167,10 +169,27 @@ def _json_options(constraint: Constraint) -> dict[str, Any]:
     return options | {"whitespace_pattern": regular_expressions.whole(spelled, place)}
 
 
-def _shortened(error: str) -> str:
+def _refuse(error: str, constraint: Constraint) -> NoReturn:
     """Without the lines of the grammar that the compiler quotes."""
+    place = constraint.place
+    if "oneOf constraints are not supported" in error:
+        paths = list(islice(_paths_of("oneOf", constraint.value, ""), _MAX_PATHS))
+        at = Place(place.param, place.path + paths[0]) if len(paths) == 1 else place
+        where = "" if len(paths) == 1 else f" (of {', '.join(paths)})"
+        at.wrong(f"alternatives of oneOf{where} may both match: 'oneOf' is enforced where they exclude each other")
     text = " ".join(error.split()).removesuffix("<non-verbose/>").strip()
-    return f"the grammar compiler refuses it: {_QUOTED_LINES.split(text)[0][:_MAX_ERROR_CHARS]}"
+    text = _QUOTED_LINES.split(text)[0].rpartition("failed to compile JSON schema: ")[2]
+    place.wrong(f"the grammar compiler refuses it: {text[:_MAX_ERROR_CHARS]}")
+
+
+def _paths_of(keyword: str, value: object, path: str) -> Iterator[str]:
+    """Where the keyword stands; the value is no deeper than its translation allowed."""
+    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, member in members:
+        at = f"{path}/{name}"
+        if name == keyword:
+            yield at
+        yield from _paths_of(keyword, member, at)
 
 
 def _byte_tokenizer(largest_id: int) -> LLTokenizer:

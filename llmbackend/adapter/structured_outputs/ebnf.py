@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from graphlib import TopologicalSorter
 from typing import Final
 
 from . import regular_expressions
@@ -16,7 +17,7 @@ from .bounds import MAX_DEPTH, MAX_REGEX_LENGTH, Place
 from .lark import NOTHING, Rules, literal
 
 ROOT: Final = "root"
-_MAX_RULES = 1024
+_MAX_RULES = 512
 _TOKENS = re.compile(
     r"""(?P<space>[ \t\r\n]+|\#[^\n]*)
       | (?P<rule>[A-Za-z_][\w-]*)(?=[ \t\r\n]*::=)
@@ -54,7 +55,7 @@ def ebnf(text: str, place: Place, rules: Rules) -> str:
     definitions = _Parser(text, place).definitions()
     if ROOT not in definitions:
         place.wrong(f"the grammar has no rule '{ROOT}'")
-    return _Writer(definitions, place, rules).rule_of(ROOT)
+    return _Writer(definitions, place, rules).write()
 
 
 class _Parser:
@@ -178,19 +179,23 @@ class _Writer:
     def __post_init__(self) -> None:
         self._recursive = _recursive(self.definitions, self.place)
 
-    def rule_of(self, name: str) -> str:
-        """What a definition is called in the compiler's grammar; it is written on first use."""
-        if name in self._written:
-            return self._written[name]
-        node = self.definitions[name]
-        if name in self._recursive:
-            # Its own name first: its body refers to it.
-            self._written[name] = placeholder = f"e{len(self._written)}"
-            self.rules.define(placeholder, self._body(node))
-        else:
-            self._lengths[name] = self._length(node)
-            self._written[name] = self.rules.terminal(self._text(node))
-        return self._written[name]
+    def write(self) -> str:
+        """Writes all definitions; what the root is called. A terminal comes behind those that it uses; names of rules
+        are known before their bodies are written, which refer to each other."""
+        for name in self._terminals():
+            self._lengths[name] = self._length(self.definitions[name])
+            self._written[name] = self.rules.terminal(self._text(self.definitions[name]))
+        rules = [name for name in self.definitions if name in self._recursive]
+        self._written |= {name: f"e{index}" for index, name in enumerate(rules)}
+        for name in rules:
+            self.rules.define(self._written[name], self._body(self.definitions[name]))
+        return self._written[ROOT]
+
+    def _terminals(self) -> Iterator[str]:
+        order = TopologicalSorter(
+            {name: set(_names(node)) for name, node in self.definitions.items() if name not in self._recursive}
+        )
+        yield from order.static_order()
 
     def _is_text(self, node: _Node) -> bool:
         if node.kind == "name":
@@ -200,7 +205,6 @@ class _Writer:
     def _length(self, node: _Node) -> int:
         """Characters of a terminal with its repetitions written out; the compiler builds a state for each."""
         if node.kind == "name":
-            self.rule_of(node.text)
             return self._lengths[node.text]
         length = max(sum(map(self._length, node.parts)), 1 if node.kind != "text" else len(node.text))
         if node.kind == "times":
@@ -214,7 +218,7 @@ class _Writer:
         if node.kind == "text":
             return node.text
         if node.kind == "name":
-            return self.rule_of(node.text)
+            return self._written[node.text]
         return self._joined(node, [self._text(part) for part in node.parts])
 
     def _body(self, node: _Node) -> str:
@@ -225,7 +229,7 @@ class _Writer:
             self._length(node)
             return self.rules.terminal(self._text(node))
         if node.kind == "name":
-            return self.rule_of(node.text)
+            return self._written[node.text]
         if node.kind != "all":
             return self._joined(node, [self._body(part) for part in node.parts])
         return " ".join(self._runs(node.parts))

@@ -46,6 +46,8 @@ _MAX_COUNT = 1 << 31
 _EXACT = 1 << 53
 """Beyond it the compiler's numbers, which are doubles, are not the client's."""
 _SMALLEST = 1e-9
+_FINE_EXCLUSIVE, _LARGEST_EXCLUSIVE, _COARSE_STEP = 10**6, 10**12, 1e-3
+"""Up to which exclusive limits 1e-9 beside them, or 0.001, are numbers of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +311,11 @@ class _Object:
         exclusive = "exclusive" + name[0].upper() + name[1:]
         if self._source.get(exclusive) is True:
             name = exclusive
-        self._result[name] = _number(value, place)
+        number = _number(value, place)
+        if name.startswith("exclusive") and float(number).is_integer():
+            number, name = _beside(number, name, place, is_integer=self._source.get("type") == "integer")
+        present = self._result.get(name, number)
+        self._result[name] = max(present, number) if name.endswith("inimum") else min(present, number)
 
     def _multiple_of(self, name: str, value: object, place: Place) -> None:
         self._result[name] = self._document.multiple_of(value, place)
@@ -451,6 +457,17 @@ def _number(value: object, place: Place, *, least: float = -_EXACT, smallest: fl
     if abs(value) > _EXACT or 0 < abs(value) < smallest:
         place.refuse(value, f"a number from {-_EXACT} to {_EXACT}, not closer to 0 than {smallest}")
     return value
+
+
+def _beside(number: float, name: str, place: Place, *, is_integer: bool) -> tuple[float, str]:
+    """An exclusive limit that is an integer, as an inclusive one beside it: where both limits have one integer part,
+    the compiler's exclusive ones include the integer."""
+    if abs(number) > _LARGEST_EXCLUSIVE and not is_integer:
+        place.refuse(number, f"an exclusive limit from {-_LARGEST_EXCLUSIVE} to {_LARGEST_EXCLUSIVE}, or a fraction")
+    step = 1 if is_integer else _SMALLEST if abs(number) <= _FINE_EXCLUSIVE else _COARSE_STEP
+    is_minimum = name == "exclusiveMinimum"
+    beside = int(number) if is_integer else number
+    return (beside + step if is_minimum else beside - step), ("minimum" if is_minimum else "maximum")
 
 
 def _encodable(text: str, place: Place) -> str:

@@ -10,6 +10,7 @@ from .grpc import GRPC_ATTACKS
 from .http_infer import HTTP_INFER_ATTACKS
 from .memory import MEMORY_ATTACKS
 from .openai import OPENAI_ATTACKS
+from .structures import STRUCTURE_ATTACKS
 
 ATTACKS: tuple[Attack, ...] = (
     *HTTP_INFER_ATTACKS,
@@ -18,6 +19,7 @@ ATTACKS: tuple[Attack, ...] = (
     *MEMORY_ATTACKS,
     *OPENAI_ATTACKS,
     *AGENT_ATTACKS,
+    *STRUCTURE_ATTACKS,
     *CONTROL_ATTACKS,
 )
 """In the order in which they run."""
