@@ -19,10 +19,10 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import EngineStats, InferRequest, StepOutput
+from llmbackend.engine.infer_request import EngineStats, InferRequest, StepOutput, Vocabulary
 from llmbackend.engine.llm_manager import LlmManager, Operation, StatusType
 from llmbackend.engine.process.transport import ProcessTransport
-from tests.helpers.mock_engine import Outcome, expect_oracle, make_request, random_requests
+from tests.helpers.mock_engine import Outcome, expect_oracle, make_core, make_request, random_requests, run_to_end
 from tests.helpers.waiting import eventually
 
 
@@ -39,6 +39,7 @@ class Owner:
         self.rooms: list[int] = []
         self.deaths: list[tuple[tuple[str, ...], EngineDeadError]] = []
         self.submitted: dict[str, InferRequest] = {}
+        self.num_vocabularies = 0
         self.manager: LlmManager
 
     def start(self, **arguments: Any) -> Owner:
@@ -52,9 +53,14 @@ class Owner:
             lambda *status: self.statuses.append(status),
             self.engine_lost,
             stall_timeout_s=stall_timeout_s,
+            vocabulary=self.vocabulary,
         )
         self.manager.start()
         return self
+
+    def vocabulary(self) -> Vocabulary:
+        self.num_vocabularies += 1
+        return Vocabulary(token_bytes=tuple(bytes((byte,)) for byte in range(256)))
 
     def get_requests(self, room: int) -> Sequence[InferRequest]:
         self.rooms.append(room)
@@ -266,6 +272,31 @@ def test_requests_survive_their_engine(owner: Owner, mock_steps_in_flight: int) 
         owner.deaths.clear()
     expect_all(owner, requests)
     owner.manager.check_ready()
+
+
+def test_constrained_requests_survive_their_engine(owner: Owner) -> None:
+    """Each engine gets the vocabulary with its first request that has a grammar."""
+    owner.start(transport="process", mock_step_ms=5)
+    owner.submit(make_request("plain", max_tokens=3))
+    owner.wait_for_end("plain")
+    assert owner.num_vocabularies == 0
+    grammar = "start: /([a-z]{3}[0-9]{2},){20}/"
+    requests = [
+        msgspec.structs.replace(make_request(f"r{i}", [i], max_tokens=200, temperature=1.0, seed=i), grammar=grammar)
+        for i in range(3)
+    ]
+    owner.submit(*requests)
+    owner.wait_for_tokens("r0")
+    kill_engine(owner)
+    owner.wait_for_end("r0", "r1", "r2")
+    core = make_core()
+    core.set_vocabulary(owner.vocabulary())
+    undisturbed = run_to_end(core, requests)
+    core.close()
+    for request in requests:
+        found, expected = owner.outcomes[request.request_id], undisturbed[request.request_id]
+        assert (found.token_ids, found.finish_reason) == (expected.token_ids, "stop"), found.error
+    assert (owner.num_vocabularies, len(owner.deaths)) == (3, 1)
 
 
 def test_what_was_live_is_given_back_in_order(owner: Owner) -> None:
