@@ -29,22 +29,43 @@ def read_value(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
 
 
 def _read_balanced(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
-    """An object or array: brackets within strings do not count."""
-    depth = 0
+    """An object or array; the next symbol is its first bracket."""
+    balance = _Balance()
     while (yield from text_is_next(reader)):
-        found = _BRACKETS.search(reader.text, reader.at)
-        if found is None:
-            emit(reader.consume(len(reader.text)))
-        elif found.group() == '"':
-            emit(reader.consume(found.start()))
-            if not (yield from _read_quoted(reader, emit)):
-                return False
-        else:
-            emit(reader.consume(found.end()))
-            depth += 1 if found.group() in "{[" else -1
-            if not depth:
-                return True
+        end = balance.end_in(reader.text, reader.at)
+        emit(reader.consume(end or len(reader.text)))
+        if end:
+            return True
     return False
+
+
+class _Balance:
+    """How many brackets are open, where those within strings do not count."""
+
+    __slots__ = ("_depth", "_is_escaped", "_is_in_string")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_in_string = False
+        self._is_escaped = False
+        """Whether the text so far ends with a backslash that escapes."""
+
+    def end_in(self, text: str, at: int) -> int:
+        """Where in the text the last bracket closes, which is read from `at` on; 0 if it does not."""
+        if self._is_escaped:
+            at, self._is_escaped = at + 1, False
+        while found := (_STRING_STOPS if self._is_in_string else _BRACKETS).search(text, at):
+            at, symbol = found.end(), text[found.start()]
+            if symbol == '"':
+                self._is_in_string = not self._is_in_string
+            elif symbol == "\\":
+                self._is_escaped = at == len(text)
+                at += 1
+            else:
+                self._depth += 1 if symbol in "{[" else -1
+                if not self._depth:
+                    return at
+        return 0
 
 
 def _read_quoted(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
