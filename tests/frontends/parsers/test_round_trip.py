@@ -90,6 +90,7 @@ CASES = (
         end="</s>",
         special=MISTRAL,
         has_content=False,
+        has_ids=True,
     ),
     Case(package=LLAMA_CPP, template="unsloth-mistral-Devstral-Small-2507", end="</s>", special=MISTRAL),
     Case(package=LLAMA_CPP, template="ibm-granite-granite-4.0", end="<|end_of_text|>"),
