@@ -315,9 +315,10 @@ def flatten(plan: StepPlan, table: RowTable, order: Int32Array | None = None) ->
 
 
 def _with_drafts(plan: StepPlan, last_tokens: Int32Array) -> Int32Array:
-    """From where each sampled row's chunk ends to where its known tokens end and to all of its drafts."""
+    """From where each sampled row's chunk ends to where its known tokens end and to all of its drafts; empty where no
+    row's prompt ends."""
     if plan.num_draft_tokens is None:
         return last_tokens
     counts = plan.num_draft_tokens[plan.sample_rows] + 1
     ends = np.cumsum(counts, dtype=np.int32)
-    return np.arange(ends[-1], dtype=np.int32) + np.repeat(last_tokens + 1 - ends, counts)
+    return np.arange(counts.sum(), dtype=np.int32) + np.repeat(last_tokens + 1 - ends, counts)

@@ -43,7 +43,7 @@ class TestChatOpenAI(ChatModelIntegrationTests):  # type: ignore[misc]
 
     @property
     def structured_output_kwargs(self) -> dict[str, Any]:
-        return {"method": "json_schema"}
+        return {"method": "json_schema", "strict": True}
 
 
 class TestFunctionCalling(TestChatOpenAI):

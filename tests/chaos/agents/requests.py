@@ -83,7 +83,15 @@ def _reasoning_and_tools(rng: random.Random) -> dict[str, Any]:
     return _reasoning(rng) | _required_tools(rng)
 
 
-KINDS: tuple[Callable[[random.Random], dict[str, Any]], ...] = (_plain,)
+KINDS: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
+    _plain,
+    _schema,
+    _required_tools,
+    _free_tools,
+    _reasoning,
+    _reasoning_and_schema,
+    _reasoning_and_tools,
+)
 """What may stand beside each: 3 choices, log probabilities of prompt or answer, an adapter."""
 
 
