@@ -157,6 +157,25 @@ def test_overlap_changes_nothing(in_flight: int, pace: str) -> None:
     assert found.of == expected.of
 
 
+def test_rows_with_costly_masks_take_turns_and_get_the_same_tokens() -> None:
+    requests = [constrained(f"r{i}", JSON_GRAMMAR) for i in range(6)] + [constrained("free", max_tokens=60)]
+    expected = run(*requests)
+    core = with_vocabulary(make_core())
+    for request in requests:
+        core.add(request)
+    outcomes, most_rows = Outcomes(), 0
+    while core.has_work:
+        constraints = list(core._rows.constraints.values())
+        outcomes.add(result := core.step())
+        if len(constraints) == 6 and len(core._rows.constraints) == 6:
+            most_rows = max(most_rows, len(result.outputs))
+        for constraint in core._rows.constraints.values():
+            constraint.mask_s = 0.006
+    core.close()
+    assert outcomes.of == expected.of
+    assert most_rows == 2
+
+
 @pytest.mark.parametrize(
     ("field", "sampling"),
     [

@@ -62,6 +62,8 @@ class RowConstraint:
         self._progress = reasoning.begin(request.reasoning)
         self.num_output = 0
         """Output tokens that it knows."""
+        self.mask_s = 0.0
+        """What its latest masks took, seconds of one; the scheduler bounds their sum in a step."""
         self._min_tokens = sampling.min_tokens
         self._eos = frozenset(info.eos_token_ids)
         self._stops = frozenset((*(() if sampling.ignore_eos else info.eos_token_ids), *sampling.stop_token_ids))

@@ -33,6 +33,10 @@ from ..step import PENDING_TOKEN, BoolArray, Int32Array, StepPlan
 from .sequence import Rows, Sequence
 from .step_pacing import StepBudget, StepPacer
 
+COSTLY_MASK_S, COSTLY_MASKS_OF_A_STEP_S = 0.001, 0.01
+"""Rows whose masks take longer than the first have together no more than the second in a step, or are a single row. A
+usual mask takes some 20 µs; a grammar can be made whose masks take milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -67,6 +71,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._running_rows: Int32Array | None = None
         self._refused: list[tuple[Sequence, str]] = []
+        self._costly_turn = 0
+        """Which of the rows with costly masks is the next step's first."""
         self.num_preemptions = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -143,6 +149,8 @@ class Scheduler:
             rows = rows[self._table.num_tokens[rows] < self._rows.max_total_tokens[rows]]
             if self._rows.constraints:
                 rows = rows[self._may_follow(rows)]
+        if self._rows.constraints:
+            rows = self._without_costly_masks(rows)
         chunks = self._table.num_tokens[rows] - self._table.num_computed_tokens[rows]
         is_prompt = chunks > 1
         decodes = (~is_prompt).nonzero()[0]
@@ -164,6 +172,23 @@ class Scheduler:
         last_token_ids = self._table.token_ids[rows, self._table.num_tokens[rows] - 1]
         may_follow: BoolArray = ~is_constrained | (last_token_ids != PENDING_TOKEN)
         return may_follow
+
+    def _without_costly_masks(self, rows: Int32Array) -> Int32Array:
+        """The rows without some of those whose masks take long: they take turns, so that the others' steps do not wait
+        for all of them."""
+        constraints = self._rows.constraints
+        costs_s = {row: constraints[row].mask_s for row in rows.tolist() if row in constraints}
+        costly = [row for row, cost_s in costs_s.items() if cost_s > COSTLY_MASK_S]
+        if sum(costs_s[row] for row in costly) <= COSTLY_MASKS_OF_A_STEP_S:
+            return rows
+        first, spent_s, num_kept = self._costly_turn % len(costly), 0.0, 0
+        order = costly[first:] + costly[:first]
+        while num_kept < len(order) and (not num_kept or spent_s + costs_s[order[num_kept]] < COSTLY_MASKS_OF_A_STEP_S):
+            spent_s += costs_s[order[num_kept]]
+            num_kept += 1
+        self._costly_turn += num_kept
+        kept: Int32Array = rows[~np.isin(rows, order[num_kept:])]
+        return kept
 
     def _cut_prompts(self, rows: Int32Array, chunks: Int32Array, is_prompt: BoolArray, budget: StepBudget) -> None:
         """Makes the chunks of running prompts fit into the budget, in their order."""
