@@ -12,8 +12,9 @@ VOCAB_SIZE = 259
 
 sampling_params = st.builds(
     SamplingParams,
-    max_tokens=st.sampled_from((1, 5, 12, 24)),
+    max_tokens=st.sampled_from((0, 1, 5, 12, 24)),
     min_tokens=st.sampled_from((0, 0, 3)),
+    prompt_logprobs=st.sampled_from((None, None, None, 0, 2)),
     temperature=st.sampled_from((0.0, 0.9)),
     top_k=st.sampled_from((0, 4)),
     top_p=st.sampled_from((1.0, 0.8)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,12 +88,12 @@ class FailingDevice(PacedDevice):
 
     def collect(self) -> tuple[int, SampledTokens]:
         step_id, sampled = super().collect()
-        return step_id, SampledTokens(sampled.token_ids, sampled.logprobs, self._spoilt.pop(0))
+        return step_id, replace(sampled, errors=self._spoilt.pop(0))
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         sampled = super().execute(plan, table)  # the KV is written when it raises
         self._raise(plan)
-        return SampledTokens(sampled.token_ids, sampled.logprobs, self._errors(plan))
+        return replace(sampled, errors=self._errors(plan))
 
     def _raise(self, plan: StepPlan) -> None:
         if self.poisonous & {self._requests[row].request_id for row in plan.rows.tolist()}:

@@ -7,6 +7,7 @@ How to search with many more sequences: machine_settings.py.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
-from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
+from llmbackend.engine.mock.mock_model import MockRunner, mock_generate, mock_prompt_logprobs
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from tests.helpers.engine_requests import VOCAB_SIZE, priorities, prompts, resumed, salts, sampling_params, shares
 from tests.helpers.machine_settings import machine_settings
@@ -38,7 +39,7 @@ IMPOSSIBLE = {
     "prompt_token_ids is empty": make_request("", ()),
     "prompt_token_ids has": make_request("", range(MAX_MODEL_LEN)),
     "outside the vocabulary": make_request("", (VOCAB_SIZE,)),
-    "max_tokens is 0": make_request("", max_tokens=0),
+    "max_tokens is -1": make_request("", max_tokens=-1),
     BAD_BIAS: make_request("", logit_bias={VOCAB_SIZE: 1.0}),
 }
 """Requests that can never run, by a part of the text that says so."""
@@ -70,7 +71,7 @@ class FailingRunner(MockRunner):
         if self.poisonous & set(ids.values()):
             raise ArithmeticError("poisonous")
         errors = {row: NOT_NUMBERS for row in plan.rows[plan.sample_rows].tolist() if ids[row] in self.not_numbers}
-        return SampledTokens(sampled.token_ids, sampled.logprobs, errors)
+        return dataclasses.replace(sampled, errors=errors)
 
 
 @dataclass
@@ -89,6 +90,8 @@ class Life:
     may_fail: set[str] = field(default_factory=set)
     is_live: bool = True
     """Whether the engine holds it: not one that was over when it came, was aborted, or has ended."""
+    has_run: bool = True
+    """Whether it was not over when it came."""
     outcome: Outcome = field(default_factory=Outcome)
 
     @property
@@ -254,7 +257,9 @@ class EngineMachine(RuleBasedStateMachine):
             return Life(request, request.output_token_ids, may_fail={TOO_LARGE}, is_live=False)
         alone = mock_generate(request, max_model_len=MAX_MODEL_LEN)
         life = Life(request, alone.token_ids, alone.finish_reason)
-        life.is_live = alone.token_ids != request.output_token_ids
+        # Without an output there is the prompt to compute, also where max_tokens is 0.
+        life.is_live = not request.output_token_ids or alone.token_ids != request.output_token_ids
+        life.has_run = life.is_live
         if len(request.prompt_token_ids) + len(alone.token_ids) > self.capacity:
             life.may_fail.add(TOO_LARGE)
         if request.request_id in self.runner.poisonous:
@@ -287,6 +292,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert any(text in error for text in life.may_fail), f"unexpected error: {error}"
         else:
             assert (life.token_ids, reason) == (life.expected, life.finish_reason)
+            if life.has_run:
+                assert life.outcome.prompt_logprobs == mock_prompt_logprobs(life.request)
 
 
 EngineMachine.TestCase.settings = machine_settings(examples=50, steps=40)

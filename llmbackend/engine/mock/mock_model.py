@@ -187,6 +187,14 @@ def mock_generate(
             logprobs.append(token_logprobs)
 
 
+def mock_prompt_logprobs(request: InferRequest, vocab_size: int = 259) -> tuple[TokenLogprobs, ...]:
+    """The oracle of prompt_logprobs."""
+    prompt, count = np.array(request.prompt_token_ids, np.int32), request.sampling.prompt_logprobs
+    wanted = vocab_size if count is not None and count < 0 else count
+    entries = (_logprobs(mock_logits(prompt[:i], vocab_size), int(prompt[i]), wanted) for i in range(1, len(prompt)))
+    return tuple(entry for entry in entries if entry is not None)
+
+
 FloatArray = npt.NDArray[np.float64]
 
 
