@@ -158,7 +158,7 @@ def test_overlap_changes_nothing(in_flight: int, pace: str) -> None:
 
 
 def test_rows_with_costly_masks_take_turns_and_get_the_same_tokens() -> None:
-    requests = [constrained(f"r{i}", JSON_GRAMMAR) for i in range(6)] + [constrained("free", max_tokens=60)]
+    requests = [constrained(f"r{i}", JSON_GRAMMAR) for i in range(6)] + [constrained("free", max_tokens=60, ignore_eos=True)]
     expected = run(*requests)
     core = with_vocabulary(make_core())
     for request in requests:
@@ -173,7 +173,7 @@ def test_rows_with_costly_masks_take_turns_and_get_the_same_tokens() -> None:
             constraint.mask_s = 0.006
     core.close()
     assert outcomes.of == expected.of
-    assert most_rows == 2
+    assert 1 <= most_rows <= 2
 
 
 @pytest.mark.parametrize(
