@@ -29,7 +29,7 @@ HTTP_CASES: list[tuple[str, Any, int, str]] = [
     (GENERATE, {"text_input": TOO_LONG}, 400, "512"),
     (GENERATE, {"text_input": "x", "temperature": -1}, 400, "temperature"),
     (GENERATE, {"text_input": "x", "top_p": 1.5}, 400, "top_p"),
-    (GENERATE, {"text_input": "x", "max_tokens": 0}, 400, "max_tokens"),
+    (GENERATE, {"text_input": "x", "max_tokens": -1}, 400, "max_tokens"),
     (GENERATE, {"text_input": "x", "no_such_field": 1}, 400, "no_such_field"),
     (GENERATE, {"text_input": "x", "sampling_parameters": "{"}, 400, "sampling_parameters"),
     (GENERATE, {"text_input": "x", "messages": json.dumps(HELLO)}, 400, "messages"),
@@ -46,7 +46,7 @@ HTTP_CASES: list[tuple[str, Any, int, str]] = [
     (CHAT, {"model": "mock", "messages": []}, 400, "messages"),
     (CHAT, {"model": "mock", "messages": [{"role": "user", "content": TOO_LONG}]}, 400, "512"),
     (CHAT, {"model": "mock", "messages": HELLO, "temperature": 9}, 400, "temperature"),
-    (CHAT, {"model": "mock", "messages": HELLO, "n": 3}, 400, "n"),
+    (CHAT, {"model": "mock", "messages": HELLO, "n": 65}, 400, "n"),
     (CHAT, {"model": "mock", "messages": HELLO, "no_such_field": 1}, 400, "no_such_field"),
     (CHAT, {"model": "mock", "messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools"),
     (CHAT, {"model": "mock", "messages": HELLO, "stream": True, "top_k": -7}, 400, "top_k"),
@@ -97,7 +97,7 @@ GRPC_CASES = [
     (message(text_input=text(b"")), "prompt"),
     (message(text_input=text(TOO_LONG.encode())), "512"),
     (message(text_input=text(b"x"), sampling_parameters=text(b'{"top_k": "many"}')), "top_k"),
-    (message(text_input=text(b"x"), sampling_parameters=text(b'{"guided_json": "{}"}')), "guided_json"),
+    (message(text_input=text(b"x"), sampling_parameters=text(b'{"guided_json": "{"}')), "guided_json"),
 ]
 
 
