@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import jsonschema_rs
 
 JsonObject = dict[str, Any]
 DEMO, BYTES, WORDS, QUEUE, REASONER = "demo", "bytes", "words", "queue", "reasoner"
@@ -61,13 +62,19 @@ class Endpoint:
         self._client = client
         self.name = name
         self.is_chat = name == CHAT
+        document = client.get("/openapi.json").json()
+        schema = "ChatCompletion" if self.is_chat else "Completion"
+        self._answers = jsonschema_rs.validator_for({**document, "$ref": f"#/components/schemas/{schema}"})
         prompt: JsonObject = {"messages": said("What is a KV cache?")} if self.is_chat else {"prompt": "A block of the"}
         self.base: JsonObject = {"model": DEMO, "temperature": 0, "max_tokens": MAX_TOKENS, **prompt}
 
     def ask(self, **fields: Any) -> Answer:
         response = self._post(fields)
         assert response.status_code == 200, response.text
-        return Answer(response.json())
+        answer = response.json()
+        problems = [error.message for error in self._answers.iter_errors(answer)]
+        assert not problems, f"an answer is not as /openapi.json says: {problems}"
+        return Answer(answer)
 
     def refusal(self, **fields: Any) -> JsonObject:
         """The `error` of a request that must be refused as the client's fault."""

@@ -54,23 +54,36 @@ def schemas() -> JsonObject:
 _FINISH_REASONS: Final = ("stop", "length")
 
 
+_OF_PROMPT: Final[JsonObject] = {
+    "prompt_token_ids": array(_COUNT),
+    "prompt_logprobs": array({"type": ["object", "null"]}),
+    "prompt_text": _STRING,
+}
+"""What an answer says of its prompt, where the request asks for it: in each choice of a completion."""
+
+
 def _completion(kind: str, choice: JsonObject, finish_reasons: Sequence[str]) -> JsonObject:
     shared = {
         "index": _COUNT,
         "logprobs": {"type": ["object", "null"]},
         "finish_reason": {"enum": finish_reasons},
     }
-    return closed(
-        {
-            "id": _STRING,
-            "object": {"const": kind},
-            "created": _COUNT,
-            "model": _STRING,
-            "system_fingerprint": optional(_STRING),
-            "choices": array(closed(shared | choice)),
-            "usage": {"anyOf": [_USAGE, {"type": "null", "description": "The model counts no tokens."}]},
-        }
-    )
+    of_choice, of_answer = ({}, _OF_PROMPT) if kind == "chat.completion" else (_OF_PROMPT, {})
+    answer = {
+        "id": _STRING,
+        "object": {"const": kind},
+        "created": _COUNT,
+        "model": _STRING,
+        "system_fingerprint": optional(_STRING),
+        "choices": array(_with(shared | choice, {"token_ids": array(_COUNT)} | of_choice)),
+        "usage": {"anyOf": [_USAGE, {"type": "null", "description": "The model counts no tokens."}]},
+    }
+    return _with(answer, of_answer)
+
+
+def _with(properties: JsonObject, asked_for: JsonObject) -> JsonObject:
+    """An object with these members, and with those that a request asks for."""
+    return closed(properties | asked_for, required=list(properties))
 
 
 _CALLED: Final = closed({"name": _STRING, "arguments": _STRING})
