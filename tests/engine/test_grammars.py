@@ -158,7 +158,8 @@ def test_overlap_changes_nothing(in_flight: int, pace: str) -> None:
 
 
 def test_rows_with_costly_masks_take_turns_and_get_the_same_tokens() -> None:
-    requests = [constrained(f"r{i}", JSON_GRAMMAR) for i in range(6)] + [constrained("free", max_tokens=60, ignore_eos=True)]
+    requests = [constrained(f"r{i}", JSON_GRAMMAR) for i in range(6)]
+    requests.append(constrained("free", max_tokens=60, ignore_eos=True))
     expected = run(*requests)
     core = with_vocabulary(make_core())
     for request in requests:
