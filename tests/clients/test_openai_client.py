@@ -190,7 +190,8 @@ class TestTools:
         with client.chat.completions.stream(**options) as stream:
             kinds = [event.type for event in stream]
             final = stream.get_final_completion().choices[0]
-        (call,), (expected,) = final.message.tool_calls or (), whole.message.tool_calls or ()
+        assert final.message.tool_calls and whole.message.tool_calls
+        (call,), (expected,) = final.message.tool_calls, whole.message.tool_calls
         assert call.function.arguments == expected.function.arguments
         assert isinstance(call.function.parsed_arguments, GetWeather)
         assert final.finish_reason == whole.finish_reason == "tool_calls"
