@@ -14,8 +14,8 @@ MAX_DEPTH = 64
 """Of nested schemas, tags, groups of a regular expression."""
 MAX_SCHEMA_NODES = 8192
 """Schemas, enumerated values and what is in them, in one constraint."""
-MAX_PROPERTIES = 1024
-"""Of one object."""
+MAX_PROPERTIES = 480
+"""Of one object: the parser follows four items for each, and 2000 at a time."""
 MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 65536
 """Of all choices together."""

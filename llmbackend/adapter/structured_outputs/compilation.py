@@ -128,7 +128,7 @@ def _translated(constraint: Constraint, special_tokens: Mapping[str, int]) -> st
         case "regex":
             return rules.grammar(rules.terminal(f"/{regular_expressions.whole(value, place)}/"))
         case "choice":
-            return rules.grammar(_choice(value, place))
+            return rules.grammar(rules.terminal(_choice(value, place)))
         case "grammar" if is_lark(value):
             return lark_grammar(value, place, json_options, schema_options)
         case "grammar":

@@ -26,7 +26,7 @@ def _asks(constraint: Callable[[int, int], dict[str, Any]]) -> Callable[[int], l
 
 
 def _names(size: int, number: int) -> dict[str, Any]:
-    count = min(size // 40, 1024)
+    count = min(size // 40, 480)
     return {"json": {"type": "object", "properties": {f"p{number}_{n}": {"type": "integer"} for n in range(count)}}}
 
 
