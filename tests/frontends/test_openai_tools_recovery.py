@@ -1,0 +1,122 @@
+"""Tool calls survive their engine: whatever a client sees of one is a function of its request and the tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from llmbackend.core.inference_server import InferenceServer
+from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
+from tests.helpers.fake_llm_server import FakeLlmServer
+from tests.helpers.mock_llm_host import MODEL, mock_llm_host
+from tests.helpers.openai_live_server import serve_openai
+
+TEMPLATE = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}<think>"
+NOTE: dict[str, Any] = {
+    "name": "note",
+    "parameters": {"type": "object", "properties": {"text": {"type": "string", "minLength": 30}}, "required": ["text"]},
+}
+ENGINE = {
+    "transport": "process",
+    "mock_step_ms": 4.0,
+    "max_model_len": 1024,
+    "chat_template": TEMPLATE,
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "qwen3",
+}
+
+
+def engines(of: set[int]) -> set[int]:
+    """The engine processes: children of the fork servers `of`."""
+    return {int(pid) for one in of for pid in Path(f"/proc/{one}/task/{one}/children").read_text().split()}
+
+
+def children() -> set[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+@contextlib.contextmanager
+def connected(server: Any) -> Iterator[openai.OpenAI]:
+    with (
+        serve_openai(server) as base,
+        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def _client_has_been_used() -> None:
+    """Its libraries open a pipe once and for all."""
+    with connected(FakeLlmServer()) as client:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        assert list(client.chat.completions.create(model=FAKE_MODEL, messages=messages, stream=True))
+
+
+@pytest.fixture
+def host(_client_has_been_used: None, tmp_path: Path) -> Iterator[InferenceServer]:
+    server = mock_llm_host(tmp_path, ENGINE)
+    yield server
+    assert server.stop(timeout_s=20)
+
+
+@pytest.fixture
+def client(host: InferenceServer) -> Iterator[openai.OpenAI]:
+    with connected(host) as client:
+        yield client
+
+
+def test_an_engine_that_dies_in_mid_call_changes_nothing(host: InferenceServer, client: openai.OpenAI) -> None:
+    """Reasoning with a budget, then calls that must be made, in two choices: all chunks together are the same."""
+    fork_servers = children()
+
+    def ask(kill_at_calls: tuple[int, ...]) -> tuple[str, dict[int, list[Any]]]:
+        """The response's id, and for each choice its reasoning, its calls and its end. Kills the engine when the
+        first choice has so many pieces of calls."""
+        asked: dict[str, Any] = {
+            "messages": [{"role": "user", "content": "note it"}],
+            "tools": [{"type": "function", "function": NOTE}],
+            "tool_choice": "required",
+            "n": 2,
+            "seed": 5,
+            "max_tokens": 220,
+            "extra_body": {"thinking_token_budget": 9},
+            "extra_headers": {"X-Request-Id": "one"},
+        }
+        stream: Any = client.chat.completions.create(model=MODEL, stream=True, **asked)
+        ids: set[str] = set()
+        choices: dict[int, list[Any]] = {0: ["", {}, None], 1: ["", {}, None]}
+        num_pieces = 0
+        for chunk in stream:
+            ids.add(chunk.id)
+            for choice in chunk.choices:
+                found = choices[choice.index]
+                found[0] += (choice.delta.model_extra or {}).get("reasoning") or ""
+                found[2] = choice.finish_reason or found[2]
+                for part in choice.delta.tool_calls or []:
+                    call = found[1].setdefault(part.index, [part.id, part.function.name, ""])
+                    call[2] += part.function.arguments
+                    num_pieces += not choice.index
+            if num_pieces in kill_at_calls:
+                kill_at_calls = tuple(count for count in kill_at_calls if count > num_pieces)
+                os.kill(min(engines(fork_servers)), signal.SIGKILL)
+        assert not kill_at_calls, "the call was over before its engine died"
+        [response_id] = ids
+        return response_id, choices
+
+    undisturbed = ask(())
+    assert undisturbed[0] == "chatcmpl-one"
+    for reasoning, calls, reason in undisturbed[1].values():
+        assert reasoning and calls[0][0] and calls[0][1] == "note" and reason in ("tool_calls", "length")
+    assert ask((5, 20)) == undisturbed
+    restarts = host.metrics_registry.get_sample_value(
+        "llmbackend:engine_restarts_total", {"model": MODEL, "version": "1", "cause": "killed"}
+    )
+    assert restarts == 2
