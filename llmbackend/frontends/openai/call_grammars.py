@@ -71,7 +71,7 @@ def _call(use: ToolUse, function: Function, grammar: CallGrammar, schema: Mappin
 
 def _closed(schema: JsonObject) -> JsonObject:
     """Without arguments that the function does not have, which a small model would go on inventing."""
-    if not schema.get("properties") or schema.get("type", "object") != "object":
+    if "properties" not in schema or schema.get("type", "object") != "object":
         return schema
     return {"additionalProperties": False, **schema}
 
