@@ -304,7 +304,7 @@ class RequestConverter:
         if len(text) > max_chars:
             raise invalid_argument(
                 f"the prompt has {len(text)} characters, expected at most {max_chars}: "
-                f"the model's context is {self._limits.max_tokens} tokens"
+                f"this model's maximum context length is {self._limits.max_tokens} tokens"
             )
         if not text:  # the tokenizer would perhaps add a special token
             return ()
@@ -361,7 +361,7 @@ class RequestConverter:
         if isinstance(max_tokens, int) and max_tokens > room:
             raise invalid_argument(
                 f"sampling parameter 'max_tokens' is {max_tokens}, expected at most {room}: the prompt has "
-                f"{num_prompt_tokens} tokens, and the model's context holds {self._limits.max_tokens}",
+                f"{num_prompt_tokens} tokens, this model's maximum context length is {self._limits.max_tokens} tokens",
                 param="max_tokens",
             )
 
@@ -372,7 +372,7 @@ class RequestConverter:
         if num_tokens >= limit:
             raise invalid_argument(
                 f"the prompt has {num_tokens} tokens, expected at most {limit - 1}: "
-                f"the model's context of {limit} tokens must leave room for one more"
+                f"this model's maximum context length is {limit} tokens, with room for at least one more"
             )
         limit = self._limits.max_prompt_tokens
         if limit and num_tokens > limit:

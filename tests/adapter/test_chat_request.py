@@ -34,7 +34,7 @@ def test_a_list_and_an_object_are_the_same_conversation() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        ([HI] * 11, "has 11 messages, expected at most 10: the model's context is 10 tokens"),
+        ([HI] * 11, "has 11 messages, expected at most 10: this model's maximum context length is 10 tokens"),
         ([{"role": "user", "content": [{"type": "text", "text": ""}] * 11}], "has 11 content parts, expected at most"),
         ([{"role": "user", "content": "x" * 26}] * 2, "the prompt has 52 characters and more, expected at most 50"),
         ([{"role": "user", "content": [{"type": "text", "text": "x" * 51}]}], "has 51 characters and more"),

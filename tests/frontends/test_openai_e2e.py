@@ -159,7 +159,7 @@ def test_max_tokens_beyond_the_context_are_refused(client: openai.OpenAI, field:
     error = caught.value
     assert (error.code, error.param) == ("context_length_exceeded", field)
     assert f"'{field}' is {MAX_MODEL_LEN}, expected at most" in str(error)
-    assert f"the model's context holds {MAX_MODEL_LEN}" in str(error)
+    assert f"this model's maximum context length is {MAX_MODEL_LEN} tokens" in str(error)
 
 
 def test_stop_string(client: openai.OpenAI) -> None:

@@ -170,7 +170,7 @@ def _parsed(text: bytes, bounds: ChatBounds) -> dict[str, Any]:
 
 
 def _check_messages(messages: list[Any], bounds: ChatBounds) -> None:
-    context = f": the model's context is {bounds.context_tokens} tokens"
+    context = f": this model's maximum context length is {bounds.context_tokens} tokens"
     if len(messages) > bounds.context_tokens:
         raise invalid_argument(
             f"{_INPUT} has {len(messages)} messages, expected at most {bounds.context_tokens}{context}"

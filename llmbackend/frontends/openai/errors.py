@@ -32,11 +32,11 @@ _STATUS_TYPE_CODE: dict[ErrorCode, tuple[int, str, str | None]] = {
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 _TOO_LONG = re.compile(
-    r"^(the prompt|input 'messages') has \d+ [\w ]+, expected at most|the model's context holds"
+    r"^(the prompt|input 'messages') has \d+ [\w ]+, expected at most"
     r"|maximum (context|model) length",
     re.IGNORECASE,
 )
-"""Texts of models for a request that exceeds the context: the llm backend's, and vLLM's in a python model."""
+"""Texts of models for a request that exceeds the context: vLLM's words, which clients such as LiteLLM look for."""
 
 
 class OpenAIError(Exception):
