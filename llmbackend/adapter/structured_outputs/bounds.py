@@ -26,8 +26,11 @@ MAX_MULTIPLE_OF = 10_000
 """Numerator and denominator of multipleOf: the compiler builds a state for each remainder."""
 MAX_GRAMMAR_CHARS = 65536
 MAX_TAGS = 512
-LEXER_FUEL, STEP_LEXER_FUEL, STEP_ITEMS, LEXER_STATES, GRAMMAR_SIZE = 500_000, 200_000, 50_000, 100_000, 100_000
-"""Of the compiler: fuel to build regular expressions, fuel and items of one mask, states, symbols."""
+LEXER_FUEL, STEP_LEXER_FUEL, STEP_ITEMS, ITEMS_IN_ROW, LEXER_STATES, GRAMMAR_SIZE = (
+    500_000, 100_000, 50_000, 2_000, 50_000, 100_000,
+)  # fmt: skip
+"""Of the compiler: fuel to build regular expressions; fuel, items, and items at one place of one mask; states; symbols.
+None is larger than the engine's (engine/grammars/grammar_compiler.py), so that what passes here compiles there."""
 
 
 class Place:

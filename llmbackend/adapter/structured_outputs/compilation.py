@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from . import regular_expressions
 from .bounds import (
     GRAMMAR_SIZE,
+    ITEMS_IN_ROW,
     LEXER_FUEL,
     LEXER_STATES,
     MAX_CHOICE_CHARS,
@@ -102,6 +103,7 @@ class GrammarCompiler:
             initial_lexer_fuel=LEXER_FUEL,
             step_lexer_fuel=STEP_LEXER_FUEL,
             step_max_items=STEP_ITEMS,
+            max_items_in_row=ITEMS_IN_ROW,
             max_lexer_states=LEXER_STATES,
             max_grammar_size=GRAMMAR_SIZE,
             verbose_errors=False,

@@ -95,6 +95,7 @@ class GrammarCompiler:
 
 
 def _limits() -> LLParserLimits:
+    """None is smaller than the adapter's (adapter/structured_outputs/bounds.py), so that what it accepts compiles."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
