@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -40,10 +41,11 @@ def main(parent: Connection, http_address: str, grpc_address: str, size: int, ti
     """Is told a name, says "ready", is told "go", says the Answer."""
     sender = _Sender(http_address, grpc_address, timeout_s)
     for name in messages(parent):
-        sent = BY_NAME[name].sent(size)
+        attack = BY_NAME[name]
+        sent = attack.sent(size)
         parent.send("ready")
         assert parent.recv() == "go"
-        answers = [sender.send(each) for each in sent]
+        answers = [sender.send(each, attack.expected) for each in sent]
         wrong = next((answer for answer in answers if answer.complaint), None)
         parent.send(wrong or max(answers, key=lambda answer: len(answer.text)))
 
@@ -52,16 +54,16 @@ class _Sender:
     def __init__(self, http_address: str, grpc_address: str, timeout_s: float) -> None:
         self._http, self._grpc, self._timeout_s = http_address, grpc_address, timeout_s
 
-    def send(self, sent: Sent) -> Answer:
+    def send(self, sent: Sent, expected: str) -> Answer:
         try:
-            return self._over_http(sent) if isinstance(sent, HttpSent) else self._over_grpc(sent)
+            return self._over_http(sent, expected) if isinstance(sent, HttpSent) else self._over_grpc(sent)
         except (OSError, http.client.HTTPException) as error:
             return Answer(repr(error), f"no answer: {error!r}")
         finally:
             if isinstance(sent, HttpSent) and sent.closes is not None:
                 sent.closes()
 
-    def _over_http(self, sent: HttpSent) -> Answer:
+    def _over_http(self, sent: HttpSent, expected: str) -> Answer:
         connection = http.client.HTTPConnection(self._http, timeout=self._timeout_s)
         with contextlib.closing(connection):
             headers = {"content-type": "application/json"} | sent.headers
@@ -72,8 +74,10 @@ class _Sender:
             while response.read(1 << 20):
                 pass
         answer = HttpAnswer(response.status, {k.lower(): v for k, v in response.getheaders()}, start)
-        found = complaint(HttpInput(sent.path, b""), answer)
-        return Answer(_shown(response.status, start.decode(errors="replace")), found)
+        found, text = complaint(HttpInput(sent.path, b""), answer), start.decode(errors="replace")
+        if not found and not re.search(expected, f"{response.status} {text}"):
+            found = f"expected {expected!r}, answered {response.status} {text}"
+        return Answer(_shown(response.status, text), found)
 
     def _over_grpc(self, sent: GrpcSent) -> Answer:
         how = grpc.Compression.Gzip if sent.gzip else grpc.Compression.NoCompression

@@ -1,4 +1,4 @@
-"""The server that is attacked: a streaming model for the bystanders, and models that give back what they are sent.
+"""The server that is attacked: models for bystanders and for agents, and models that give back what they are sent.
 
 For: the run. Does not know: attacks. Invariant: it is one real `llmbackend serve` with the default limits.
 """
@@ -13,7 +13,10 @@ from pathlib import Path
 from tests.helpers.server_process import ServerProcess, start_server, stop_server, write_mock_model
 
 STEADY = "steady"
+AGENT = "agent"
+"""Its chat template takes tools."""
 DATATYPES = ("BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64", "FP32", "FP64", "BYTES")
+_TEMPLATE = Path(__file__).resolve().parents[2] / "model_repository" / "demo" / "1" / "chat_template.jinja"
 _ECHO = """
 import time
 from llmbackend.core.backend_api import ResponseFlag, Tensor
@@ -37,6 +40,8 @@ def served(arguments: Sequence[str] = ()) -> Iterator[ServerProcess]:
     with tempfile.TemporaryDirectory(prefix="llmbackend-stall-") as directory:
         repository, backends = Path(directory) / "models", Path(directory) / "backends"
         write_mock_model(repository, STEADY, mock_step_ms=5, max_model_len=4096, num_kv_blocks=2048)
+        template = _TEMPLATE.read_text()
+        write_mock_model(repository, AGENT, chat_template=template, max_model_len=65536, num_kv_blocks=8192)
         for datatype in DATATYPES:
             _write_echo(repository, datatype)
         (backends / "echo").mkdir(parents=True)

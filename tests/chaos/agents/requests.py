@@ -107,6 +107,7 @@ def _spec(rng: random.Random, index: int, model: str, adapters: tuple[str, ...])
     body |= KINDS[index % len(KINDS)](rng)
     body |= rng.choice([{}, {}, {"n": 3}])
     body |= rng.choice([{}, {}, {"logprobs": True, "top_logprobs": 2}])
+    body |= rng.choice([{}, {}, {"prompt_logprobs": 2}])
     return StreamSpec(index, "agent", model, "", json.dumps(body), index % 4 != 3, None)
 
 

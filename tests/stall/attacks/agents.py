@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
+from llmbackend.frontends.openai.tools import MAX_TOOLS
 
+from ..served import AGENT, STEADY
 from .attack import Attack, HttpSent, Sent, numbered, repeated
 
 _MAX_BYTES = DEFAULT_MAX_BODY_BYTES - (64 << 10)
-_MODEL = '"model":"steady","max_tokens":64'
 _HI = '"messages":[{"role":"user","content":"hi"}]'
 _PROPERTY = '"p%d":{"type":"string","maxLength":9}'
 _CHOICE = '"choice %d"'
@@ -22,28 +23,34 @@ _CALL = '{"id":"c%d","type":"function","function":{"name":"f","arguments":"{}"}}
 _TAG = '{"begin":"<f%d>","schema":{"type":"integer"},"end":"</f>"}'
 
 
-def _post(path: str, members: Callable[[int], str]) -> Callable[[int], list[Sent]]:
+def _post(path: str, members: Callable[[int], str], model: str = STEADY) -> Callable[[int], list[Sent]]:
+    head = f'"model":"{model}","max_tokens":64'
+
     def make(size: int) -> list[Sent]:
-        return [HttpSent(f"/v1/{path}", f"{{{_MODEL},{members(size - 1000)}}}".encode())]
+        return [HttpSent(f"/v1/{path}", f"{{{head},{members(size - 1000)}}}".encode())]
 
     return make
 
 
-def _chat(members: Callable[[int], str]) -> Callable[[int], list[Sent]]:
-    return _post("chat/completions", lambda size: f"{_HI},{members(size)}")
+def _chat(members: Callable[[int], str], model: str = STEADY) -> Callable[[int], list[Sent]]:
+    return _post("chat/completions", lambda size: f"{_HI},{members(size)}", model)
 
 
-def _small(value: Mapping[str, Any], times: int = 1) -> Callable[[int], list[Sent]]:
+def _small(value: Mapping[str, Any], times: int = 1, model: str = STEADY) -> Callable[[int], list[Sent]]:
     """`times`: one after the other, each with a grammar of its own, so that none is found compiled."""
 
     def make(size: int) -> list[Sent]:
         return [
             sent
             for number in range(times)
-            for sent in _chat(lambda _, number=number: json.dumps({"seed": 1, **_numbered(value, number)})[1:-1])(size)  # type: ignore[misc]
+            for sent in _chat(_members({"seed": 1, **_numbered(value, number)}), model)(size)
         ]
 
     return make
+
+
+def _members(value: Mapping[str, Any]) -> Callable[[int], str]:
+    return lambda size: json.dumps(value)[1:-1]
 
 
 def _numbered(value: Any, number: int) -> Any:
@@ -90,21 +97,34 @@ def _tool(form: str) -> str:
 
 def _tools(count: int, form: str, choice: str) -> Callable[[int], list[Sent]]:
     listed = ",".join(_tool(form) % number for number in range(count))
-    return _chat(lambda size: f'"tools":[{listed}],"tool_choice":"{choice}"')
+    return _chat(lambda size: f'"tools":[{listed}],"tool_choice":"{choice}"', AGENT)
 
 
-def _flood(text: str) -> dict[str, Any]:
-    """The model writes nothing but calls, and the client asks for them."""
+def _large_tools(size: int) -> str:
+    """As many as the server takes, and as large as a body may be."""
+    choices = numbered(_CHOICE, size // MAX_TOOLS - 200)
+    form = _tool(f'{{"type":"object","properties":{{"a":{{"enum":[{choices}]}}}}}}')
+    return f'"tools":[{",".join(form % number for number in range(MAX_TOOLS))}],"tool_choice":"required"'
+
+
+def _flood(text: str) -> Callable[[int], list[Sent]]:
+    """The model writes what looks like calls, in strings, and may call."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    return {
-        "tools": [tool],
-        "structured_outputs": {"regex": f"({text}){{40,4000}}"},
-        "max_tokens": 3000,
-        "stream": True,
-    }
+    schema = {"type": "array", "items": {"const": text}, "minItems": 40, "maxItems": 500}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return _small({"tools": [tool], "response_format": form} | _FLOODED, model=AGENT)
 
 
-_FLOODED_CALL = r'<tool_call>\n\{"name": "f", "arguments": \{"a": \[\[\[1]]]\}\}\n</tool_call>\n'
+def _required_flood(**properties: Any) -> Callable[[int], list[Sent]]:
+    """Nothing but calls, one after the other."""
+    form = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": form}}
+    required = {"tools": [tool], "tool_choice": "required", "min_tokens": _FLOODED["max_tokens"]}
+    return _small(required | _FLOODED, model=AGENT)
+
+
+_FLOODED = {"max_tokens": 3000, "stream": True}
+_FLOODED_CALL = '<tool_call>{"name": "f", "arguments": {"a": [[[1]]]}}</tool_call>'
 _OBJECT = '{"type":"object"}'
 _STRICT = '{"type":"object","properties":{"a":{"type":"string"}},"required":["a"],"additionalProperties":false}'
 
@@ -125,8 +145,9 @@ _LARGE: tuple[tuple[str, Callable[[int], list[Sent]]], ...] = (
             )
         ),
     ),
-    ("many calls in a turn", _post("chat/completions", lambda size: _history(numbered(_CALL, size)))),
-    ("long arguments of a call", _post("chat/completions", lambda size: _history(_long_call(size)))),
+    ("many calls in a turn", _post("chat/completions", lambda size: _history(numbered(_CALL, size)), AGENT)),
+    ("long arguments of a call", _post("chat/completions", lambda size: _history(_long_call(size)), AGENT)),
+    ("largest tools", _chat(_large_tools, AGENT)),
     ("bad_words", _chat(lambda size: f'"bad_words":[{numbered(_CHOICE, size)}]')),
     ("allowed_token_ids", _chat(lambda size: f'"allowed_token_ids":[{numbered("%d", size)}]')),
     ("logprob_token_ids", _chat(lambda size: f'"logprob_token_ids":[{numbered("%d", size)}]')),
@@ -136,10 +157,6 @@ _LARGE: tuple[tuple[str, Callable[[int], list[Sent]]], ...] = (
     ("long chat_template", _chat(lambda size: f'"chat_template":"{"{{ 1 }}" * (size // 7)}"')),
 )
 _HARD: tuple[tuple[str, Callable[[int], list[Sent]]], ...] = (
-    ("1,000 tools, auto", _tools(1000, _OBJECT, "auto")),
-    ("1,000 tools, required", _tools(1000, _STRICT, "required")),
-    ("tool-call flood", _small(_flood(_FLOODED_CALL))),
-    ("flood of half markers", _small(_flood("<tool_cal"))),
     ("schema that refers to itself", _small_schema(_SELF_REFERENCE)),
     ("schema of circular references", _small_schema(_RECURSIVE)),
     ("schema of nested unions", _small_schema(_nested(18), times=4)),
@@ -157,6 +174,19 @@ _HARD: tuple[tuple[str, Callable[[int], list[Sent]]], ...] = (
     ("many logprobs of many choices", _small({"n": 16, "logprobs": True, "top_logprobs": 20, "max_tokens": 200})),
 )
 """Not much larger for a larger body."""
+_CALLS = r'(?s)^200 .*"tool_calls":\[.*"arguments":'
+_TOOLS: tuple[tuple[str, Callable[[int], list[Sent]], str], ...] = (
+    (f"{MAX_TOOLS} tools, auto", _tools(MAX_TOOLS, _OBJECT, "auto"), "^200 "),
+    (f"{MAX_TOOLS} tools, required", _tools(MAX_TOOLS, _STRICT, "required"), _CALLS),
+    (f"{MAX_TOOLS + 1} tools", _tools(MAX_TOOLS + 1, _STRICT, "required"), f"^400 .*at most {MAX_TOOLS}"),
+    ("1,000 tools", _tools(1000, _OBJECT, "auto"), f"^400 .*at most {MAX_TOOLS}"),
+    ("tool-call flood", _required_flood(), _CALLS),
+    ("flood of arguments", _required_flood(a={"type": "array", "items": {"type": "integer"}}), _CALLS),
+    ("flood of strings in calls", _required_flood(a={"type": "string"}), _CALLS),
+    ("flood of texts like calls", _flood(_FLOODED_CALL), "^200 "),
+    ("flood of half markers", _flood("<tool_cal"), "^200 "),
+)
+"""With what their answers must have, so that no one is refused by mistake."""
 
 
 def _history(calls: str) -> str:
@@ -170,12 +200,13 @@ def _long_call(size: int) -> str:
 
 def _prompt_logprobs(size: int) -> list[Sent]:
     prompt = "word " * 780
-    body = {"model": "steady", "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 20, "logprobs": 20, "echo": True}
+    body = {"model": STEADY, "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 20, "logprobs": 20, "echo": True}
     return [HttpSent("/v1/completions", json.dumps(body).encode())] * 4
 
 
 AGENT_ATTACKS = (
     *(Attack(f"agent {name}", make, _MAX_BYTES) for name, make in _LARGE),
     *(Attack(f"agent {name}", make) for name, make in _HARD),
+    *(Attack(f"agent {name}", make, expected=expected) for name, make, expected in _TOOLS),
     Attack("agent logprobs of long prompts", _prompt_logprobs),
 )

@@ -46,11 +46,13 @@ Sent = HttpSent | GrpcSent
 @dataclass(frozen=True)
 class Attack:
     """`make` gives the requests for a body of about `size` bytes. `most_bytes`: where the way in takes less than the
-    server's default of 64 MiB."""
+    server's default of 64 MiB. `expected`: a regular expression of which something must be in each answer over HTTP,
+    its status and the beginning of its body; an attack that is refused by mistake would attack nothing."""
 
     name: str
     make: Callable[[int], list[Sent]]
     most_bytes: int = 1 << 40
+    expected: str = ""
 
     def sent(self, size: int) -> list[Sent]:
         return self.make(min(size, self.most_bytes))
