@@ -27,6 +27,7 @@ STEP_MS = 20
 ENDPOINTS: dict[str, dict[str, Any]] = {
     "/v2/models/mock/generate_stream": {"text_input": "prompt", "stream": True},
     "/v1/completions": {"model": "mock", "prompt": "prompt", "stream": True},
+    "/v1/chat/completions": {"model": "mock", "messages": [{"role": "user", "content": "prompt"}], "stream": True},
 }
 
 

@@ -161,11 +161,10 @@ class Usage:
         self._completion_tokens = 0
 
     def add(self, index: int, delta: Delta) -> None:
-        prompt = index // self._n
         if delta.num_input_tokens:
-            self._prompt_tokens[prompt] = delta.num_input_tokens
+            self._prompt_tokens[index // self._n] = delta.num_input_tokens
         if delta.num_cached_tokens is not None and not index % self._n:
-            self._cached_tokens[prompt] = delta.num_cached_tokens
+            self._cached_tokens[index // self._n] = delta.num_cached_tokens
         self._completion_tokens += delta.num_output_tokens
 
     def set_reasoning(self, index: int, num_tokens: int) -> None:

@@ -22,6 +22,7 @@ MESSAGES = "messages"
 TEXT_INPUT = "text_input"
 INPUT_IDS = "input_ids"
 TEXT_OUTPUT = "text_output"
+FINISH_REASON = "finish_reason"
 TEXT_TOKENS = "text_tokens"
 SAMPLING_PARAMETERS = "sampling_parameters"
 RETURN_LOGPROBS = "return_logprobs"
@@ -152,14 +153,18 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         return Delta("", None, [], 0, 0, final)
     if response.error is not None:
         raise response.error
-    outputs: dict[str, Any] = {tensor.name: tensor.data for tensor in response.outputs}
+    tensors = response.outputs
+    if len(tensors) == 2 and tensors[0].name == TEXT_OUTPUT and tensors[1].name == FINISH_REASON:
+        # All that most streams ask for: no look-up of anything else for each of their tokens.
+        return Delta(_text(tensors[0].data), _finish_reason(tensors[1].data), [], 0, 0, final)
+    outputs: dict[str, Any] = {tensor.name: tensor.data for tensor in tensors}
     if TEXT_OUTPUT not in outputs:
         if outputs or not final:
             raise internal(f"model '{response.model_name}' sent a response without '{TEXT_OUTPUT}'")
         return Delta("", None, [], 0, 0, final)
     return Delta(
         text=_text(outputs[TEXT_OUTPUT]),
-        finish_reason=_finish_reason(outputs.get("finish_reason")),
+        finish_reason=_finish_reason(outputs.get(FINISH_REASON)),
         logprobs=_logprobs(outputs.get("logprobs")),
         num_input_tokens=_count(outputs.get("num_input_tokens")),
         num_output_tokens=_count(outputs.get("num_output_tokens")),
