@@ -31,6 +31,7 @@ from .schemas.schema import SEQUENCE_INDEX, LlmInputs, LoraError, Prompt, Schema
 from .structured_outputs.compilation import GrammarCompiler
 from .structured_outputs.constraint import Constraint
 from .text.chat import MAX_MESSAGES_BYTES, ChatBounds, read_chat
+from .text.fill_in_the_middle import fim_encoder
 from .text.output_assembler import OutputAssembler
 from .text.token_bias import TokenBias, banned_texts
 from .text.tokenizer import ModelTokenizer, TooManyTokensError
@@ -107,6 +108,10 @@ def _choices(generation: _CheckedGeneration) -> list[_CheckedGeneration]:
     ]
 
 
+def _suffix_refused(reason: str) -> TritonError:
+    return invalid_argument(f"'suffix' is not supported: {reason}", param="suffix")
+
+
 class RequestConverter:
     """Read-only: any thread uses it."""
 
@@ -123,6 +128,7 @@ class RequestConverter:
         self._limits = limits
         self._policies = policies
         self._sampling_defaults = sampling_defaults
+        self._fim = fim_encoder(tokenizer, limits.vocab_size)
         self._grammars = GrammarCompiler(tokenizer.special_text, limits.vocab_size)
 
     def convert(self, request: Request, instance: ModelInstance, exec_start_ns: int) -> list[InferTask]:
@@ -183,7 +189,9 @@ class RequestConverter:
         )
 
     def _generation(self, inputs: LlmInputs) -> _CheckedGeneration:
-        prompt = self._prompt(inputs, *self._prompt_params(inputs.sampling))
+        suffix = parse_sampling_parameter("suffix", inputs.sampling.get("suffix"))
+        prompt_params = self._prompt_params(inputs.sampling)
+        prompt = self._fim_prompt(inputs, suffix, *prompt_params) if suffix else self._prompt(inputs, *prompt_params)
         self._check_length(len(prompt.token_ids))
         if inputs.max_tokens_must_fit:
             self._check_max_tokens(inputs.sampling.get("max_tokens"), len(prompt.token_ids))
@@ -299,13 +307,31 @@ class RequestConverter:
         except Exception as error:
             raise invalid_argument(f"the prompt cannot be tokenised: {error}") from error
 
-    def _encode(self, text: str, add_special_tokens: bool, keep: int | None) -> tuple[int, ...]:
-        max_chars = self._max_chars
-        if len(text) > max_chars:
+    def _fim_prompt(self, inputs: LlmInputs, suffix: str, adds: bool | None, keep: int | None) -> Prompt:
+        if self._fim is None:
+            raise _suffix_refused("the model's tokenizer has no tokens known for filling in the middle")
+        if inputs.text_input is None:
+            raise _suffix_refused("it can only stand beside a prompt that is text")
+        if keep is not None:
+            raise _suffix_refused("'truncate_prompt_tokens' would cut off the markers of its prompt")
+        self._check_chars(len(inputs.text_input) + len(suffix))
+        below = self._limits.max_tokens
+        try:
+            ids = self._fim.encode(inputs.text_input, suffix, add_special_tokens=adds is not False, below=below)
+        except TooManyTokensError as error:
+            self._check_length(error.num_tokens)
+            raise
+        return Prompt(inputs.text_input, ids)
+
+    def _check_chars(self, count: int) -> None:
+        if count > self._max_chars:
             raise invalid_argument(
-                f"the prompt has {len(text)} characters, expected at most {max_chars}: "
+                f"the prompt has {count} characters, expected at most {self._max_chars}: "
                 f"this model's maximum context length is {self._limits.max_tokens} tokens"
             )
+
+    def _encode(self, text: str, add_special_tokens: bool, keep: int | None) -> tuple[int, ...]:
+        self._check_chars(len(text))
         if not text:  # the tokenizer would perhaps add a special token
             return ()
         below = self._limits.max_tokens if keep is None else None

@@ -39,11 +39,13 @@ def write_models(repository: Path) -> None:
 
 def _write_tokenizer(folder: Path) -> None:
     """Of whole words: a text begins with a token of its own, and there are spaces between words."""
-    names = ["<begin>", "<pad>", "<unknown>", *(f"word{index}" for index in range(_VOCABULARY_SIZE - 3))]
+    markers = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>"]
+    words = [f"word{index}" for index in range(_VOCABULARY_SIZE - 6)]
+    names = ["<begin>", "<pad>", "<unknown>", *words, *markers]
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 0)])
-    tokenizer.add_special_tokens(["<begin>", "<pad>"])
+    tokenizer.add_special_tokens(["<begin>", "<pad>", *markers])
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<begin>", "pad_token": "<pad>"}

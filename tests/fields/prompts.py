@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .asking import BYTES, WORDS, Endpoint, said
+from .asking import BYTES, DEMO, WORDS, Endpoint, JsonObject, said
 from .table import Row, promise
 
 
@@ -61,6 +61,20 @@ def _truncate_prompt_tokens(api: Endpoint) -> None:
         assert (cut.json if api.is_chat else cut.choices[0])["prompt_token_ids"] == ids[-keep:]
 
 
+@promise("the text between it and the prompt is generated, where the tokenizer has tokens for that; else it is refused")
+def _suffix(api: Endpoint) -> None:
+    asked: JsonObject = {"model": WORDS, "prompt": "word5 word6", "return_token_ids": True}
+    filled = api.ask(**asked, suffix="word7")
+    assert filled.choices[0]["prompt_token_ids"] == [0, 256, 8, 9, 257, 10, 258]
+    assert filled.text != api.ask(**asked, suffix="word8").text and api.streamed(**asked, suffix="word7") == [
+        filled.text
+    ]
+    assert api.ask(**asked, suffix="").choices[0]["prompt_token_ids"] == [0, 8, 9]
+    for other in ({"model": DEMO}, {"prompt": [7, 8]}, {"truncate_prompt_tokens": 2}, {"echo": True}):
+        error = api.refusal(**asked | other, suffix="word7")
+        assert error["param"] == "suffix" and "'suffix' is not supported: " in error["message"]
+
+
 @promise("whether the prompt begins with the tokenizer's own token")
 def _add_special_tokens(api: Endpoint) -> None:
     tokens = [api.ask(model=WORDS, add_special_tokens=value).usage["prompt_tokens"] for value in (True, False)]
@@ -102,7 +116,7 @@ CHAT_PROMPTS: dict[str, Row] = {
     "continue_final_message": _continue_final_message,
     "chat_template": _chat_template,
 }
-COMPLETION_PROMPTS: dict[str, Row] = {"prompt": _prompt, "echo": _echo}
+COMPLETION_PROMPTS: dict[str, Row] = {"prompt": _prompt, "echo": _echo, "suffix": _suffix}
 PROMPTS: dict[str, Row] = {
     "truncate_prompt_tokens": _truncate_prompt_tokens,
     "add_special_tokens": _add_special_tokens,

@@ -32,7 +32,6 @@ CHAT_REFUSED: dict[str, Row] = {
 }
 COMPLETION_REFUSED: dict[str, Row] = {
     "prompt_embeds": Refused(["AAAA"]),
-    "suffix": Refused(["end"], [""]),
     "thinking_token_budget": Refused([5], [-1]),
 }
 LABELS: dict[str, Row] = {

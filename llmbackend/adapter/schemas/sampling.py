@@ -89,6 +89,8 @@ class GenerationParams:
     """Whether the tokenizer adds its special tokens to the prompt; None: to a text, but not to a conversation."""
     truncate_prompt_tokens: int | None = None
     """How many tokens of the prompt's end are kept; -1: as many as leave room for max_tokens."""
+    suffix: str = ""
+    """The text behind the one that is generated; "" = none."""
     spaces_between_special_tokens: bool = True
     bad_words: tuple[str, ...] = ()
     """Texts that may not be generated."""
@@ -204,6 +206,10 @@ def _text(name: str, value: Any) -> str:
     raise _refuse(name, value, "a non-empty string")
 
 
+def _suffix(name: str, value: Any) -> str:
+    return _text(name, value) if value != "" else ""
+
+
 def _allowed_token_ids(name: str, value: Any) -> tuple[int, ...]:
     token_ids = _token_ids(name, value, MAX_ALLOWED_TOKEN_IDS)
     if not token_ids:
@@ -275,6 +281,7 @@ _PARSERS: dict[str, Parser] = {
     "lora_name": _text,
     "add_special_tokens": _boolean,
     "truncate_prompt_tokens": _truncation,
+    "suffix": _suffix,
     "spaces_between_special_tokens": _boolean,
     "bad_words": _bad_words,
     "priority": _integer(-(1 << 31), (1 << 31) - 1),
@@ -286,7 +293,8 @@ _READ_TOGETHER = frozenset((*constraints.FIELDS, *REASONING_FIELDS))
 ACCEPTED = tuple(sorted((*_PARSERS, *_READ_TOGETHER)))
 _OUTSIDE_SAMPLING = (
     "stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name", "n", "best_of",
-    "add_special_tokens", "truncate_prompt_tokens", "spaces_between_special_tokens", "bad_words", "priority",
+    "add_special_tokens", "truncate_prompt_tokens", "suffix", "spaces_between_special_tokens", "bad_words",
+    "priority",
 )  # fmt: skip
 """Parameters that the engine's SamplingParams do not have."""
 

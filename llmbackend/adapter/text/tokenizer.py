@@ -71,6 +71,9 @@ class ModelTokenizer(Protocol):
     def special_text(self, token_id: int) -> str | None:
         """The own text of a special token; None for a token of any other kind."""
 
+    def token_id(self, token: str) -> int | None:
+        """The id of the token with this name in the vocabulary."""
+
     def vocabulary(self) -> Vocabulary | None:
         """What tokens stand for, for grammars; None where that cannot be told."""
 
@@ -120,6 +123,9 @@ class ByteTokenizer:
         name = self._NAMES.get(token_id)
         return None if name is None else name.decode()
 
+    def token_id(self, token: str) -> int | None:
+        return next((token_id for token_id, name in self._NAMES.items() if name.decode() == token), None)
+
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
     ) -> Detokenizer:
@@ -161,6 +167,9 @@ class NoTokenizer:
         return ""
 
     def special_text(self, token_id: int) -> str | None:
+        return None
+
+    def token_id(self, token: str) -> int | None:
         return None
 
     def detokenizer(
@@ -242,6 +251,10 @@ class HuggingFaceTokenizer:
 
     def special_text(self, token_id: int) -> str | None:
         return self._special_texts.get(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
 
     def vocabulary(self) -> Vocabulary | None:
         path = self.directory and self.directory / "tokenizer.json"

@@ -195,6 +195,9 @@ def _last_words(message: JsonObject) -> str:
 def parse_completion(body: JsonObject) -> GenerationRequest:
     """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
     fields = read(CompletionRequest, body)
+    if fields.suffix and fields.echo:
+        message = "'suffix' is not supported: 'echo' would give the prompt without it"
+        raise OpenAIError(message, param="suffix", code="unsupported_parameter")
     prompts = fields.prompts()
     tensors = tuple(text_tensor(item) if isinstance(item, str) else input_ids_tensor(item) for item in prompts)
     echo = tuple(item if fields.echo and isinstance(item, str) else "" for item in prompts)

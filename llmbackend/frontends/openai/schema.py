@@ -232,6 +232,14 @@ class CompletionRequest(_Request, UnservedByCompletions):
     prompt: _Prompt
     logprobs: Annotated[int, Range(0, 20)] | None = None
     echo: Flag | None = None
+    suffix: str | None = Field(
+        None,
+        description="The text behind the one that is generated, where the model's tokenizer has tokens for filling in "
+        "the middle. With a prompt of text; without echo and truncate_prompt_tokens.",
+    )
+
+    def chosen_sampling(self) -> JsonObject:
+        return super().chosen_sampling() | ({"suffix": self.suffix} if self.suffix else {})
 
     def prompts(self) -> list[str] | list[list[int]]:
         prompt = self.prompt

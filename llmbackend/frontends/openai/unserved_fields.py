@@ -58,9 +58,6 @@ class UnservedByChat(ClosedObject):
 class UnservedByCompletions(ClosedObject):
     """Of completions."""
 
-    suffix: Annotated[Any, Only("", reason="write the tokens by which the model fills in the middle into 'prompt'")] = (
-        None
-    )
     thinking_token_budget: Annotated[
         Any, Only(-1, reason="the text of a completion is not read for reasoning; chats have it")
     ] = None
