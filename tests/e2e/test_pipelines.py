@@ -133,10 +133,13 @@ def test_bias_words_and_bad_words_reach_the_engine_through_both_models(server: S
 
 def test_what_the_pipeline_does_not_serve_is_refused_by_name(server: ServerProcess) -> None:
     for model in ("ensemble", "tensorrt_llm_bls"):
-        for name, value in (("lora_task_id", 3), ("guided_decoding_guide", "x"), ("return_context_logits", True)):
+        for name, value in (("lora_task_id", 3), ("return_context_logits", True)):
             body = {"text_input": PROMPT, "max_tokens": 5, name: value}
             _, answer = post(server, f"/v2/models/{model}/generate", body)
             assert f"input '{name}' is not supported" in answer, model
+        guide = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[ab]{7}"}
+        _, answer = post(server, f"/v2/models/{model}/generate", {"text_input": PROMPT, "max_tokens": 5, **guide})
+        assert "this model's tokenizer cannot be read" in answer, "the pipeline's other models have the tokenizer"
     _, answer = post(server, "/v2/models/ensemble/generate", {**body, "decoder_text_input": "x"})
     assert "DECODER_QUERY is not supported" in answer
 
