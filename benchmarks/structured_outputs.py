@@ -202,6 +202,8 @@ def main() -> None:
             num_threads=arguments.threads,
             max_model_len=1024,
             max_num_seqs=arguments.rows,
+            max_num_batched_tokens=32 * arguments.rows,
+            step_target_ms=0,  # all prompts in one step, so that all rows decode together
             structured_outputs_config=StructuredOutputsConfig(disable_jump_forward=True),
         )
         for quantization in (None, "int8"):
