@@ -72,6 +72,7 @@ async def sigterm(stage: Stage, model: str, seed: int, *, kill: bool) -> Row:
         await load.until_live(MIN_LIVE)
         await asyncio.sleep(rng.uniform(0.3, 0.8))
         load.begin_no_more()
+        await asyncio.sleep(0.2)  # what was sent before is at the server, or it would be refused
         stage.server.remember_processes()
         stage.server.terminate()
         if kill:
