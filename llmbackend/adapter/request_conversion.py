@@ -88,7 +88,7 @@ class _CheckedGeneration:
 
     @property
     def prompt_marker(self) -> str | None:
-        """The marker of the reasoning in which the prompt ends; None where it ends elsewhere, or nobody asks."""
+        """The marker of the reasoning in which the prompt ends; None where it ends elsewhere, or is not asked for."""
         is_open = self.reasoning is not None and self.reasoning.is_open and self.inputs.options.text_tokens
         return self.params.reasoning.start if is_open and self.params.reasoning is not None else None
 

@@ -1,7 +1,7 @@
 """Bounds of constraints: what one request may make the adapter walk and the grammar compiler build.
 
 For: all of structured_outputs. Does not know: what is bounded. Invariant: within them a constraint costs its own
-request well below a second of a conversion thread, and nobody else a step: the compiler works without the GIL.
+request well below a second of a conversion thread, and no other request a step: the compiler works without the GIL.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Formats of strings in JSON schemas: which are enforced, and by whom.
+"""Formats of strings in JSON schemas: which are enforced, and how.
 
 For: json_schema.py. Does not know: schemas. Invariant: a string of an enforced format is valid to strict validators, by
 RFC 3339 also in leap years; leap seconds are not generated, since their dates are not known in advance.

@@ -1,7 +1,7 @@
 """The constraints of all live requests: compiled before they run, and their masks for each step.
 
 For: the engine core. Does not know: scheduling, logits, what a mask is made from. Invariants: a request whose grammar
-is being compiled holds nobody up; masks are computed on a thread while the model runs, one step after the other; a
+is being compiled delays no other; masks are computed on a thread while the model runs, one step after the other; a
 constraint that fails is an error of its own request.
 """
 

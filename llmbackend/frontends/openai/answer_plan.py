@@ -77,9 +77,6 @@ def plan_answer(request: GenerationRequest, target: Target) -> AnswerPlan | None
         sampling["thinking_token_budget"] = budget
     if use is not None and formats.tool_calls is not None:
         sampling |= _held_to(use, formats.tool_calls, _wanted(request, use), target)
-    if formats.reasoning is not None and (sampling or request.has_structure):
-        # A limit of reasoning needs to know where it ends; a grammar begins there.
-        sampling["reasoning_markers"] = [formats.reasoning.start, formats.reasoning.end]
     return AnswerPlan(
         tool_use=use,
         tool_format=formats.tool_calls if use is not None else None,

@@ -26,7 +26,7 @@ from .logprobs import LogprobForm
 from .messages import for_template
 from .prompt_details import PromptForm
 from .reasoning import NO_REASONING_USE, ReasoningUse
-from .response_format import RESPONSE_FORMAT, STRUCTURE_FIELDS, STRUCTURED_OUTPUTS, in_response_format
+from .response_format import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, in_response_format
 from .schema import MAX_CHOICES, TEMPLATE_NAMES, ChatCompletionRequest, CompletionRequest, StreamOptions
 from .tensors import MESSAGES, input_ids_tensor, messages_tensor, text_tensor
 from .tools import ToolUse
@@ -89,11 +89,6 @@ class GenerationRequest:
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
-
-    @property
-    def has_structure(self) -> bool:
-        """Whether the answer has a form that the request names."""
-        return not STRUCTURE_FIELDS.isdisjoint(self.sampling)
 
     @property
     def is_chat(self) -> bool:
