@@ -43,7 +43,10 @@ COMPILER = byte_grammars.compiler()
 def use(schemas: dict[str, dict[str, Any]], max_calls: int | None = None) -> ToolUse:
     return ToolUse(
         tools=[{"type": "function", "function": {"name": name}} for name in schemas],
-        functions=tuple(Function(name, schema, is_strict=False) for name, schema in schemas.items()),
+        functions=tuple(
+            Function(name, schema, is_strict=False, param=f"tools[{index}].function.parameters")
+            for index, (name, schema) in enumerate(schemas.items())
+        ),
         is_required=True,
         max_calls=max_calls,
         is_legacy=False,

@@ -50,9 +50,7 @@ class AnswerPlan:
         use, found = self.tool_use, _PLACE.search(error.message)
         if use is None or found is None:
             return error
-        index = use.index_of(use.functions[int(found["index"])])
-        function = f"{use.field}[{index}]" if use.is_legacy else f"{use.field}[{index}].function"
-        error.param = f"{function}.parameters"
+        error.param = use.functions[int(found["index"])].param
         path = f" at {found['path']}" if found["path"] else ""
         error.message = error.message.replace(found[0], f"'{error.param}'{path}", 1)
         return error
@@ -64,6 +62,13 @@ class AnswerPlan:
 
 def plan_answer(request: GenerationRequest, target: Target) -> AnswerPlan | None:
     """None: the answer is text. Raises OpenAIError for what the model cannot do."""
+    try:
+        return _plan(request, target)
+    except OpenAIError as error:
+        raise request.in_own_fields(error) from None
+
+
+def _plan(request: GenerationRequest, target: Target) -> AnswerPlan | None:
     use, formats = request.tool_use, target.model.formats
     if not request.is_chat or (use is None and not _is_about_reasoning(request, target)):
         return None

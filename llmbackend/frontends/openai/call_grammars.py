@@ -20,14 +20,14 @@ _ANY_OBJECT: JsonObject = {"type": "object"}
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
     """Nothing but calls, at least one, with arguments by the functions' schemas."""
-    tags = [_call(use, function, grammar, _closed(function.parameters)) for function in use.functions]
+    tags = [_call(function, grammar, _closed(function.parameters)) for function in use.functions]
     return _section(_calls(tags, use, grammar), grammar)
 
 
 def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
     """Free text, in which a call that begins follows the schema of a strict function, or is any object of another."""
     tags = [
-        _call(use, function, grammar, _closed(function.parameters) if function.is_strict else _ANY_OBJECT)
+        _call(function, grammar, _closed(function.parameters) if function.is_strict else _ANY_OBJECT)
         for function in use.functions
     ]
     if grammar.begin:
@@ -59,11 +59,11 @@ def _section(calls: JsonObject, grammar: CallGrammar) -> JsonObject:
     return {"type": "sequence", "elements": [part for part in around if part.get("value") != ""]}
 
 
-def _call(use: ToolUse, function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
+def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
     begin = f"{grammar.call_begin}{function.name}{grammar.name_end}"
     content: JsonObject
     if grammar.key_end:
-        content = _tagged(use, function, grammar)
+        content = _tagged(function, grammar)
     else:
         content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": begin, "content": content, "end": grammar.call_end}
@@ -76,12 +76,12 @@ def _closed(schema: JsonObject) -> JsonObject:
     return {"additionalProperties": False, **schema}
 
 
-def _tagged(use: ToolUse, function: Function, grammar: CallGrammar) -> JsonObject:
+def _tagged(function: Function, grammar: CallGrammar) -> JsonObject:
     try:
         return tagged_parameters(function.parameters, grammar)
     except NotTaggedError as error:
-        path = f"{use.field}[{use.index_of(function)}]{'' if use.is_legacy else '.function'}.parameters"
-        raise OpenAIError(f"'{path}': {error}", param=path, code="unsupported_parameter") from None
+        message = f"'{function.param}': {error}"
+        raise OpenAIError(message, param=function.param, code="unsupported_parameter") from None
 
 
 def _text(value: str) -> JsonObject:

@@ -141,13 +141,16 @@ class Generation:
 
 def check_fields_taken(request: GenerationRequest, target: Target) -> None:
     """Raises OpenAIError for a field that the model has no input for: no field of a request is dropped silently."""
+    if (field := _field_not_taken(request, target)) is not None:
+        raise request.in_own_fields(_not_taken(target, field))
+
+
+def _field_not_taken(request: GenerationRequest, target: Target) -> str | None:
     if not target.model.takes(SAMPLING_PARAMETERS) and (fields := (*request.sent_fields, *_lora(target))):
-        raise _not_taken(target, fields[0])
+        return fields[0]
     if request.logprobs is not None and not target.model.takes(RETURN_LOGPROBS):
-        raise _not_taken(target, "logprobs")
-    for name, field in _flags(request).items():
-        if not target.model.takes(name):
-            raise _not_taken(target, field)
+        return "logprobs"
+    return next((field for name, field in _flags(request).items() if not target.model.takes(name)), None)
 
 
 def _flags(request: GenerationRequest) -> dict[str, str]:

@@ -85,6 +85,9 @@ class PromptForm:
         return [first, *(entries for entries in prompt.logprobs[1:] if entries is not None)]
 
 
+NO_PROMPT_FORM = PromptForm()
+
+
 class Writer(Protocol):
     """Makes the chunks of a stream."""
 

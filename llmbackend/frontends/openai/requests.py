@@ -8,7 +8,8 @@ makes the same GenerationRequest.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -24,9 +25,9 @@ from llmbackend.frontends.inference_gate import InferenceGate
 from .errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, refuse
 from .logprobs import LogprobForm
 from .messages import for_template
-from .prompt_details import PromptForm
+from .prompt_details import NO_PROMPT_FORM, PromptForm
 from .reasoning import NO_REASONING_USE, ReasoningUse
-from .response_format import RESPONSE_FORMAT, STRUCTURED_OUTPUTS, in_response_format
+from .response_format import SCHEMA_FIELD, STRUCTURED_OUTPUTS, in_structure_field
 from .schema import MAX_CHOICES, TEMPLATE_NAMES, ChatCompletionRequest, CompletionRequest, StreamOptions
 from .tensors import MESSAGES, input_ids_tensor, messages_tensor, text_tensor
 from .tools import ToolUse
@@ -54,33 +55,41 @@ class GenerationRequest:
     model: str
     prompts: tuple[Tensor, ...]
     """Tensors of one kind: `messages`, `text_input` or `input_ids`."""
-    n: int
-    """Choices of each prompt. Those of the first one come first."""
-    num_generations: int
-    """Of all prompts: as many as choices, or more of which the best are chosen."""
+    id_prefix: str
+    """What the ids of its responses begin with."""
+    prompt_field: str
+    """The client's field that the prompts come from."""
     sampling: dict[str, Any]
     """Sampling parameters under vLLM's names."""
-    stream: StreamOptions | None
+    n: int = 1
+    """Choices of each prompt. Those of the first one come first."""
+    num_generations: int = 1
+    """Of all prompts: as many as choices, or more of which the best are chosen."""
+    stream: StreamOptions | None = None
     """None: one whole response."""
-    logprobs: LogprobForm | None
+    logprobs: LogprobForm | None = None
     """None: no logprobs."""
-    return_token_ids: bool
+    return_token_ids: bool = False
     """Whether the answer's token ids come along."""
-    stream_interval_tokens: int
+    stream_interval_tokens: int = 1
     """How many tokens of a choice go out together."""
-    prompt_form: PromptForm
+    prompt_form: PromptForm = NO_PROMPT_FORM
     """What the answer says of the prompts."""
-    labels: dict[str, Any]
+    labels: dict[str, Any] = field(default_factory=dict)
     """What the client calls the request."""
-    echo: tuple[str, ...]
+    echo: tuple[str, ...] = ("",)
     """The text before each choice's own, by prompt; "" where none was asked for, or the model must tell it."""
-    sent_fields: tuple[str, ...]
+    sent_fields: tuple[str, ...] = ()
     """The sampling fields that the client sent."""
-    max_tokens_field: str
+    max_tokens_field: str = ""
     """The field in which it limited the answer, "" when it did not."""
-    structure_field: str
+    structure_field: str = STRUCTURED_OUTPUTS
     """The field that the sampling parameter `structured_outputs` comes from."""
-    request_id: str
+    schema_field: str = ""
+    """Where in it a JSON schema stands."""
+    field_names: Mapping[str, str] = field(default_factory=dict)
+    """Further names of chat's fields and of sampling parameters → the client's own."""
+    request_id: str = ""
     """The client's own, "" when it named none."""
     tool_use: ToolUse | None = None
     """None: no tool may be called."""
@@ -99,10 +108,13 @@ class GenerationRequest:
         if error.param == "max_tokens" and self.max_tokens_field:
             error.param = self.max_tokens_field
             error.message = error.message.replace("'max_tokens'", f"'{self.max_tokens_field}'")
-        elif error.param == STRUCTURED_OUTPUTS and self.structure_field == RESPONSE_FORMAT:
-            return in_response_format(error)
+        elif error.param == STRUCTURED_OUTPUTS and self.structure_field != STRUCTURED_OUTPUTS:
+            return in_structure_field(error, self.structure_field, self.schema_field)
         elif error.code == CONTEXT_LENGTH_EXCEEDED and error.param is None:
-            error.param = "messages" if self.is_chat else "prompt"
+            error.param = self.prompt_field
+        elif error.param is not None and (own := self.field_names.get(error.param)) is not None:
+            error.message = error.message.replace(f"'{error.param}'", f"'{own}'")
+            error.param = own
         return error
 
 
@@ -226,11 +238,14 @@ def _request(
     if (wanted := fields.prompt_logprobs) is not None:
         sampling["prompt_logprobs"] = wanted if wanted < 0 else max(wanted, sampling["prompt_logprobs"])
     n, best_of = _choices(fields, len(prompts))
+    is_chat = isinstance(fields, ChatCompletionRequest)
     if best_of > 1:
         sampling |= {"n": n, "best_of": best_of}
     return GenerationRequest(
         model=fields.model,
         prompts=prompts,
+        id_prefix="chatcmpl-" if is_chat else "cmpl-",
+        prompt_field="messages" if is_chat else "prompt",
         n=n,
         num_generations=best_of * len(prompts),
         sampling=sampling,
@@ -244,6 +259,7 @@ def _request(
         sent_fields=sent_fields,
         max_tokens_field=limit,
         structure_field=fields.structure_field,
+        schema_field=SCHEMA_FIELD,
         request_id=fields.request_id or "",
     )
 

@@ -19,6 +19,7 @@ from .validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty
 STRUCTURED_OUTPUTS = "structured_outputs"
 """The sampling parameter that constraints become."""
 RESPONSE_FORMAT = "response_format"
+SCHEMA_FIELD = f"{RESPONSE_FORMAT}.json_schema.schema"
 _FORMER_FIELDS = (
     "guided_json",
     "guided_regex",
@@ -124,13 +125,13 @@ class StructuredOutputFields(ClosedObject):
         return RESPONSE_FORMAT if self.response_format is not None else STRUCTURED_OUTPUTS
 
 
-def in_response_format(error: OpenAIError) -> OpenAIError:
-    """An error of the model about `structured_outputs`, in the words of `response_format`."""
+def in_structure_field(error: OpenAIError, field: str, schema_field: str) -> OpenAIError:
+    """An error of the model about `structured_outputs`, in the words of the client's field."""
 
     def renamed(match: re.Match[str]) -> str:
-        field = f"{RESPONSE_FORMAT}.json_schema.schema" if match[1] == "json" else RESPONSE_FORMAT
-        return f"'{field}'" + (f" at {match[2]}" if match[2] else "")
+        named = schema_field if match[1] == "json" else field
+        return f"'{named}'" + (f" at {match[2]}" if match[2] else "")
 
-    error.param = RESPONSE_FORMAT
+    error.param = field
     error.message = _PATH.sub(renamed, error.message, count=1)
     return error

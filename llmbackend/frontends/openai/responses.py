@@ -40,8 +40,8 @@ class Identity:
     @classmethod
     def of(cls, request: GenerationRequest, fingerprint: str, request_id: str = "") -> Identity:
         """Drawn here, once, and the same from then on, whatever happens to engines. request_id: the client's own."""
-        prefix = "chatcmpl" if request.is_chat else "cmpl"
-        return cls(f"{prefix}-{request_id or uuid.uuid4().hex}", int(time.time()), request.model, fingerprint)
+        id = request.id_prefix + (request_id or uuid.uuid4().hex)
+        return cls(id, int(time.time()), request.model, fingerprint)
 
     def fields(self, kind: str) -> JsonObject:
         return {

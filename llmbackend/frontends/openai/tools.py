@@ -174,6 +174,18 @@ class ToolFields(ClosedObject):
         return _tool_use(functions, self.function_call or self.tool_choice, self.parallel_tool_calls, fields)
 
 
+INPUT = "input"
+"""The parameter of a custom tool: templates and models know it as a function with this one string."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputGrammar:
+    """What the input of a custom tool is held to."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
 @dataclass(frozen=True, slots=True)
 class Function:
     """One that may be called."""
@@ -182,6 +194,10 @@ class Function:
     parameters: JsonObject
     """JSON Schema."""
     is_strict: bool
+    param: str = "tools"
+    """Where in the request its schema stands (`tools[1].function.parameters`)."""
+    input_grammar: InputGrammar | None = None
+    """Of a custom tool: its only parameter, the string INPUT, follows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +219,11 @@ class ToolUse:
     def field(self) -> str:
         return "functions" if self.is_legacy else "tools"
 
-    def index_of(self, function: Function) -> int:
-        """Of a function in the client's list."""
-        return next(index for index, tool in enumerate(self.tools) if tool["function"]["name"] == function.name)
-
     @property
     def is_restricted(self) -> bool:
         """Whether some calls are wrong which the model may know how to write."""
-        return len(self.functions) < len(self.tools) or any(function.is_strict for function in self.functions)
+        is_held = any(function.is_strict or function.input_grammar is not None for function in self.functions)
+        return is_held or len(self.functions) < len(self.tools)
 
     @property
     def needs_grammar(self) -> bool:
@@ -237,16 +250,21 @@ def _tool_use(
         return None
     names = known if choice.names is None else choice.names
     is_legacy = field == "functions"
+    suffix = ".parameters" if is_legacy else ".function.parameters"
     is_single = choice.is_named or is_legacy or parallel is False
     return ToolUse(
         tools=[{"type": "function", "function": function.for_template()} for function in functions],
-        functions=tuple(_callable(known[name]) for name in known if name in names),
+        functions=tuple(
+            _callable(function, f"{field}[{index}]{suffix}")
+            for index, function in enumerate(functions)
+            if function.name in names
+        ),
         is_required=choice.mode == "required",
         max_calls=1 if is_single else None,
         is_legacy=is_legacy,
     )
 
 
-def _callable(function: FunctionDefinition) -> Function:
+def _callable(function: FunctionDefinition, param: str) -> Function:
     parameters: Mapping[str, Any] = _NO_PARAMETERS if function.parameters is None else function.parameters
-    return Function(function.name, dict(parameters), bool(function.strict))
+    return Function(function.name, dict(parameters), bool(function.strict), param)
