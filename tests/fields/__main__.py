@@ -1,4 +1,4 @@
-"""`python -m tests.fields`: sends every field of the chat and completions APIs to a server, and writes docs/fields.md.
+"""`python -m tests.fields`: sends every field of every API to a server, and writes docs/fields.md.
 
 The last line is `fields: N sent, D done, R refused, L labels, 0 ignored`. Exits 1 when a field is ignored.
 """

@@ -83,6 +83,12 @@ class Endpoint:
         error: JsonObject = response.json()["error"]
         return error
 
+    def texts(self, **fields: Any) -> list[str]:
+        return self.ask(**fields).texts
+
+    def reason(self, field: str, value: Any) -> str:
+        return openai_reason(self.refusal(**{field: value}), field)
+
     def chunks(self, **fields: Any) -> list[JsonObject]:
         """A stream's chunks."""
         body = self.base | fields | {"stream": True}
@@ -115,6 +121,14 @@ def _events(lines: Iterator[str]) -> Iterator[JsonObject]:
     for line in lines:
         if line.startswith("data: {"):
             yield json.loads(line[6:])
+
+
+def openai_reason(error: JsonObject, field: str) -> str:
+    """Why a field is refused, from an error of OpenAI's shape."""
+    assert error["param"] == field and error["code"] == "unsupported_parameter", error
+    assert re.match(rf"'{field}' is not supported: \w", error["message"]), error
+    reason: str = error["message"].partition(": ")[2]
+    return reason
 
 
 def said(text: str, **more: Any) -> list[JsonObject]:

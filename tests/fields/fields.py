@@ -13,14 +13,15 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from .agents import AGENTS, CHAT_AGENTS
 from .answers import ANSWERS, CHAT_ANSWERS, COMPLETION_ANSWERS
-from .asking import CHAT, COMPLETIONS
+from .api import Api
+from .asking import CHAT, COMPLETIONS, Endpoint
 from .prompts import CHAT_PROMPTS, COMPLETION_PROMPTS, PROMPTS
 from .refusals import CHAT_REFUSED, COMPLETION_REFUSED, LABELS, REFUSED
 from .sampling import SAMPLING
 from .structure import STRUCTURE
 from .table import Row
 
-OPENAI: Final = {
+_OPENAI: Final = {
     CHAT: {*chat_create_params.CompletionCreateParamsBase.__annotations__, "stream"},
     COMPLETIONS: {*completion_create_params.CompletionCreateParamsBase.__annotations__, "stream"},
 }
@@ -40,7 +41,7 @@ _VLLM_BOTH: Final = _names(
     vllm_xargs repetition_detection stream_interval thinking_token_budget
     best_of guided_json guided_regex guided_choice guided_grammar"""
 )
-VLLM: Final = {
+_VLLM: Final = {
     CHAT: _VLLM_BOTH
     | _names(
         """messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort include_reasoning
@@ -52,10 +53,18 @@ VLLM: Final = {
 
 _BOTH: dict[str, Row] = SAMPLING | ANSWERS | PROMPTS | STRUCTURE | AGENTS | REFUSED | LABELS
 _ONLY_CHAT = ("max_completion_tokens",)
-ROWS: Final[dict[str, dict[str, Row]]] = {
+_ROWS: Final[dict[str, dict[str, Row]]] = {
     CHAT: _BOTH | CHAT_ANSWERS | CHAT_AGENTS | CHAT_PROMPTS | CHAT_REFUSED,
     COMPLETIONS: {name: row for name, row in _BOTH.items() if name not in _ONLY_CHAT}
     | COMPLETION_ANSWERS
     | COMPLETION_PROMPTS
     | COMPLETION_REFUSED,
 }
+
+
+def _generating(name: str) -> Api:
+    published = {"OpenAI": frozenset(_OPENAI[name]), "vLLM": frozenset(_VLLM[name])}
+    return Api(name, f"`/v1/{name}`", published, _ROWS[name], lambda client: Endpoint(client, name))
+
+
+APIS: Final[tuple[Api, ...]] = (_generating(CHAT), _generating(COMPLETIONS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ import httpx
 
 from tests.helpers.server_process import start_server, stop_server
 
-from .asking import Endpoint
-from .fields import ROWS
+from .api import Asked
+from .fields import APIS
 from .models import write_models
 from .table import Done, Label, Refused, Row
 
@@ -65,15 +64,15 @@ def field_server() -> Iterator[FieldServer]:
 def outcomes(server: FieldServer, tell: Callable[[Outcome], None] = lambda outcome: None) -> list[Outcome]:
     """All fields, one after the other."""
     found = []
-    for name, rows in ROWS.items():
-        api = Endpoint(server.client, name)
-        for field, row in sorted(rows.items()):
-            found.append(_outcome(server, api, field, row))
+    for api in APIS:
+        asked = api.make(server.client)
+        for field, row in sorted(api.rows.items()):
+            found.append(_outcome(server, asked, field, row))
             tell(found[-1])
     return found
 
 
-def _outcome(server: FieldServer, api: Endpoint, field: str, row: Row) -> Outcome:
+def _outcome(server: FieldServer, api: Asked, field: str, row: Row) -> Outcome:
     try:
         kind, text = _tried(server, api, field, row)
     except (AssertionError, LookupError, TypeError, ValueError) as error:
@@ -81,30 +80,26 @@ def _outcome(server: FieldServer, api: Endpoint, field: str, row: Row) -> Outcom
     return Outcome(api.name, field, kind, text)
 
 
-def _tried(server: FieldServer, api: Endpoint, field: str, row: Row) -> tuple[str, str]:
+def _tried(server: FieldServer, api: Asked, field: str, row: Row) -> tuple[str, str]:
     if isinstance(row, Done):
         row.check(api)
-        return DONE, row.promise
+        return LABEL if row.is_label else DONE, row.promise
     if isinstance(row, Refused):
         return REFUSED, _refused(api, field, row)
     _check_label(server, api, field, row)
     return LABEL, "shown in the access log"
 
 
-def _refused(api: Endpoint, field: str, row: Refused) -> str:
+def _refused(api: Asked, field: str, row: Refused) -> str:
     """The reason. Values that are accepted change nothing."""
-    plain = api.ask().texts
+    plain = api.texts()
     for value in row.accepted:
-        assert api.ask(**{field: value}).texts == plain, f"{value} is accepted and changes the answer"
-    errors = [api.refusal(**{field: value}) for value in row.values]
-    for error in errors:
-        assert error["param"] == field and error["code"] == "unsupported_parameter", error
-        assert re.match(rf"'{field}' is not supported: \w", error["message"]), error
-    reason: str = errors[0]["message"].partition(": ")[2]
-    return reason
+        assert api.texts(**{field: value}) == plain, f"{value} is accepted and changes the answer"
+    reasons = [api.reason(field, value) for value in row.values]
+    return reasons[0]
 
 
-def _check_label(server: FieldServer, api: Endpoint, field: str, row: Label) -> None:
+def _check_label(server: FieldServer, api: Asked, field: str, row: Label) -> None:
     mark: Any = row.value
-    assert api.ask(**{field: mark}).texts == api.ask().texts
+    assert api.texts(**{field: mark}) == api.texts()
     assert server.logged(f"{api.name} 200 key=- ") and server.logged(f" {field}="), "it is not in the access log"

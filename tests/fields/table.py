@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from .asking import Endpoint
-
-Check = Callable[[Endpoint], None]
-"""Sends requests with the field, and raises AssertionError where an answer is not as promised."""
+Check = Callable[[Any], None]
+"""Given an endpoint (api.py), sends requests with the field; AssertionError where an answer breaks the promise."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +17,8 @@ class Done:
     promise: str
     """What differs between two values of the field."""
     check: Check
+    is_label: bool = False
+    """It asks nothing of the model, and the check has seen where it is shown."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class Label:
 Row = Done | Refused | Label
 
 
-def promise(text: str) -> Callable[[Check], Done]:
+EndpointT = TypeVar("EndpointT")
+
+
+def promise(text: str, *, is_label: bool = False) -> Callable[[Callable[[EndpointT], None]], Done]:
     """Decorates a check."""
-    return lambda check: Done(text, check)
+    return lambda check: Done(text, check, is_label)
