@@ -1,0 +1,287 @@
+"""ResponseStore: the stored responses of a server, and the journals of those that are being written.
+
+For: the endpoints of the Responses API. Does not know: what a response says, how it is made. Invariants: a document is
+given to its owner alone; a reader is shown an event only after it was committed; nothing here waits for a disk or a
+network on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from llmbackend.frontends.access.request_identity import REQUEST_IDENTITY
+
+from .commits import Commits
+from .documents import Append, Delete, Document, Kind, Put, Storage, StoreError
+from .journal import Journal
+
+MAX_LINEAGE = 4096
+"""Documents that one goes on behind, at most."""
+HELD_EVENT_BYTES = 4 << 20
+"""Events of a live document that are in memory; readers that are further behind read them from the store."""
+_LOADED_BYTES = 1 << 20
+"""Of events that are read at once."""
+_MAX_UNCOMMITTED_BYTES = 1 << 20
+"""Of one log: a producer that is further ahead waits."""
+
+
+class NotStoredError(Exception):
+    """There is no such document for this owner; the argument is its id."""
+
+
+class LineageTooLongError(Exception):
+    """What a document goes on behind is more than may be read; the text says how much may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """How long documents are kept, beside what their storage has room for."""
+
+    ttl_s: float
+    max_log_bytes: int = 64 << 20
+    """Events and progress of one live document."""
+
+
+def current_owner() -> str:
+    """Whose documents the current request may see: the name of its API key, "" where there are no keys."""
+    identity = REQUEST_IDENTITY.get()
+    return "" if identity is None else identity.account.name
+
+
+class ResponseStore:
+    """Used on one event loop."""
+
+    def __init__(self, storage: Storage, options: StoreOptions, clock_s: Callable[[], float] = time.time) -> None:
+        self.options = options
+        self.clock_s = clock_s
+        self.is_persistent = storage.is_persistent
+        self._commits = Commits(storage, clock_s)
+        self._live: dict[str, LiveLog] = {}
+        self._expiry: asyncio.TimerHandle | None = None
+        self._expiring: asyncio.Task[None] | None = None
+
+    @property
+    def num_transactions(self) -> int:
+        return self._commits.num_transactions
+
+    async def start(self) -> list[Document]:
+        """The live documents of a server that has ended: each is to be resumed, or put as one that has ended."""
+        found = await self._commits.read(lambda storage, now_s: storage.live())
+        await self._expire()
+        return found
+
+    async def close(self) -> None:
+        """After the last request. Journals that are still written end where they are."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self._expiring is not None:
+            self._expiring.cancel()
+        for log in list(self._live.values()):
+            log.abandon()
+        await self._commits.close()
+
+    # --- documents --------------------------------------------------------------------------------------------------
+
+    def expires_s(self, created_s: float) -> float:
+        return created_s + self.options.ttl_s
+
+    async def put(self, document: Document) -> None:
+        """Adds or replaces it; returns when it is committed. Raises StoreError."""
+        await asyncio.shield(self._add(document))
+
+    async def get(self, owner: str, kind: Kind, id: str) -> Document:
+        """Raises NotStoredError, StoreError."""
+        return _of(owner, kind, id, await self._commits.read(lambda storage, now_s: storage.get(id, now_s)))
+
+    async def delete(self, owner: str, kind: Kind, id: str) -> None:
+        """Removes it with its log; a live one's journal ends. Raises NotStoredError, StoreError."""
+        await self.get(owner, kind, id)
+        if (log := self._live.get(id)) is not None:
+            log.abandon()
+        await asyncio.shield(self._commits.add([Delete(id)]))
+
+    async def lineage(self, owner: str, kind: Kind, id: str, max_bytes: int) -> list[Document]:
+        """The document and those that it goes on behind, the oldest first. Raises NotStoredError,
+        LineageTooLongError, StoreError."""
+        return await self._commits.read(partial(_lineage, owner, kind, id, max_bytes))
+
+    # --- logs -------------------------------------------------------------------------------------------------------
+
+    def begin(self, document: Document) -> LiveLog:
+        """A new live document, and the log that its events go into."""
+        return self._opened(document, LiveLog(self, document, self._journal(document.id, 0)))
+
+    async def resume(self, document: Document) -> tuple[LiveLog, list[bytes]]:
+        """The log of a live document that another process began, and its progress by step."""
+        progress = await self._commits.read(lambda storage, now_s: storage.progress(document.id))
+        journal = await self._stored_journal(document)
+        return self._opened(document, LiveLog(self, document, journal)), progress
+
+    def live_log(self, id: str) -> LiveLog | None:
+        return self._live.get(id)
+
+    async def journal(self, document: Document) -> Journal:
+        """The events of a document that `get` gave. Raises StoreError."""
+        if (log := self._live.get(document.id)) is not None:
+            return log.journal
+        journal = await self._stored_journal(document)
+        journal.end()
+        return journal
+
+    def append(self, log: LiveLog, step: Append) -> asyncio.Future[None]:
+        """For LiveLog."""
+        return self._commits.add([step])
+
+    def finish(self, log: LiveLog, step: Append, document: Document) -> asyncio.Future[None]:
+        """For LiveLog."""
+        return self._commits.add([step, Put(document)])
+
+    def forget(self, log: LiveLog) -> None:
+        """For LiveLog."""
+        self._live.pop(log.id, None)
+
+    def _opened(self, document: Document, log: LiveLog) -> LiveLog:
+        self._live[document.id] = log
+        log.opened(self._add(document))
+        return log
+
+    async def _stored_journal(self, document: Document) -> Journal:
+        count = await self._commits.read(lambda storage, now_s: storage.num_events(document.id))
+        return self._journal(document.id, count)
+
+    def _journal(self, id: str, next_number: int) -> Journal:
+        return Journal(HELD_EVENT_BYTES, next_number, partial(self._load, id))
+
+    async def _load(self, id: str, first: int) -> Sequence[bytes]:
+        return await self._commits.read(lambda storage, now_s: storage.events(id, first, _LOADED_BYTES))
+
+    # --- expiry -----------------------------------------------------------------------------------------------------
+
+    def _add(self, document: Document) -> asyncio.Future[None]:
+        self._expire_at(document.expires_s)
+        return self._commits.add([Put(document)])
+
+    def _expire_at(self, expires_s: float) -> None:
+        """One timer, for the document that expires first."""
+        if self._expiry is None:
+            loop = asyncio.get_running_loop()
+            self._expiry = loop.call_later(max(expires_s - self.clock_s(), 1.0), self._begin_expiry)
+
+    def _begin_expiry(self) -> None:
+        self._expiry = None
+        self._expiring = asyncio.get_running_loop().create_task(self._expire())
+
+    async def _expire(self) -> None:
+        next_s = await self._commits.read(_expired)
+        if next_s is not None:
+            self._expire_at(next_s)
+
+
+class LiveLog:
+    """A live document, its log and its journal. Owner: what produces the events."""
+
+    def __init__(self, store: ResponseStore, document: Document, journal: Journal) -> None:
+        self.journal = journal
+        self.on_failure: Callable[[Exception], None] = lambda error: None
+        """Called once when the store did not take a step, or holds as much of this log as it may."""
+        self._store = store
+        self._document = document
+        self._next = journal.next_number
+        self._size_bytes = 0
+        self._uncommitted_bytes = 0
+        self._last: asyncio.Future[None] | None = None
+        self._is_over = False
+
+    @property
+    def id(self) -> str:
+        return self._document.id
+
+    @property
+    def document(self) -> Document:
+        return self._document
+
+    def opened(self, committed: asyncio.Future[None]) -> None:
+        """For ResponseStore."""
+        self._last = committed
+        committed.add_done_callback(partial(self._committed, ()))
+
+    def append(self, events: Sequence[bytes], progress: bytes) -> None:
+        """One step. Readers get the events once they are committed."""
+        if self._is_over:
+            return
+        step = self._step(events, progress)
+        self._last = self._store.append(self, step)
+        self._last.add_done_callback(partial(self._committed, step.events))
+
+    async def room(self) -> None:
+        """Waits while much is not committed yet. Raises StoreError."""
+        if self._uncommitted_bytes > _MAX_UNCOMMITTED_BYTES and self._last is not None:
+            await asyncio.shield(self._last)
+
+    async def finish(self, document: Document, events: Sequence[bytes] = ()) -> None:
+        """The last events, and the document as it stays. Raises StoreError."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._document = replace(document, is_live=False, continuation=b"")
+        step = self._step(events, b"")
+        done = self._store.finish(self, step, self._document)
+        done.add_done_callback(partial(self._committed, step.events))
+        done.add_done_callback(lambda _: self._end())
+        await asyncio.shield(done)
+
+    def abandon(self) -> None:
+        """No further event comes; what is stored stays as it is."""
+        self._is_over = True
+        self._end()
+
+    def _step(self, events: Sequence[bytes], progress: bytes) -> Append:
+        step = Append(self.id, self._next, tuple(events), progress)
+        self._next += len(events)
+        self._size_bytes += step.size_bytes
+        self._uncommitted_bytes += step.size_bytes
+        if self._size_bytes > self._store.options.max_log_bytes and not self._is_over:
+            message = f"the response has more than {self._store.options.max_log_bytes} bytes of events"
+            asyncio.get_running_loop().call_soon(self.on_failure, StoreError(message))
+        return step
+
+    def _committed(self, events: tuple[bytes, ...], done: asyncio.Future[None]) -> None:
+        self._uncommitted_bytes = 0 if done is self._last else self._uncommitted_bytes
+        error = None if done.cancelled() else done.exception()
+        if error is None:
+            self.journal.publish(events)
+        elif not self.journal.has_ended and isinstance(error, Exception):
+            self.journal.end(error)
+            self.on_failure(error)
+
+    def _end(self) -> None:
+        self._store.forget(self)
+        self.journal.end()
+
+
+def _expired(storage: Storage, now_s: float) -> float | None:
+    storage.commit((), now_s)
+    return storage.next_expiry_s()
+
+
+def _of(owner: str, kind: Kind, id: str, document: Document | None) -> Document:
+    if document is None or document.owner != owner or document.kind != kind:
+        raise NotStoredError(id)
+    return document
+
+
+def _lineage(owner: str, kind: Kind, id: str, max_bytes: int, storage: Storage, now_s: float) -> list[Document]:
+    found: list[Document] = []
+    size_bytes = 0
+    while id:
+        document = _of(owner, kind, id, storage.get(id, now_s))
+        size_bytes += document.size_bytes
+        if size_bytes > max_bytes or len(found) >= MAX_LINEAGE:
+            raise LineageTooLongError(f"at most {max_bytes} bytes in {MAX_LINEAGE} responses")
+        found.append(document)
+        id = document.parent
+    return found[::-1]

@@ -1,0 +1,51 @@
+"""Which store a server has, and what it may hold: the settings, and the store that they describe.
+
+For: the command line and the server. Does not know: flags. Invariant: settings that exist can be opened, as far as can
+be said without opening.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from .documents import Capacity, Storage
+from .memory_storage import MemoryStorage
+from .response_store import ResponseStore, StoreOptions
+
+MEMORY: Final = "memory"
+DAY_S: Final = 86_400.0
+_MEMORY_TTL_S: Final = 3_600.0
+_PERSISTENT_TTL_S: Final = 30 * DAY_S
+"""As long as OpenAI keeps responses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """A store, before it is opened."""
+
+    url: str = MEMORY
+    """`memory`."""
+    ttl_s: float | None = None
+    """None: an hour in memory, 30 days elsewhere."""
+    max_bytes: int = 256 << 20
+    """Of documents and events, about."""
+    max_responses_per_key: int = 10_000
+    resume_grace_s: float = 30.0
+    """How long a stream that asked to be resumable goes on without a client."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        if self.url != MEMORY:
+            raise ValueError(f"the response store is '{self.url}', expected memory")
+
+    def open(self) -> ResponseStore:
+        """Raises StoreError."""
+        ttl_s = self.ttl_s or (_MEMORY_TTL_S if self.url == MEMORY else _PERSISTENT_TTL_S)
+        return ResponseStore(self._storage(), StoreOptions(ttl_s=ttl_s))
+
+    def _storage(self) -> Storage:
+        return MemoryStorage(Capacity(self.max_bytes, self.max_responses_per_key))
+
+
+IN_MEMORY: Final = StoreSettings()

@@ -1,0 +1,219 @@
+"""ResponseStore: what is kept, for whom and how long, and journals of what is being written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from llmbackend.frontends.journals.documents import Capacity, Document, Storage
+from llmbackend.frontends.journals.journal import EventsGoneError, Journal
+from llmbackend.frontends.journals.memory_storage import MemoryStorage
+from llmbackend.frontends.journals.response_store import (
+    LineageTooLongError,
+    NotStoredError,
+    ResponseStore,
+    StoreOptions,
+)
+
+TTL_S = 100.0
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def document(id: str, owner: str = "", body: bytes = b"{}", parent: str = "", is_live: bool = False) -> Document:
+    return Document(owner, "response", id, body, 1000.0, 1000.0 + TTL_S, parent=parent, is_live=is_live)
+
+
+@asynccontextmanager
+async def opened(
+    storage: Storage, clock: Clock | None = None, max_log_bytes: int = 1 << 20
+) -> AsyncIterator[ResponseStore]:
+    store = ResponseStore(storage, StoreOptions(ttl_s=TTL_S, max_log_bytes=max_log_bytes), clock or Clock())
+    await store.start()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def make_storage(max_bytes: int = 1 << 20, max_documents: int = 100) -> Storage:
+    return MemoryStorage(Capacity(max_bytes, max_documents))
+
+
+async def events_of(journal: Journal, after: int = -1) -> list[tuple[int, bytes]]:
+    found: list[tuple[int, bytes]] = []
+    async for events in journal.follow(after):
+        found += enumerate(events.parts, events.first)
+    return found
+
+
+async def is_stored(store: ResponseStore, id: str, owner: str = "") -> bool:
+    try:
+        await store.get(owner, "response", id)
+    except NotStoredError:
+        return False
+    return True
+
+
+def test_documents_are_for_their_owner_alone() -> None:
+    async def run() -> None:
+        async with opened(make_storage()) as store:
+            await store.put(document("a", owner="one"))
+            assert (await store.get("one", "response", "a")).body == b"{}"
+            for owner, kind in (("two", "response"), ("", "response"), ("one", "conversation")):
+                with pytest.raises(NotStoredError):
+                    await store.get(owner, kind, "a")  # type: ignore[arg-type]
+                with pytest.raises(NotStoredError):
+                    await store.delete(owner, kind, "a")  # type: ignore[arg-type]
+            await store.delete("one", "response", "a")
+            assert not await is_stored(store, "a", "one")
+
+    asyncio.run(run())
+
+
+def test_expiry_is_seen_at_once_and_frees_what_was_held() -> None:
+    async def run() -> None:
+        clock, storage = Clock(), MemoryStorage(Capacity(1 << 20, 100))
+        async with opened(storage, clock) as store:
+            await store.put(document("a"))
+            clock.now_s += TTL_S
+            assert not await is_stored(store, "a")
+            await store.put(replace(document("b"), expires_s=clock.now_s + 1))
+            assert storage.held_bytes == document("b").size_bytes
+
+    asyncio.run(run())
+
+
+def test_the_oldest_go_first_and_live_ones_stay() -> None:
+    async def run() -> None:
+        async with opened(make_storage(max_documents=2)) as store:
+            log = store.begin(document("live", is_live=True))
+            for name in "abc":
+                await store.put(document(name))
+            await store.put(document("x", owner="other"))
+            assert [await is_stored(store, id) for id in ("live", "a", "b", "c")] == [True, False, False, True]
+            assert await is_stored(store, "x", "other")
+            await log.finish(document("live"))
+
+    asyncio.run(run())
+
+
+def test_the_store_holds_no_more_than_its_bytes() -> None:
+    async def run() -> None:
+        async with opened(make_storage(max_bytes=1000)) as store:
+            for name in "abcd":
+                await store.put(document(name, body=b"x" * 300))
+            assert [await is_stored(store, id) for id in "abcd"] == [False, True, True, True]
+
+    asyncio.run(run())
+
+
+def test_lineage() -> None:
+    async def run() -> None:
+        async with opened(make_storage()) as store:
+            await store.put(document("a"))
+            await store.put(document("b", parent="a"))
+            await store.put(document("c", parent="b"))
+            found = await store.lineage("", "response", "c", 1 << 20)
+            assert [one.id for one in found] == ["a", "b", "c"]
+            with pytest.raises(LineageTooLongError, match="at most 8 bytes"):
+                await store.lineage("", "response", "c", 8)
+            await store.delete("", "response", "a")
+            with pytest.raises(NotStoredError, match="a"):
+                await store.lineage("", "response", "c", 1 << 20)
+
+    asyncio.run(run())
+
+
+def test_all_events_of_one_turn_are_one_transaction() -> None:
+    async def run() -> None:
+        async with opened(make_storage()) as store:
+            logs = [store.begin(document(f"r{index}", is_live=True)) for index in range(8)]
+            await asyncio.sleep(0.01)
+            before = store.num_transactions
+
+            async def produce(index: int) -> None:
+                logs[index].append([b"event"], b"")
+
+            await asyncio.gather(*(produce(index) for index in range(8)))
+            await logs[0].finish(document("r0"))
+            assert store.num_transactions - before <= 2
+            for log in logs[1:]:
+                await log.finish(document(log.id))
+
+    asyncio.run(run())
+
+
+def test_readers_from_any_place_get_each_event_once() -> None:
+    async def run() -> None:
+        async with opened(make_storage()) as store:
+            log = store.begin(document("a", is_live=True))
+            readers = [asyncio.create_task(events_of(log.journal, after)) for after in range(-1, 12)]
+            for first in range(0, 12, 3):
+                log.append([b"%d" % (first + index) for index in range(3)], b"")
+                await asyncio.sleep(0)
+            await log.finish(document("a", body=b"[1]"), [b"12"])
+            whole = [(number, b"%d" % number) for number in range(13)]
+            for after, reader in enumerate(readers, -1):
+                assert await reader == whole[after + 1 :]
+            stored = await store.get("", "response", "a")
+            assert stored.body == b"[1]" and not stored.is_live
+            for after in range(-1, 13):
+                assert await events_of(await store.journal(stored), after) == whole[after + 1 :]
+
+    asyncio.run(run())
+
+
+def test_a_log_has_a_bound() -> None:
+    async def run() -> None:
+        async with opened(make_storage(), max_log_bytes=100) as store:
+            log = store.begin(document("a", is_live=True))
+            failures: list[Exception] = []
+            log.on_failure = failures.append
+            log.append([b"x" * 90], b"")
+            await asyncio.sleep(0.01)
+            assert not failures
+            log.append([b"x" * 90], b"")
+            await asyncio.sleep(0.01)
+            assert "more than 100 bytes" in str(failures[0])
+            await log.finish(document("a"))
+
+    asyncio.run(run())
+
+
+def test_a_journal_that_is_nowhere_else_says_what_is_gone() -> None:
+    async def run() -> None:
+        journal = Journal(max_bytes=10)
+        journal.publish([b"x" * 5] * 4)
+        journal.end()
+        assert await events_of(journal, 1) == [(2, b"x" * 5), (3, b"x" * 5)]
+        with pytest.raises(EventsGoneError, match="before number 2"):
+            await events_of(journal, 0)
+
+    asyncio.run(run())
+
+
+def test_a_quiet_journal_says_so_to_its_readers() -> None:
+    async def run() -> None:
+        journal = Journal(max_bytes=10)
+        quiet = journal.follow(quiet_s=0.001)
+        assert (await anext(quiet)).parts == ()
+        journal.publish([b"a"])
+        assert (await anext(quiet)).parts == (b"a",)
+        journal.end(ValueError("lost"))
+        with pytest.raises(ValueError, match="lost"):
+            await anext(quiet)
+
+    asyncio.run(run())
