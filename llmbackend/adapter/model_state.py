@@ -35,7 +35,8 @@ from .device_placement import DevicePlacement
 from .engine_args import LORA_NAMES, TEXT_PARAMETERS, check_checkpoint, read_model_arguments
 from .infer_task import InferTask
 from .metrics import LlmMetrics
-from .request_conversion import ModelLimits, RequestConverter
+from .model_limits import ModelLimits
+from .request_conversion import RequestConverter
 from .schemas.sampling import NO_DEFAULTS, read_sampling_defaults
 from .schemas.schema import Schema
 from .task_map import EngineAssignment, TaskMap

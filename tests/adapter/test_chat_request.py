@@ -10,7 +10,7 @@ import pytest
 from llmbackend.adapter.text.chat import MAX_VALUES, ChatBounds, ChatTemplate, read_chat
 from llmbackend.core.backend_api import ErrorCode, TritonError
 
-BOUNDS = ChatBounds(context_tokens=10, max_chars=50)
+BOUNDS = ChatBounds(max_messages=10, max_chars=50, why="this model's maximum context length is 10 tokens")
 HI = {"role": "user", "content": "hi"}
 
 
@@ -61,7 +61,7 @@ def test_a_conversation_that_cannot_fit_is_refused_by_name(value: Any, expected:
 def test_brackets_in_a_text_are_text() -> None:
     content = '[{",\\' * 30_000 + '"' + "\\" * 3
     text = json.dumps([{"role": "user", "content": content}]).encode()
-    assert read_chat(text, ChatBounds(10, 200_000)).messages[0]["content"] == content
+    assert read_chat(text, ChatBounds(10, 200_000, "")).messages[0]["content"] == content
 
 
 def test_the_text_is_bounded_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

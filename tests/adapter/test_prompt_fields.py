@@ -147,7 +147,7 @@ def test_own_templates_read_documents_and_special_tokens() -> None:
     text = chat(
         MESSAGES[:1], documents=[{"title": "t", "text": "body"}], chat_template="{{ documents[0].text }}{{ bos }}"
     )
-    found = read_chat(text.encode(), ChatBounds(100, 1000, trusts_templates=True))
+    found = read_chat(text.encode(), ChatBounds(100, 1000, "", trusts_templates=True))
     template = request_template(found.template, (("bos", "<s>"),))
     assert template.render(found.messages, options=found.options) == "body<s>"
     with pytest.raises(TritonError, match="documents"):

@@ -92,6 +92,8 @@ class LlmInputs:
     """Generations of its prompt."""
     sequence_index: int = 0
     """Of the generation among those of its prompt."""
+    prompt_only: bool = False
+    """Whether nothing is generated: the outputs describe the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

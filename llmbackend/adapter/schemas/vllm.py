@@ -32,6 +32,7 @@ from llmbackend.engine.infer_request import TokenLogprobs
 from ..generation_bounds import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_at_most
 from ..text.output_assembler import Chunk
 from ..text.tokenizer import ModelTokenizer
+from .prompt_description import DESCRIPTION_OUTPUTS, MAX_MODEL_LEN, PROMPT_TOKENS
 from .schema import (
     PROMPT_OUTPUTS,
     SEQUENCE_INDEX,
@@ -78,6 +79,11 @@ INPUTS: dict[str, TensorType] = {
     # The prompt as text, and the text of its first token, which `prompt_logprobs` does not name.
     "return_prompt_text": _FLAG,
     "return_prompt_first_token": _FLAG,
+    # Nothing is generated, and no engine sees the request: the answer says what the prompt is. Such a prompt may be
+    # longer than the context, or empty. With it alone: the names of its tokens as a JSON list, and the context's size.
+    "prompt_only": _FLAG,
+    "return_prompt_tokens": _FLAG,
+    "return_max_model_len": _FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
     "text_output": TensorType("TYPE_STRING", (-1,)),
@@ -94,6 +100,8 @@ OUTPUTS: dict[str, TensorType] = {
     "prompt_logprobs": _TEXT,
     "prompt_text": _TEXT,
     "prompt_first_token": _TEXT,
+    PROMPT_TOKENS: _TEXT,
+    MAX_MODEL_LEN: _COUNT,
 }
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
 """A request parameter that only the OpenAI frontend can set: vLLM's OpenAI server refuses what vllm_backend cuts."""
@@ -149,13 +157,15 @@ class VllmSchema:
             )
         source = given[0]
         sampling = _read_sampling(request)
+        prompt_only = _flag(request, "prompt_only")
         inputs = LlmInputs(
-            options=self._read_options(request, source, sampling),
+            options=_described(request) if prompt_only else self._read_options(request, source, sampling),
             sampling=sampling,
             text_input=text_of(tensors[source]) if source == "text_input" else None,
             messages=single(tensors[source]) if source == "messages" else None,
             input_ids=tensors[source].data.ravel() if source == "input_ids" else None,
             max_tokens_must_fit=MAX_TOKENS_MUST_FIT in request.parameters,
+            prompt_only=prompt_only,
         )
         return (inputs,)
 
@@ -180,6 +190,8 @@ class VllmSchema:
         if prepend and stream:
             raise invalid_argument("When streaming, `exclude_input_in_output` = False is not allowed.")
         enabled = {name for name in OUTPUTS if name == "text_output" or _flag(request, f"return_{name}")}
+        if needing := enabled & {PROMPT_TOKENS, MAX_MODEL_LEN}:
+            raise invalid_argument(f"'return_{min(needing)}' is true, expected 'prompt_only' to be true with it")
         has_choices = str(sampling.get("n") or 1) != "1"
         if has_choices and SEQUENCE_INDEX in enabled and not self._decoupled:
             raise unsupported("'return_sequence_index' with 'n' gives several responses, but this model is configured "
@@ -196,6 +208,14 @@ class VllmSchema:
             logprobs="cumulative_logprob" in outputs,
             text_tokens="text_tokens" in outputs,
         )
+
+
+def _described(request: Request) -> OutputOptions:
+    """Of a request that asks what its prompt is."""
+    enabled = {name for name in OUTPUTS if _flag(request, f"return_{name}")}
+    if others := enabled - DESCRIPTION_OUTPUTS:
+        raise invalid_argument(f"'return_{min(others)}' is true, but 'prompt_only' generates nothing")
+    return OutputOptions(stream=False, prepend_prompt=False, outputs=wanted_outputs(enabled, request))
 
 
 def _read_sampling(request: Request) -> Mapping[str, Any]:

@@ -52,10 +52,12 @@ _JSON_NAMES: dict[type, str] = {list: "list", dict: "object"}
 class ChatBounds:
     """What a conversation must fit into."""
 
-    context_tokens: int
-    """Also the largest number of messages and of content parts."""
+    max_messages: int
+    """Also the largest number of content parts."""
     max_chars: int
     """Of all texts together."""
+    why: str
+    """Behind the text of an error about them."""
     max_bytes: int = MAX_MESSAGES_BYTES
     """Of the JSON text."""
     trusts_templates: bool = False
@@ -170,10 +172,9 @@ def _parsed(text: bytes, bounds: ChatBounds) -> dict[str, Any]:
 
 
 def _check_messages(messages: list[Any], bounds: ChatBounds) -> None:
-    context = f": this model's maximum context length is {bounds.context_tokens} tokens"
-    if len(messages) > bounds.context_tokens:
+    if len(messages) > bounds.max_messages:
         raise invalid_argument(
-            f"{_INPUT} has {len(messages)} messages, expected at most {bounds.context_tokens}{context}"
+            f"{_INPUT} has {len(messages)} messages, expected at most {bounds.max_messages}: {bounds.why}"
         )
     num_parts = num_chars = 0
     for message in messages:
@@ -182,13 +183,13 @@ def _check_messages(messages: list[Any], bounds: ChatBounds) -> None:
         num_parts += len(parts)
         texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
         num_chars += sum(len(text) for text in texts if isinstance(text, str))
-    if num_parts > bounds.context_tokens:
+    if num_parts > bounds.max_messages:
         raise invalid_argument(
-            f"{_INPUT} has {num_parts} content parts, expected at most {bounds.context_tokens}{context}"
+            f"{_INPUT} has {num_parts} content parts, expected at most {bounds.max_messages}: {bounds.why}"
         )
     if num_chars > bounds.max_chars:
         raise invalid_argument(
-            f"the prompt has {num_chars} characters and more, expected at most {bounds.max_chars}{context}"
+            f"the prompt has {num_chars} characters and more, expected at most {bounds.max_chars}: {bounds.why}"
         )
 
 

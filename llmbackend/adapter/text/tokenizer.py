@@ -52,8 +52,8 @@ class ModelTokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         """The token ids of a text. Raises TooManyTokensError when they are not fewer than `below`."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The whole text, without special tokens."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The whole text."""
 
     def render_chat(
         self,
@@ -73,6 +73,9 @@ class ModelTokenizer(Protocol):
 
     def token_id(self, token: str) -> int | None:
         """The id of the token with this name in the vocabulary."""
+
+    def token_name(self, token_id: int) -> str:
+        """The token's name in the vocabulary, "" for none. Not its text: a space may be written as another sign."""
 
     def vocabulary(self) -> Vocabulary | None:
         """What tokens stand for, for grammars; None where that cannot be told."""
@@ -103,8 +106,9 @@ class ByteTokenizer:
         _check_length(len(data), below)
         return list(data)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return b"".join(self._bytes(token_id) for token_id in token_ids).decode("utf-8", "replace")
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text_of = self._bytes if skip_special_tokens else self._with_special
+        return b"".join(text_of(token_id) for token_id in token_ids).decode("utf-8", "replace")
 
     def render_chat(
         self,
@@ -125,6 +129,9 @@ class ByteTokenizer:
 
     def token_id(self, token: str) -> int | None:
         return next((token_id for token_id, name in self._NAMES.items() if name.decode() == token), None)
+
+    def token_name(self, token_id: int) -> str:
+        return self._with_special(token_id).decode("latin-1")
 
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
@@ -151,7 +158,7 @@ class NoTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         raise invalid_argument("this model takes token ids, and has no tokenizer")
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
 
     def render_chat(
@@ -171,6 +178,9 @@ class NoTokenizer:
 
     def token_id(self, token: str) -> int | None:
         return None
+
+    def token_name(self, token_id: int) -> str:
+        return ""
 
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
@@ -221,8 +231,8 @@ class HuggingFaceTokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def render_chat(
         self,
@@ -255,6 +265,9 @@ class HuggingFaceTokenizer:
     def token_id(self, token: str) -> int | None:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
+
+    def token_name(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def vocabulary(self) -> Vocabulary | None:
         path = self.directory and self.directory / "tokenizer.json"

@@ -32,6 +32,10 @@ RETURN_SEQUENCE_INDEX = "return_sequence_index"
 RETURN_PROMPT_TOKEN_IDS = "return_prompt_token_ids"
 RETURN_PROMPT_FIRST_TOKEN = "return_prompt_first_token"
 RETURN_PROMPT_TEXT = "return_prompt_text"
+RETURN_PROMPT_TOKENS = "return_prompt_tokens"
+RETURN_MAX_MODEL_LEN = "return_max_model_len"
+RETURN_NUM_INPUT_TOKENS = "return_num_input_tokens"
+PROMPT_ONLY = "prompt_only"
 PROMPT_LOGPROBS = "prompt_logprobs"
 PROMPT_INPUTS: Final[Mapping[str, str]] = {MESSAGES: "BYTES", TEXT_INPUT: "BYTES", INPUT_IDS: "INT32"}
 """The inputs that can be a prompt, with their datatypes; a request has one of them."""
@@ -41,7 +45,7 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     "exclude_input_in_output": "BOOL",
     "return_finish_reason": "BOOL",
     RETURN_LOGPROBS: "BOOL",
-    "return_num_input_tokens": "BOOL",
+    RETURN_NUM_INPUT_TOKENS: "BOOL",
     "return_num_output_tokens": "BOOL",
     "return_num_cached_tokens": "BOOL",
     RETURN_TEXT_TOKENS: "BOOL",
@@ -50,6 +54,9 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     RETURN_PROMPT_TOKEN_IDS: "BOOL",
     RETURN_PROMPT_FIRST_TOKEN: "BOOL",
     RETURN_PROMPT_TEXT: "BOOL",
+    RETURN_PROMPT_TOKENS: "BOOL",
+    RETURN_MAX_MODEL_LEN: "BOOL",
+    PROMPT_ONLY: "BOOL",
 }
 """The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
@@ -135,7 +142,7 @@ def option_inputs(
         "exclude_input_in_output": True,
         "return_finish_reason": True,
         RETURN_LOGPROBS: logprobs,
-        "return_num_input_tokens": usage,
+        RETURN_NUM_INPUT_TOKENS: usage,
         "return_num_output_tokens": usage,
         "return_num_cached_tokens": usage,
     }

@@ -1,0 +1,186 @@
+"""A request's prompt: from its text, conversation or token ids to the tokens that the engine gets.
+
+For: request conversion. Does not know: sampling beyond what cuts a prompt, the engine. Invariants: a prompt has only
+tokens of the vocabulary; a text or conversation that certainly has too many tokens is refused before it is tokenised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy.typing as npt
+
+from llmbackend.core.backend_api import TritonError, invalid_argument
+
+from .model_limits import ModelLimits
+from .schemas.sampling import parse_sampling_parameter
+from .schemas.schema import LlmInputs, Prompt
+from .text.chat import MAX_VALUES, ChatBounds, read_chat
+from .text.fill_in_the_middle import fim_encoder
+from .text.tokenizer import ModelTokenizer, TooManyTokensError
+
+MAX_DESCRIBED_TOKENS: Final = 1 << 20
+MAX_DESCRIBED_CHARS: Final = 4 << 20
+"""Of a prompt that is described and not generated from, which need not fit into the context: of a text of so many
+characters a conversion thread makes tokens in one to two seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBounds:
+    """What a prompt must fit into."""
+
+    below_tokens: int
+    max_chars: int
+    max_messages: int
+    """Also the largest number of content parts."""
+    why: str
+    """Behind the error's text."""
+
+    @classmethod
+    def of_context(cls, limits: ModelLimits, max_token_chars: int) -> PromptBounds:
+        most = limits.max_tokens
+        return cls(most, most * max_token_chars, most, f"this model's maximum context length is {most} tokens")
+
+    def described(self) -> PromptBounds:
+        """Those of a prompt that is only described."""
+        return PromptBounds(
+            max(self.below_tokens, MAX_DESCRIBED_TOKENS + 1),
+            max(self.max_chars, MAX_DESCRIBED_CHARS),
+            max(self.max_messages, MAX_VALUES),
+            "no more is tokenised in one request",
+        )
+
+
+def _suffix_refused(reason: str) -> TritonError:
+    return invalid_argument(f"'suffix' is not supported: {reason}", param="suffix")
+
+
+class PromptMaker:
+    """Read-only: any thread uses it."""
+
+    def __init__(self, tokenizer: ModelTokenizer, limits: ModelLimits) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._in_context = PromptBounds.of_context(limits, tokenizer.max_token_chars)
+        self._fim = fim_encoder(tokenizer, limits.vocab_size)
+
+    def make(self, inputs: LlmInputs) -> Prompt:
+        """The prompt of a generation: not empty, and with room for a token behind it. Raises TritonError
+        INVALID_ARG."""
+        suffix = parse_sampling_parameter("suffix", inputs.sampling.get("suffix"))
+        adds, keep = self._params(inputs.sampling)
+        if suffix:
+            prompt = self._fim_prompt(inputs, suffix, adds, keep)
+        else:
+            prompt = self._prompt(inputs, adds, keep, self._in_context)
+        self._check_length(len(prompt.token_ids))
+        return prompt
+
+    def describe(self, inputs: LlmInputs) -> Prompt:
+        """The prompt, which may be empty, and longer than the context. Raises TritonError INVALID_ARG."""
+        adds, keep = self._params(inputs.sampling)
+        return self._prompt(inputs, adds, keep, self._in_context.described())
+
+    def _params(self, values: Mapping[str, Any]) -> tuple[bool | None, int | None]:
+        """add_special_tokens, and how many tokens of the prompt's end to keep; None = all."""
+        adds, keep, most = (
+            parse_sampling_parameter(name, values.get(name))
+            for name in ("add_special_tokens", "truncate_prompt_tokens", "max_tokens")
+        )
+        longest = self._limits.max_tokens - 1
+        if keep is not None and keep > longest:
+            raise invalid_argument(
+                f"sampling parameter 'truncate_prompt_tokens' is {keep}, expected at most {longest}: the model's "
+                f"context of {longest + 1} tokens must leave room for one more",
+                param="truncate_prompt_tokens",
+            )
+        if keep == -1:
+            keep = max(longest + 1 - max(most or 1, 1), 1)
+            keep = min(keep, self._limits.max_prompt_tokens or keep)
+        return adds, keep
+
+    def _prompt(self, inputs: LlmInputs, adds: bool | None, keep: int | None, bounds: PromptBounds) -> Prompt:
+        try:
+            if inputs.text_input is not None:
+                return Prompt(inputs.text_input, self._encode(inputs.text_input, adds is not False, keep, bounds))
+            if inputs.messages is not None:
+                rendered = self._render(inputs.messages, bounds)
+                return Prompt(rendered, self._encode(rendered, bool(adds), keep, bounds))
+            assert inputs.input_ids is not None
+            ids = self._checked_ids(inputs.input_ids if keep is None else inputs.input_ids[-keep:], bounds)
+            return Prompt(self._tokenizer.decode(ids) if inputs.options.prepend_prompt else "", ids)
+        except TritonError:
+            raise
+        except Exception as error:
+            raise invalid_argument(f"the prompt cannot be tokenised: {error}") from error
+
+    def _fim_prompt(self, inputs: LlmInputs, suffix: str, adds: bool | None, keep: int | None) -> Prompt:
+        if self._fim is None:
+            raise _suffix_refused("the model's tokenizer has no tokens known for filling in the middle")
+        if inputs.text_input is None:
+            raise _suffix_refused("it can only stand beside a prompt that is text")
+        if keep is not None:
+            raise _suffix_refused("'truncate_prompt_tokens' would cut off the markers of its prompt")
+        _check_chars(len(inputs.text_input) + len(suffix), self._in_context)
+        below = self._limits.max_tokens
+        try:
+            ids = self._fim.encode(inputs.text_input, suffix, add_special_tokens=adds is not False, below=below)
+        except TooManyTokensError as error:
+            self._check_length(error.num_tokens)
+            raise
+        return Prompt(inputs.text_input, ids)
+
+    def _encode(self, text: str, add_special_tokens: bool, keep: int | None, bounds: PromptBounds) -> tuple[int, ...]:
+        _check_chars(len(text), bounds)
+        if not text:  # the tokenizer would perhaps add a special token
+            return ()
+        below = bounds.below_tokens if keep is None else None
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, below=below)
+            return tuple(ids if keep is None else ids[-keep:])
+        except TooManyTokensError as error:
+            self._check_below(error.num_tokens, bounds)
+            raise
+
+    def _render(self, text: bytes, bounds: PromptBounds) -> str:
+        chat_bounds = ChatBounds(
+            bounds.max_messages,
+            bounds.max_chars,
+            bounds.why,
+            self._limits.max_messages_bytes,
+            self._limits.trusts_request_templates,
+        )
+        chat = read_chat(text, chat_bounds)
+        return chat.prompt_of(self._tokenizer.render_chat(chat.messages, chat.tools, chat.options, chat.template))
+
+    def _checked_ids(self, ids: npt.NDArray[Any], bounds: PromptBounds) -> tuple[int, ...]:
+        """Checks the array before it makes a Python object of each id."""
+        self._check_below(ids.size, bounds)
+        size = self._limits.vocab_size
+        bad = ids[(ids < 0) | (ids >= size)]
+        if bad.size:
+            raise invalid_argument(f"input 'input_ids' holds {bad[0]}, expected token ids from 0 to {size - 1}")
+        return tuple(ids.tolist())
+
+    def _check_length(self, num_tokens: int) -> None:
+        if not num_tokens:
+            raise invalid_argument("the prompt is empty, expected at least one token")
+        self._check_below(num_tokens, self._in_context)
+        limit = self._limits.max_prompt_tokens
+        if limit and num_tokens > limit:
+            raise invalid_argument(f"the prompt has {num_tokens} tokens, expected at most {limit} (max_prompt_tokens)")
+
+    def _check_below(self, num_tokens: int, bounds: PromptBounds) -> None:
+        if num_tokens < bounds.below_tokens:
+            return
+        room = ", with room for at least one more" if bounds is self._in_context else ""
+        raise invalid_argument(
+            f"the prompt has {num_tokens} tokens, expected at most {bounds.below_tokens - 1}: {bounds.why}{room}"
+        )
+
+
+def _check_chars(count: int, bounds: PromptBounds) -> None:
+    if count > bounds.max_chars:
+        raise invalid_argument(f"the prompt has {count} characters, expected at most {bounds.max_chars}: {bounds.why}")

@@ -1,0 +1,50 @@
+"""What a prompt is, as outputs of a request that generates nothing: its tokens, their number, its text.
+
+For: request conversion. Does not know: how the prompt was made. Invariant: no single call of the interpreter is in
+proportion to the prompt, so that other threads get their turn between two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from llmbackend.core.backend_api import Tensor
+
+from ..text.tokenizer import ModelTokenizer
+from .schema import Prompt
+
+PROMPT_TOKENS: Final = "prompt_tokens"
+MAX_MODEL_LEN: Final = "max_model_len"
+DESCRIPTION_OUTPUTS: Final = frozenset(
+    {PROMPT_TOKENS, MAX_MODEL_LEN, "prompt_token_ids", "prompt_text", "num_input_tokens"}
+)
+_TOKENS_PER_CALL: Final = 8192
+
+
+def described(
+    prompt: Prompt, outputs: frozenset[str], tokenizer: ModelTokenizer, max_model_len_tokens: int
+) -> list[Tensor]:
+    """outputs: some of DESCRIPTION_OUTPUTS. The text of a prompt that was given as token ids has its special tokens."""
+    ids, tensors = prompt.token_ids, []
+    if "prompt_token_ids" in outputs:
+        parts = [np.array(part, np.int32) for part in _parts(ids)]
+        tensors.append(Tensor.of("prompt_token_ids", np.concatenate(parts)))
+    if PROMPT_TOKENS in outputs:
+        names = (msgspec.json.encode([*map(tokenizer.token_name, part)])[1:-1] for part in _parts(ids))
+        tensors.append(Tensor.text(PROMPT_TOKENS, b"[%b]" % b",".join(names)))
+    if "prompt_text" in outputs:
+        text = prompt.text or tokenizer.decode(ids, skip_special_tokens=False)
+        tensors.append(Tensor.text("prompt_text", text))
+    for name, count in (("num_input_tokens", len(ids)), (MAX_MODEL_LEN, max_model_len_tokens)):
+        if name in outputs:
+            tensors.append(Tensor.of(name, np.array([count], np.uint32)))
+    return tensors
+
+
+def _parts(ids: Sequence[int]) -> list[Sequence[int]]:
+    """At least one."""
+    return [ids[start : start + _TOKENS_PER_CALL] for start in range(0, max(len(ids), 1), _TOKENS_PER_CALL)]
