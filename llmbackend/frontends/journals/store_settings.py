@@ -7,13 +7,16 @@ be said without opening.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from .documents import Capacity, Storage
 from .memory_storage import MemoryStorage
 from .response_store import ResponseStore, StoreOptions
+from .sqlite_storage import SqliteStorage
 
 MEMORY: Final = "memory"
+_SQLITE: Final = "sqlite:"
 DAY_S: Final = 86_400.0
 _MEMORY_TTL_S: Final = 3_600.0
 _PERSISTENT_TTL_S: Final = 30 * DAY_S
@@ -25,7 +28,7 @@ class StoreSettings:
     """A store, before it is opened."""
 
     url: str = MEMORY
-    """`memory`."""
+    """`memory`, or `sqlite:PATH`."""
     ttl_s: float | None = None
     """None: an hour in memory, 30 days elsewhere."""
     max_bytes: int = 256 << 20
@@ -36,16 +39,21 @@ class StoreSettings:
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        if self.url != MEMORY:
-            raise ValueError(f"the response store is '{self.url}', expected memory")
+        if self.url != MEMORY and not self._path:
+            raise ValueError(f"the response store is '{self.url}', expected memory or sqlite:PATH")
 
     def open(self) -> ResponseStore:
         """Raises StoreError."""
         ttl_s = self.ttl_s or (_MEMORY_TTL_S if self.url == MEMORY else _PERSISTENT_TTL_S)
         return ResponseStore(self._storage(), StoreOptions(ttl_s=ttl_s))
 
+    @property
+    def _path(self) -> str:
+        return self.url.removeprefix(_SQLITE) if self.url.startswith(_SQLITE) else ""
+
     def _storage(self) -> Storage:
-        return MemoryStorage(Capacity(self.max_bytes, self.max_responses_per_key))
+        capacity = Capacity(self.max_bytes, self.max_responses_per_key)
+        return SqliteStorage(Path(self._path), capacity) if self._path else MemoryStorage(capacity)
 
 
 IN_MEMORY: Final = StoreSettings()

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 
@@ -19,6 +20,7 @@ from llmbackend.frontends.journals.response_store import (
     ResponseStore,
     StoreOptions,
 )
+from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 
 TTL_S = 100.0
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -48,8 +50,19 @@ async def opened(
         await store.close()
 
 
-def make_storage(max_bytes: int = 1 << 20, max_documents: int = 100) -> Storage:
-    return MemoryStorage(Capacity(max_bytes, max_documents))
+class MakeStorage(Protocol):
+    def __call__(self, max_bytes: int = 1 << 20, max_documents: int = 100) -> Storage: ...
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def make_storage(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStorage:
+    """Opens the same store each time, if it is one that stays."""
+
+    def make(max_bytes: int = 1 << 20, max_documents: int = 100) -> Storage:
+        capacity = Capacity(max_bytes, max_documents)
+        return MemoryStorage(capacity) if request.param == "memory" else SqliteStorage(tmp_path / "store", capacity)
+
+    return make
 
 
 async def events_of(journal: Journal, after: int = -1) -> list[tuple[int, bytes]]:
@@ -67,7 +80,7 @@ async def is_stored(store: ResponseStore, id: str, owner: str = "") -> bool:
     return True
 
 
-def test_documents_are_for_their_owner_alone() -> None:
+def test_documents_are_for_their_owner_alone(make_storage: MakeStorage) -> None:
     async def run() -> None:
         async with opened(make_storage()) as store:
             await store.put(document("a", owner="one"))
@@ -96,7 +109,7 @@ def test_expiry_is_seen_at_once_and_frees_what_was_held() -> None:
     asyncio.run(run())
 
 
-def test_the_oldest_go_first_and_live_ones_stay() -> None:
+def test_the_oldest_go_first_and_live_ones_stay(make_storage: MakeStorage) -> None:
     async def run() -> None:
         async with opened(make_storage(max_documents=2)) as store:
             log = store.begin(document("live", is_live=True))
@@ -110,7 +123,7 @@ def test_the_oldest_go_first_and_live_ones_stay() -> None:
     asyncio.run(run())
 
 
-def test_the_store_holds_no_more_than_its_bytes() -> None:
+def test_the_store_holds_no_more_than_its_bytes(make_storage: MakeStorage) -> None:
     async def run() -> None:
         async with opened(make_storage(max_bytes=1000)) as store:
             for name in "abcd":
@@ -120,7 +133,7 @@ def test_the_store_holds_no_more_than_its_bytes() -> None:
     asyncio.run(run())
 
 
-def test_lineage() -> None:
+def test_lineage(make_storage: MakeStorage) -> None:
     async def run() -> None:
         async with opened(make_storage()) as store:
             await store.put(document("a"))
@@ -137,7 +150,7 @@ def test_lineage() -> None:
     asyncio.run(run())
 
 
-def test_all_events_of_one_turn_are_one_transaction() -> None:
+def test_all_events_of_one_turn_are_one_transaction(make_storage: MakeStorage) -> None:
     async def run() -> None:
         async with opened(make_storage()) as store:
             logs = [store.begin(document(f"r{index}", is_live=True)) for index in range(8)]
@@ -156,7 +169,7 @@ def test_all_events_of_one_turn_are_one_transaction() -> None:
     asyncio.run(run())
 
 
-def test_readers_from_any_place_get_each_event_once() -> None:
+def test_readers_from_any_place_get_each_event_once(make_storage: MakeStorage) -> None:
     async def run() -> None:
         async with opened(make_storage()) as store:
             log = store.begin(document("a", is_live=True))
@@ -176,7 +189,7 @@ def test_readers_from_any_place_get_each_event_once() -> None:
     asyncio.run(run())
 
 
-def test_a_log_has_a_bound() -> None:
+def test_a_log_has_a_bound(make_storage: MakeStorage) -> None:
     async def run() -> None:
         async with opened(make_storage(), max_log_bytes=100) as store:
             log = store.begin(document("a", is_live=True))

@@ -1,0 +1,241 @@
+"""Documents in one SQLite file.
+
+For: `--response-store sqlite:PATH`. Does not know: threads. Invariants: one process has the file; what was committed is
+there after the process was killed at any point (WAL, synchronous=NORMAL: after a loss of power the last transactions
+may be missing, the file stays whole); the file is readable by its user alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from .documents import Append, Capacity, Delete, Document, Put, StoreError, Write
+
+_VERSION: Final = 1
+_LOCK_WAIT_S: Final = 2.0
+_EVICTED_AT_ONCE: Final = 32
+_SCHEMA: Final = """
+CREATE TABLE documents (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL, created_s REAL NOT NULL,
+    expires_s REAL NOT NULL, items BLOB NOT NULL, parent TEXT NOT NULL, is_live INTEGER NOT NULL,
+    continuation BLOB NOT NULL, size_bytes INTEGER NOT NULL, log_bytes INTEGER NOT NULL
+);
+CREATE INDEX by_expiry ON documents (expires_s);
+CREATE INDEX by_age ON documents (is_live, created_s, size_bytes, log_bytes, owner);
+CREATE INDEX by_owner ON documents (owner, is_live, created_s);
+CREATE TABLE events (step INTEGER PRIMARY KEY, id TEXT NOT NULL, first INTEGER NOT NULL, parts BLOB NOT NULL);
+CREATE UNIQUE INDEX events_of ON events (id, first);
+CREATE TABLE progress (step INTEGER PRIMARY KEY, id TEXT NOT NULL, progress BLOB NOT NULL);
+CREATE INDEX progress_of ON progress (id, step);
+"""
+_FIELDS: Final = "owner, kind, id, body, created_s, expires_s, items, parent, is_live, continuation"
+_NAMES: Final = _FIELDS.split(", ")
+_PARTS = msgspec.msgpack.Decoder(list[bytes])
+
+
+class SqliteStorage:
+    """A Storage."""
+
+    is_persistent = True
+
+    def __init__(self, path: Path, capacity: Capacity) -> None:
+        """Opens the file, or makes it. Raises StoreError."""
+        self._path = path
+        self._capacity = capacity
+        self._held_bytes = 0
+        self._count_of: Counter[str] = Counter()
+        self._connection = self._opened()
+        try:
+            with self._errors():
+                self._prepare()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def commit(self, writes: Sequence[Write], now_s: float) -> None:
+        with self._errors(), self._transaction():
+            for write in writes:
+                match write:
+                    case Put(document):
+                        self._put(document)
+                    case Append():
+                        self._append(write)
+                    case Delete(id):
+                        self._remove([id])
+            self._remove(self._ids("WHERE expires_s <= ?", now_s))
+            for owner in {write.document.owner for write in writes if isinstance(write, Put)}:
+                if (excess := self._count_of[owner] - self._capacity.max_documents_per_owner) > 0:
+                    self._remove(self._ids("WHERE owner = ? AND NOT is_live ORDER BY created_s LIMIT ?", owner, excess))
+            self._evict()
+
+    def get(self, id: str, now_s: float) -> Document | None:
+        with self._errors():
+            found = self._rows(f"SELECT {_FIELDS} FROM documents WHERE id = ? AND expires_s > ?", id, now_s)
+            return _document(found[0]) if found else None
+
+    def num_events(self, id: str) -> int:
+        with self._errors():
+            last = self._rows("SELECT first, parts FROM events WHERE id = ? ORDER BY first DESC LIMIT 1", id)
+            return last[0][0] + len(_PARTS.decode(last[0][1])) if last else 0
+
+    def events(self, id: str, first: int, max_bytes: int) -> list[bytes]:
+        found: list[bytes] = []
+        with self._errors():
+            begins = "(SELECT MAX(first) FROM events WHERE id = ?1 AND first <= ?2)"
+            query = f"SELECT first, parts FROM events WHERE id = ?1 AND first >= {begins} ORDER BY first"
+            cursor = self._connection.execute(query, (id, first))
+            for number, packed in cursor:
+                found += _PARTS.decode(packed)[max(first - number, 0) :]
+                max_bytes -= len(packed)
+                if found and max_bytes <= 0:
+                    break
+            cursor.close()
+        return found
+
+    def progress(self, id: str) -> list[bytes]:
+        with self._errors():
+            return [row[0] for row in self._rows("SELECT progress FROM progress WHERE id = ? ORDER BY step", id)]
+
+    def live(self) -> list[Document]:
+        with self._errors():
+            return [_document(row) for row in self._rows(f"SELECT {_FIELDS} FROM documents WHERE is_live")]
+
+    def next_expiry_s(self) -> float | None:
+        with self._errors():
+            expiry: float | None = self._rows("SELECT MIN(expires_s) FROM documents")[0][0]
+            return expiry
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # --- writes -----------------------------------------------------------------------------------------------------
+
+    def _put(self, document: Document) -> None:
+        before = self._rows("SELECT size_bytes FROM documents WHERE id = ?", document.id)
+        self._held_bytes += document.size_bytes - (before[0][0] if before else 0)
+        self._count_of[document.owner] += not before
+        self._connection.execute(
+            f"INSERT INTO documents ({_FIELDS}, size_bytes, log_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0) "
+            "ON CONFLICT (id) DO UPDATE SET body = excluded.body, items = excluded.items, is_live = excluded.is_live, "
+            "continuation = excluded.continuation, expires_s = excluded.expires_s, size_bytes = excluded.size_bytes",
+            (*(getattr(document, name) for name in _NAMES), document.size_bytes),
+        )
+        if before and not document.is_live:
+            self._drop_progress(document.id)
+
+    def _drop_progress(self, id: str) -> None:
+        size_bytes = self._rows("SELECT COALESCE(SUM(LENGTH(progress)), 0) FROM progress WHERE id = ?", id)[0][0]
+        self._connection.execute("DELETE FROM progress WHERE id = ?", (id,))
+        self._grow_log(id, -size_bytes)
+
+    def _append(self, step: Append) -> None:
+        if not self._grow_log(step.id, step.size_bytes):
+            return  # it was deleted
+        if step.events:
+            parts = msgspec.msgpack.encode(step.events)
+            self._connection.execute(
+                "INSERT INTO events (id, first, parts) VALUES (?, ?, ?)", (step.id, step.first, parts)
+            )
+        if step.progress:
+            self._connection.execute("INSERT INTO progress (id, progress) VALUES (?, ?)", (step.id, step.progress))
+
+    def _grow_log(self, id: str, size_bytes: int) -> bool:
+        """False: there is no such document."""
+        found = self._connection.execute(
+            "UPDATE documents SET log_bytes = log_bytes + ? WHERE id = ?", (size_bytes, id)
+        ).rowcount
+        self._held_bytes += size_bytes * found
+        return bool(found)
+
+    def _remove(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            found = self._rows("SELECT owner, size_bytes + log_bytes FROM documents WHERE id = ?", id)
+            if not found:
+                continue
+            owner, size_bytes = found[0]
+            self._held_bytes -= size_bytes
+            self._count_of[owner] -= 1
+            for table in ("documents", "events", "progress"):
+                self._connection.execute(f"DELETE FROM {table} WHERE id = ?", (id,))
+
+    def _evict(self) -> None:
+        while self._held_bytes > self._capacity.max_bytes:
+            oldest = self._ids("WHERE NOT is_live ORDER BY created_s LIMIT ?", _EVICTED_AT_ONCE)
+            if not oldest:
+                return
+            for id in oldest:
+                self._remove([id])
+                if self._held_bytes <= self._capacity.max_bytes:
+                    return
+
+    # --- the file ---------------------------------------------------------------------------------------------------
+
+    def _opened(self) -> sqlite3.Connection:
+        try:
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            return sqlite3.connect(self._path, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"the response store '{self._path}' can not be opened: {error}") from None
+
+    def _prepare(self) -> None:
+        for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL"):
+            self._connection.execute(f"PRAGMA {pragma}")
+        with self._transaction():
+            version = self._rows("PRAGMA user_version")[0][0]
+            if version not in (0, _VERSION):
+                raise StoreError(
+                    f"the response store '{self._path}' has version {version}, this server reads version {_VERSION}; "
+                    "name another file"
+                )
+            if not version:
+                for statement in _SCHEMA.split(";"):
+                    self._connection.execute(statement)
+                self._connection.execute(f"PRAGMA user_version = {_VERSION}")
+        self._count()
+
+    def _count(self) -> None:
+        self._held_bytes = self._rows("SELECT COALESCE(SUM(size_bytes + log_bytes), 0) FROM documents")[0][0]
+        self._count_of = Counter(dict(self._rows("SELECT owner, COUNT(*) FROM documents GROUP BY owner")))
+
+    def _ids(self, condition: str, *values: Any) -> list[str]:
+        return [row[0] for row in self._rows(f"SELECT id FROM documents {condition}", *values)]
+
+    def _rows(self, query: str, *values: Any) -> list[Any]:
+        return self._connection.execute(query, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+                if self._rows("PRAGMA user_version")[0][0] == _VERSION:
+                    self._count()
+            raise
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if "locked" in str(error):
+                raise StoreError(f"the response store '{self._path}' is in use by another process") from None
+            raise StoreError(f"the response store '{self._path}' failed: {error}") from None
+        except sqlite3.Error as error:
+            raise StoreError(f"the response store '{self._path}' failed: {error}") from None
+
+
+def _document(row: Sequence[Any]) -> Document:
+    owner, kind, id, body, created_s, expires_s, items, parent, is_live, continuation = row
+    return Document(owner, kind, id, body, created_s, expires_s, items, parent, bool(is_live), continuation)
