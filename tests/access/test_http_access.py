@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from typing import Any
 
@@ -128,3 +129,40 @@ def test_an_application_that_raises_is_logged_too(caplog: pytest.LogCaptureFixtu
     with pytest.raises(RuntimeError, match="bug"):
         asyncio.run(run(access(broken, log_requests=True), scope("/v2", RIGHT)))
     assert caplog.records[0].message.startswith("POST /v2 - key=api-key-1 ")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (((b"x-api-key", b"right"),), 200),
+        (((b"x-api-key", b"wrong"),), 401),
+        ((RIGHT, (b"x-api-key", b"wrong")), 200),  # as every client that knows both forms: one of them counts
+        (((b"authorization", b"Basic right"), (b"x-api-key", b"right")), 401),
+        ((), 401),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v2/models/m/infer"])
+def test_a_key_comes_in_either_header(path: str, headers: tuple[tuple[bytes, bytes], ...], status: int) -> None:
+    assert asyncio.run(run(access(answer), scope(path, *headers)))[0]["status"] == status
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "is_anthropic"),
+    [
+        ("/v1/messages", (), True),
+        ("/v1/messages/count_tokens", (), True),
+        ("/v1/models", ((b"anthropic-version", b"2023-06-01"),), True),
+        ("/v1/models", (), False),
+        ("/v1/chat/completions", ((b"anthropic-version", b"2023-06-01"),), False),
+        ("/v1/messages_of_others", (), False),
+    ],
+)
+def test_a_refusal_has_the_shape_of_the_clients_api(
+    path: str, headers: tuple[tuple[bytes, bytes], ...], is_anthropic: bool
+) -> None:
+    body = json.loads(asyncio.run(run(access(answer), scope(path, *headers)))[1]["body"])
+    if is_anthropic:
+        assert body["type"] == "error" and body["error"]["type"] == "authentication_error"
+        assert "x-api-key" in body["error"]["message"]
+    else:
+        assert body["error"]["code"] == "invalid_api_key"

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 NO_KEY: Final = (
     "You didn't provide an API key. Provide it in an Authorization header: 'Authorization: Bearer YOUR_KEY'."
 )
+NO_KEY_ANTHROPIC: Final = (
+    "You didn't provide an API key. Provide it in a header: 'x-api-key: YOUR_KEY' or 'Authorization: Bearer YOUR_KEY'."
+)
 WRONG_KEY: Final = "Incorrect API key provided."
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY: Final = re.compile(r"[!-~]{1,512}")
@@ -223,3 +226,9 @@ def bearer_token(headers: Mapping[str, bytes]) -> bytes | None:
     """The key in the Authorization header; None without one of the Bearer scheme."""
     scheme, _, token = headers.get("authorization", b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else None
+
+
+def presented_key(headers: Mapping[str, bytes]) -> bytes | None:
+    """The key of an HTTP request: in the Authorization header, as OpenAI's clients send it, else in `x-api-key`, as
+    Anthropic's do; None without one."""
+    return headers.get("x-api-key") if "authorization" not in headers else bearer_token(headers)

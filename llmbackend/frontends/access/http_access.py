@@ -18,10 +18,17 @@ from urllib.parse import quote
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..http.errors import INVALID_REQUEST, error_body, is_openai, openai_error_body
+from ..http.errors import (
+    INVALID_REQUEST,
+    anthropic_error_body,
+    error_body,
+    is_anthropic,
+    is_openai,
+    openai_error_body,
+)
 from ..http.request_scope import LABELS
 from ..http.responses import JSON, TEXT, plain
-from .api_keys import NO_KEY, WRONG_KEY, KeyRing, bearer_token
+from .api_keys import NO_KEY, NO_KEY_ANTHROPIC, WRONG_KEY, KeyRing, presented_key
 from .permissions import OPEN_PATHS, Category, Restrictions, Role, category_of, is_stop, needs_operator, role_needed
 from .rate_limit import Account, Refusal
 from .request_identity import REQUEST_IDENTITY, AccessMetrics, RequestIdentity
@@ -59,30 +66,30 @@ class HttpAccess:
         path = request.path
         account: Account | None = None
         if self._keys is not None and path not in OPEN_PATHS:
-            key = bearer_token(request.headers)
+            key = presented_key(request.headers)
             account = request.account = None if key is None else self._keys.find(key)
             if account is None:
                 self._metrics.decided(None, "http", "unauthenticated")
-                return _unauthenticated(path, has_key=key is not None)
+                return _unauthenticated(request, has_key=key is not None)
         category = category_of(path)
         header = self._restrictions.missing_header(category, request.headers)
         if header is not None:
             self._metrics.decided(account, "http", "restricted")
-            return _restricted(path, header)
+            return _restricted(request, header)
         return None if account is None else self._admit(request, account, category)
 
     def _admit(self, request: _CheckedRequest, account: Account, category: Category | None) -> Response | None:
         """Checks the role first. Rate limits apply to inference only, and not to stopping it."""
         if account.role is not Role.OPERATOR and needs_operator(request.path, category):
             self._metrics.decided(account, "http", "forbidden")
-            return _forbidden(request.path, account)
+            return _forbidden(request, account)
         identity = RequestIdentity(account, "http", self._metrics)
         if category is not Category.INFERENCE or is_stop(request.path):
             self._metrics.decided(account, "http", "accepted")
         else:
             refusal = identity.take_first()
             if refusal is not None:
-                return _rate_limited(request.path, refusal, account)
+                return _rate_limited(request, refusal, account)
             request.limited = account
         REQUEST_IDENTITY.set(identity)
         return None
@@ -96,6 +103,7 @@ class _CheckedRequest:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers = {name.decode("latin-1"): value for name, value in reversed(scope["headers"])}
+        self.is_anthropic = is_anthropic(self.path, self.headers.get("anthropic-version"))
         self.account: Account | None = None
         self.limited: Account | None = None
         self.status = 0
@@ -118,31 +126,38 @@ def _log(request: _CheckedRequest) -> None:
     log.info("%s %s %s key=%s %.1f ms%s", request.method, path, request.status or "-", name, elapsed_ms, labels)
 
 
-def _unauthenticated(path: str, has_key: bool) -> Response:
-    message = WRONG_KEY if has_key else NO_KEY
-    response = _error(path, 401, message, INVALID_REQUEST, "invalid_api_key")
+def _unauthenticated(request: _CheckedRequest, has_key: bool) -> Response:
+    message = WRONG_KEY if has_key else NO_KEY_ANTHROPIC if request.is_anthropic else NO_KEY
+    response = _error(request, 401, message, INVALID_REQUEST, "invalid_api_key")
     response.headers["www-authenticate"] = 'Bearer error="invalid_token"' if has_key else "Bearer"
     return response
 
 
-def _restricted(path: str, header: str) -> Response:
+def _restricted(request: _CheckedRequest, header: str) -> Response:
     message = f"This API is restricted, expecting header '{header}'"
-    if is_openai(path):
-        return _error(path, 403, message, "authentication_error", "invalid_auth")
+    if is_openai(request.path):
+        return _error(request, 403, message, "authentication_error", "invalid_auth")
     return plain(error_body(message), 403, TEXT)
 
 
-def _forbidden(path: str, account: Account) -> Response:
-    return _error(path, 403, role_needed(account.name, account.role), INVALID_REQUEST, "insufficient_permissions")
+def _forbidden(request: _CheckedRequest, account: Account) -> Response:
+    message = role_needed(account.name, account.role)
+    return _error(request, 403, message, INVALID_REQUEST, "insufficient_permissions")
 
 
-def _rate_limited(path: str, refusal: Refusal, account: Account) -> Response:
-    response = _error(path, 429, refusal.message, refusal.kind, "rate_limit_exceeded")
+def _rate_limited(request: _CheckedRequest, refusal: Refusal, account: Account) -> Response:
+    response = _error(request, 429, refusal.message, refusal.kind, "rate_limit_exceeded")
     response.headers["retry-after"] = refusal.retry_after
     response.raw_headers.extend(account.headers())
     return response
 
 
-def _error(path: str, status: int, message: str, kind: str, code: str) -> Response:
-    body = openai_error_body(message, kind, code) if is_openai(path) else error_body(message)
+def _error(request: _CheckedRequest, status: int, message: str, kind: str, code: str) -> Response:
+    """In the shape of the request's API; `kind` and `code` are OpenAI's."""
+    if request.is_anthropic:
+        body = anthropic_error_body(status, message)
+    elif is_openai(request.path):
+        body = openai_error_body(message, kind, code)
+    else:
+        body = error_body(message)
     return plain(body, status, JSON)

@@ -1,9 +1,10 @@
-"""Errors on HTTP: which status a Triton code has, and the shape of an error body, in Triton's form or OpenAI's by path.
+"""Errors on HTTP: which status a Triton code has, and the shape of an error body: Triton's, OpenAI's or Anthropic's.
 
 For: every handler, access control, and refusals that come from the connection. Does not know: requests, models.
-Invariant: under /v1/ an error body is OpenAI's, elsewhere `{"error": "<text>"}`, also under content type text/plain,
-which Triton sends where its handler has set no type yet (health, the checks before an /infer body).
-Source: Triton's HttpCodeFromError; content types as recorded from Triton 2.51.
+Invariant: under /v1/messages an error body is Anthropic's, under /v1/ OpenAI's, elsewhere `{"error": "<text>"}`, also
+under content type text/plain, which Triton sends where its handler has set no type yet (health, the checks before an
+/infer body).
+Source: Triton's HttpCodeFromError; content types as recorded from Triton 2.51; Anthropic's API reference for its types.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ HTTP_STATUS: Final[Mapping[ErrorCode, int]] = {
     ErrorCode.CANCELLED: 400,
 }
 
+_ANTHROPIC_KINDS: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+"""Anthropic's types of an error by status; other ones are the client's (4xx) or the server's."""
 _OPENAI_KINDS: Final = {429: ("requests", "rate_limit_exceeded"), 503: ("service_unavailable_error", "unavailable")}
 """Type and code of refusals that come from the connection, by status."""
 
@@ -57,6 +68,21 @@ def error_body(message: str) -> bytes:
 def is_openai(path: str) -> bool:
     """Whether errors on `path` have the shape that OpenAI's clients parse."""
     return path.startswith("/v1/")
+
+
+def is_anthropic(path: str, version: bytes | None = None) -> bool:
+    """Whether errors on `path` have the shape that Anthropic's clients parse. version: the header `anthropic-version`,
+    by which its clients ask for models."""
+    if path.startswith("/v1/models"):
+        return version is not None
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def anthropic_error_body(status: int, message: str, request_id: str | None = None) -> bytes:
+    """`{"type": "error", "error": {"type", "message"}, "request_id"}`; lone surrogates become '?'."""
+    kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    text = message.encode("utf-8", "replace").decode()
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": text}, "request_id": request_id})
 
 
 def openai_error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
@@ -151,6 +177,8 @@ def _headers(status: int) -> dict[str, str]:
 
 
 def _body(path: str, status: int, message: str) -> bytes:
+    if is_anthropic(path):
+        return anthropic_error_body(status, message)
     if not is_openai(path):
         return error_body(message)
     kind, code = _OPENAI_KINDS.get(status, (INVALID_REQUEST, None))

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import orjson
 
-from .errors import JsonObject
+from .errors import JsonObject, OpenAIError
 from .logprobs import first_position
 from .tensors import (
     RETURN_PROMPT_FIRST_TOKEN,
@@ -96,6 +96,14 @@ class Writer(Protocol):
     def delta(self, index: int, delta: Delta) -> bytes: ...
     def end(self) -> bytes: ...
 
+    def ping(self) -> bytes:
+        """Says that the stream goes on, while nothing happens."""
+        ...
+
+    def fail(self, error: OpenAIError) -> bytes:
+        """The stream's end where the answer failed."""
+        ...
+
 
 class PromptFirst:
     """A writer whose choices begin with what the model tells of their prompt: deltas that come earlier wait for it."""
@@ -125,6 +133,12 @@ class PromptFirst:
     def end(self) -> bytes:
         held = b"".join(self._writer.delta(index, delta) for index, delta in self._held)
         return held + self._writer.end()
+
+    def ping(self) -> bytes:
+        return self._writer.ping()
+
+    def fail(self, error: OpenAIError) -> bytes:
+        return self._writer.fail(error)
 
     def _begun(self, number: int, prompt: PromptDetails) -> bytes:
         self._told.add(number)

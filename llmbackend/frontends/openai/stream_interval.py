@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .errors import OpenAIError
 from .prompt_details import Writer
 from .tensors import Delta, PromptDetails
 
@@ -38,6 +39,12 @@ class IntervalWriter:
 
     def end(self) -> bytes:
         return self._writer.end()
+
+    def ping(self) -> bytes:
+        return self._writer.ping()
+
+    def fail(self, error: OpenAIError) -> bytes:
+        return self._writer.fail(error)
 
 
 def _joined(first: Delta, second: Delta) -> Delta:

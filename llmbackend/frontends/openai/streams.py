@@ -113,6 +113,12 @@ class ChunkWriter:
             return DONE
         return self._head + b'],"usage":' + orjson.dumps(self._usage.total()) + b"}\n\n" + DONE
 
+    def ping(self) -> bytes:
+        return PING
+
+    def fail(self, error: OpenAIError) -> bytes:
+        return error.event()
+
     def _text(self, text: str) -> bytes:
         return self._shape.text_open + orjson.dumps(text) + self._shape.text_close
 
@@ -150,11 +156,11 @@ async def events(generation: Generation, arrival: Arrival | None, writer: Writer
                 break
             if any(parts):
                 yield b"".join(parts)
-            parts = [] if await generation.wait(QUIET_S) else [PING]
+            parts = [] if await generation.wait(QUIET_S) else [writer.ping()]
             arrival = generation.pop()
         parts.append(writer.end())
     except Exception as error:
-        parts.append(OpenAIError.of(error).event())
+        parts.append(writer.fail(OpenAIError.of(error)))
     yield b"".join(parts)
 
 
