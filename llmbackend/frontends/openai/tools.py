@@ -169,9 +169,18 @@ class ToolFields(ClosedObject):
         is_legacy = bool(self.functions) or self.function_call is not None
         if is_legacy and (self.tools or self.tool_choice is not None):
             raise OpenAIError("'functions' and 'function_call' can not be sent with 'tools'", param="functions")
-        functions = self.functions or [tool.function for tool in self.tools or []]
-        fields = ("functions", "function_call") if is_legacy else ("tools", "tool_choice")
-        return _tool_use(functions, self.function_call or self.tool_choice, self.parallel_tool_calls, fields)
+        max_calls = 1 if self.parallel_tool_calls is False else None
+        if is_legacy:
+            functions = [
+                OfferedTool.of(function, f"functions[{index}].parameters", f"functions[{index}].name")
+                for index, function in enumerate(self.functions or [])
+            ]
+            return tool_use(functions, self.function_call, max_calls, LEGACY_FIELD_NAMES)
+        tools = [
+            OfferedTool.of(tool.function, f"tools[{index}].function.parameters", f"tools[{index}].function.name")
+            for index, tool in enumerate(self.tools or [])
+        ]
+        return tool_use(tools, self.tool_choice, max_calls)
 
 
 INPUT = "input"
@@ -231,40 +240,61 @@ class ToolUse:
         return self.is_required or self.is_restricted
 
 
-def _tool_use(
-    functions: Sequence[FunctionDefinition], choice: ToolChoice | None, parallel: bool | None, fields: tuple[str, str]
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool of a request."""
+
+    function: Function
+    for_template: JsonObject
+    """As chat templates read it: `name`, `description`, `parameters`."""
+    name_param: str
+    """Where in the request its name stands."""
+
+    @classmethod
+    def of(cls, definition: FunctionDefinition, param: str, name_param: str) -> OfferedTool:
+        """param: where its schema stands"""
+        parameters: Mapping[str, Any] = _NO_PARAMETERS if definition.parameters is None else definition.parameters
+        function = Function(definition.name, dict(parameters), bool(definition.strict), param)
+        return cls(function, definition.for_template(), name_param)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFieldNames:
+    """What an API calls its fields."""
+
+    tools: str = "tools"
+    choice: str = "tool_choice"
+
+
+FIELD_NAMES = ToolFieldNames()
+LEGACY_FIELD_NAMES = ToolFieldNames("functions", "function_call")
+
+
+def tool_use(
+    offered: Sequence[OfferedTool],
+    choice: ToolChoice | None,
+    max_calls: int | None = None,
+    fields: ToolFieldNames = FIELD_NAMES,
 ) -> ToolUse | None:
-    field, choice_field = fields
-    known: dict[str, FunctionDefinition] = {}
-    for index, function in enumerate(functions):
-        if known.setdefault(function.name, function) is not function:
-            path = f"{field}[{index}].function.name" if field == "tools" else f"{field}[{index}].name"
-            raise refuse(path, "a name that no other tool has", function.name)
-    choice = choice or ToolChoice("auto" if functions else "none")
-    if choice.mode != "none" and not functions and (choice.mode == "required" or choice.names):
-        raise missing(field)
+    """None where no tool may be called. Raises OpenAIError naming what contradicts what."""
+    known: dict[str, OfferedTool] = {}
+    for tool in offered:
+        if known.setdefault(tool.function.name, tool) is not tool:
+            raise refuse(tool.name_param, "a name that no other tool has", tool.function.name)
+    choice = choice or ToolChoice("auto" if offered else "none")
+    if choice.mode != "none" and not offered and (choice.mode == "required" or choice.names):
+        raise missing(fields.tools)
     for name in choice.names or ():
         if name not in known:
-            raise refuse(choice_field, f"a function of '{field}'", name)
-    if choice.mode == "none" or not functions:
+            raise refuse(fields.choice, f"a function of '{fields.tools}'", name)
+    if choice.mode == "none" or not offered:
         return None
     names = known if choice.names is None else choice.names
-    is_legacy = field == "functions"
-    suffix = ".parameters" if is_legacy else ".function.parameters"
-    is_single = choice.is_named or is_legacy or parallel is False
+    is_legacy = fields == LEGACY_FIELD_NAMES
     return ToolUse(
-        tools=[{"type": "function", "function": function.for_template()} for function in functions],
-        functions=tuple(
-            _callable(function, f"{field}[{index}]{suffix}")
-            for index, function in enumerate(functions)
-            if function.name in names
-        ),
+        tools=[{"type": "function", "function": tool.for_template} for tool in offered],
+        functions=tuple(tool.function for tool in offered if tool.function.name in names),
         is_required=choice.mode == "required",
-        max_calls=1 if is_single else None,
+        max_calls=1 if choice.is_named or is_legacy else max_calls,
         is_legacy=is_legacy,
     )
-
-
-def _callable(function: FunctionDefinition, param: str) -> Function:
-    parameters: Mapping[str, Any] = _NO_PARAMETERS if function.parameters is None else function.parameters
-    return Function(function.name, dict(parameters), bool(function.strict), param)
