@@ -7,7 +7,7 @@ all that another engine needs to go on. Name and role are MindIE's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -36,13 +36,15 @@ class InferTask:
         kv_block_size: int = 1,
         makes_drafts: bool = False,
         choice: int = 0,
+        prior_output_ids: Sequence[int] = (),
     ) -> None:
         """choice: its place among the generations of its prompt
         kv_block_size: tokens per block of the engines' KV cache
         makes_drafts: whether the engines speculate
+        prior_output_ids: tokens of its output that its client has; `assembler` is behind them
         """
         self.infer_request = infer_request
-        self.output_token_ids: list[int] = []
+        self.output_token_ids = list(prior_output_ids)
         self.assembler = assembler
         self.times = times
         self.timeout_us = sender.timeout_us
@@ -58,6 +60,7 @@ class InferTask:
         """Set for its deadlines."""
         self.makes_drafts = makes_drafts
         self._choice = choice
+        self._num_prior_tokens = len(prior_output_ids)
         self._kv_block_size = kv_block_size
         self._num_cached_tokens: int | None = None
         self._num_prompt_logprobs = 0
@@ -96,6 +99,11 @@ class InferTask:
     @property
     def num_output_tokens(self) -> int:
         return len(self.output_token_ids)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Without those that its client had before."""
+        return len(self.output_token_ids) - self._num_prior_tokens
 
     @property
     def num_kv_blocks(self) -> int:

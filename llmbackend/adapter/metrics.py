@@ -213,7 +213,7 @@ class LlmMetrics:
     def finished(self, task: InferTask, reason: str, now_ns: int) -> None:
         self._success.increment(1, finished_reason=reason, **self._labels)
         self._families["vllm:request_prompt_tokens"].observe(task.num_prompt_tokens, **self._labels)
-        self._families["vllm:request_generation_tokens"].observe(len(task.output_token_ids), **self._labels)
+        self._families["vllm:request_generation_tokens"].observe(task.num_new_tokens, **self._labels)
         self._observe_seconds("vllm:e2e_request_latency_seconds", now_ns - task.times.exec_start_ns)
 
     def close(self) -> None:

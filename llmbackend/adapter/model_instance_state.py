@@ -127,7 +127,7 @@ class ModelInstanceState:
         tasks = self._tasks.take(self._engine.assignment, room, max(len(ready), 1))
         now_ns = time.monotonic_ns()
         for task in tasks:
-            if not task.output_token_ids:
+            if not task.times.taken_ns:
                 self._metrics.taken_by_engine(task, now_ns)
             task.times.taken_ns = task.times.taken_ns or now_ns
         return [task.resume_request() for task in tasks]

@@ -205,6 +205,7 @@ class ModelState:
             lora_names=self.lora_names,
             kv_block_size=max(info.block_size for info in infos),
             makes_drafts=self.arguments.engine.speculative_config is not None,
+            eos_token_ids=infos[0].eos_token_ids,
             structured_outputs=self.arguments.engine.structured_outputs_config,
             max_messages_bytes=self.arguments.max_messages_bytes,
             trusts_request_templates=self.arguments.engine.trust_request_chat_template,
@@ -239,7 +240,11 @@ class ModelState:
 
     def submit(self, tasks: Sequence[InferTask]) -> None:
         """Queues the tasks of a request and wakes the engines. If they cannot be queued, all are answered
-        UNAVAILABLE."""
+        UNAVAILABLE. A task that has ended before (its client has all its tokens) is answered at once."""
+        if len(tasks) == 1 and (reason := tasks[0].finish_reason) is not None:
+            self.end_task(tasks[0], reason, time.monotonic_ns())
+            tasks[0].respond()
+            return
         refusal = self.why_no_engine() or self.tasks.admit(*tasks)
         for task in tasks if refusal else ():
             self.fail(task, self._refused(refusal))

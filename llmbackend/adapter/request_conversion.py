@@ -17,17 +17,18 @@ from typing import Any
 import msgspec
 
 from llmbackend.core.backend_api import ModelInstance, Request, invalid_argument
-from llmbackend.engine.infer_request import InferRequest, Reasoning
+from llmbackend.engine.infer_request import InferRequest, Reasoning, StepOutput
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .choices import CollectedChoices
+from .continuation import prior_output, replay
 from .generation_bounds import MAX_PROMPT_LOGPROBS
 from .infer_task import InferTask
 from .model_limits import ModelLimits
 from .prompts import PromptMaker
 from .response_sender import Choice, ResponseSender
 from .schemas.prompt_description import described
-from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameters
+from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameter, parse_sampling_parameters
 from .schemas.schema import SEQUENCE_INDEX, LlmInputs, LoraError, Prompt, Schema, TaskTimes
 from .structured_outputs.compilation import GrammarCompiler
 from .structured_outputs.constraint import Constraint
@@ -46,6 +47,8 @@ class _CheckedGeneration:
     grammar: str
     """"" = any text."""
     reasoning: Reasoning | None
+    prior: StepOutput | None = None
+    """The output that the client has, behind which this one begins."""
 
     @property
     def reasoning_for_engine(self) -> Reasoning | None:
@@ -105,13 +108,15 @@ class RequestConverter:
             return []
         prompts = [self._generation(inputs) for inputs in wanted]
         generations = [choice for one in prompts for choice in _choices(one)]
+        assemblers = [self._assembler(one) for one in generations]
         priority = self._level(prompts[0].params.priority or request.priority)
         self._check_priority(prompts[0].params.priority)
         compute_start_ns = time.monotonic_ns()
         sender = self._sender(request, instance, exec_start_ns, prompts, len(generations))
         group = str(next(_ids))
         return [
-            self._task(sender, one, priority, TaskTimes(exec_start_ns, compute_start_ns), group) for one in generations
+            self._task(sender, one, assembler, priority, TaskTimes(exec_start_ns, compute_start_ns), group)
+            for one, assembler in zip(generations, assemblers, strict=True)
         ]
 
     def _describe(self, request: Request, instance: ModelInstance, exec_start_ns: int, inputs: LlmInputs) -> None:
@@ -180,7 +185,19 @@ class RequestConverter:
         self._check_lora(params.lora_name)
         grammar = self._grammars.grammar(self._with_defaults(params.constraint)) if params.constraint else ""
         reasoning = params.reasoning.for_prompt(prompt.token_ids, self._tokenizer) if params.reasoning else None
-        return _CheckedGeneration(inputs, prompt, self._biased(params, inputs.bias), grammar, reasoning)
+        params = self._biased(params, inputs.bias)
+        return _CheckedGeneration(inputs, prompt, params, grammar, reasoning, self._prior(inputs, params))
+
+    def _prior(self, inputs: LlmInputs, params: GenerationParams) -> StepOutput | None:
+        if inputs.prior_output_ids is None:
+            return None
+        return prior_output(
+            inputs.prior_output_ids,
+            params,
+            is_seeded=parse_sampling_parameter("seed", inputs.sampling.get("seed")) not in (None, -1),
+            vocab_size=self._limits.vocab_size,
+            eos_token_ids=self._limits.eos_token_ids,
+        )
 
     def _with_defaults(self, constraint: Constraint) -> Constraint:
         """What the engine's arguments say of all JSON holds beside what the request says."""
@@ -204,16 +221,36 @@ class RequestConverter:
         )
         return dataclasses.replace(params, sampling=sampling)
 
+    def _assembler(self, generation: _CheckedGeneration) -> OutputAssembler:
+        inputs, params = generation.inputs, generation.params
+        assembler = OutputAssembler(
+            self._tokenizer.detokenizer(
+                generation.prompt.token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            ),
+            params.stop,
+            inputs.stop_sequences,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.sampling.min_tokens,
+            special_text=self._tokenizer.special_text if inputs.options.text_tokens else None,
+            prompt_marker=generation.prompt_marker,
+        )
+        if generation.prior is not None:
+            replay(generation.prior, assembler)
+        return assembler
+
     def _task(
-        self, sender: ResponseSender, generation: _CheckedGeneration, priority: int, times: TaskTimes, group: str
+        self,
+        sender: ResponseSender,
+        generation: _CheckedGeneration,
+        assembler: OutputAssembler,
+        priority: int,
+        times: TaskTimes,
+        group: str,
     ) -> InferTask:
         """group: names the request among those of its engine."""
         inputs, prompt, params = generation.inputs, generation.prompt, generation.params
-        detokenizer = self._tokenizer.detokenizer(
-            prompt.token_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-        )
         request = InferRequest(
             # Not the client's id, which need not be unique.
             request_id=str(next(_ids)),
@@ -230,21 +267,14 @@ class RequestConverter:
         return InferTask(
             sender,
             request,
-            OutputAssembler(
-                detokenizer,
-                params.stop,
-                inputs.stop_sequences,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                min_tokens=params.sampling.min_tokens,
-                special_text=self._tokenizer.special_text if inputs.options.text_tokens else None,
-                prompt_marker=generation.prompt_marker,
-            ),
+            assembler,
             self._schema.reply(inputs, prompt, self._tokenizer),
             stream=inputs.options.stream,
             times=times,
             kv_block_size=self._limits.kv_block_size,
             makes_drafts=self._limits.makes_drafts,
             choice=inputs.sequence_index,
+            prior_output_ids=() if generation.prior is None else generation.prior.token_ids,
         )
 
     def _check_lora(self, name: str) -> None:

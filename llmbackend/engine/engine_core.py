@@ -124,7 +124,7 @@ class EngineCore:
         sequence = Sequence(request, self._arrivals, self.info)
         self._arrivals += 1
         output = request.output_token_ids
-        if output and (reason := sequence.finish_reason(output[-1], len(request.prompt_token_ids) + len(output))):
+        if output and (reason := sequence.end.finish_reason(output[-1], len(request.prompt_token_ids) + len(output))):
             self._ended.append(self._last_output(sequence, reason, output[-1]))
             return
         self._prompt_tokens += len(request.prompt_token_ids)
@@ -359,7 +359,7 @@ class EngineCore:
             self._end(sequence)
             return StepOutput(sequence.request.request_id, (), "length", num_cached_tokens=sequence.num_cached_tokens)
         for index, token_id in enumerate(token_ids):
-            reason = sequence.finish_reason(token_id, position + index + 1)
+            reason = sequence.end.finish_reason(token_id, position + index + 1)
             if reason is not None:
                 token_ids = token_ids[: index + 1]
                 self._end(sequence)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from llmbackend.core.backend_api import (
     ErrorCode,
@@ -84,6 +85,8 @@ INPUTS: dict[str, TensorType] = {
     "prompt_only": _FLAG,
     "return_prompt_tokens": _FLAG,
     "return_max_model_len": _FLAG,
+    # The tokens that an interrupted generation has sent: this request goes on behind them.
+    "prior_output_ids": TensorType("TYPE_INT32", (-1,)),
 }
 OUTPUTS: dict[str, TensorType] = {
     "text_output": TensorType("TYPE_STRING", (-1,)),
@@ -164,6 +167,7 @@ class VllmSchema:
             text_input=text_of(tensors[source]) if source == "text_input" else None,
             messages=single(tensors[source]) if source == "messages" else None,
             input_ids=tensors[source].data.ravel() if source == "input_ids" else None,
+            prior_output_ids=_prior_output_ids(request),
             max_tokens_must_fit=MAX_TOKENS_MUST_FIT in request.parameters,
             prompt_only=prompt_only,
         )
@@ -183,12 +187,19 @@ class VllmSchema:
         stream = _flag(request, "stream")
         if stream and not self._decoupled:
             raise unsupported("'stream' is true, but this model is configured with decoupled: false")
+        goes_on = _prior_output_ids(request) is not None
         if "exclude_input_in_output" in request.inputs:
             prepend = not _flag(request, "exclude_input_in_output")
         else:
-            prepend = source == "text_input" and not stream
+            prepend = source == "text_input" and not (stream or goes_on)
         if prepend and stream:
             raise invalid_argument("When streaming, `exclude_input_in_output` = False is not allowed.")
+        if prepend and goes_on:
+            raise invalid_argument(
+                "input 'exclude_input_in_output' is false, expected true or none with 'prior_output_ids': the prompt "
+                "was sent before them",
+                param="exclude_input_in_output",
+            )
         enabled = {name for name in OUTPUTS if name == "text_output" or _flag(request, f"return_{name}")}
         if needing := enabled & {PROMPT_TOKENS, MAX_MODEL_LEN}:
             raise invalid_argument(f"'return_{min(needing)}' is true, expected 'prompt_only' to be true with it")
@@ -215,6 +226,8 @@ def _described(request: Request) -> OutputOptions:
     enabled = {name for name in OUTPUTS if _flag(request, f"return_{name}")}
     if others := enabled - DESCRIPTION_OUTPUTS:
         raise invalid_argument(f"'return_{min(others)}' is true, but 'prompt_only' generates nothing")
+    if _prior_output_ids(request) is not None:
+        raise invalid_argument("'prior_output_ids' is given, but 'prompt_only' generates nothing")
     return OutputOptions(stream=False, prepend_prompt=False, outputs=wanted_outputs(enabled, request))
 
 
@@ -253,6 +266,11 @@ def _too_long(text: bytes, size: int) -> TritonError:
 
 def _as_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
     return prompt.text or tokenizer.decode(prompt.token_ids)
+
+
+def _prior_output_ids(request: Request) -> npt.NDArray[Any] | None:
+    tensor = request.inputs.get("prior_output_ids")
+    return None if tensor is None or not tensor.data.size else tensor.data.ravel()
 
 
 def _flag(request: Request, name: str) -> bool:

@@ -108,6 +108,13 @@ class OutputAssembler:
         self._chunk.ends_with_stop_token = reason is not None and output.stop_token_id is not None
         return self._keep(output, ids, reason)
 
+    def replay(self, output: StepOutput) -> None:
+        """As `push`, for tokens whose output the client has: only what follows them, and why they are the end if they
+        are, is to be taken."""
+        self.push(output)
+        shown = self.take()
+        self._chunk.finish_reason, self._chunk.ends_with_stop_token = shown.finish_reason, shown.ends_with_stop_token
+
     def take(self) -> Chunk:
         """The current chunk; a new one begins."""
         chunk, self._chunk = self._chunk, Chunk()

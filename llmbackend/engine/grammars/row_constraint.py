@@ -15,6 +15,7 @@ import numpy as np
 from ..bad_words import BadWords
 from ..errors import BadInputError
 from ..infer_request import BANNED_BIAS, InferRequest, ModelInfo
+from ..output_end import stop_token_ids
 from ..token_masks import Words, all_tokens, has, only
 from . import reasoning
 from .grammar_compiler import first_line
@@ -66,7 +67,7 @@ class RowConstraint:
         """What its latest masks took, seconds of one; the scheduler bounds their sum in a step."""
         self._min_tokens = sampling.min_tokens
         self._eos = frozenset(info.eos_token_ids)
-        self._stops = frozenset((*(() if sampling.ignore_eos else info.eos_token_ids), *sampling.stop_token_ids))
+        self._stops = stop_token_ids(sampling, info.eos_token_ids)
         self._all = all_tokens(info.vocab_size)
         self._allowed = only(sampling.allowed_token_ids, info.vocab_size) if sampling.allowed_token_ids else None
         banned = [token_id for token_id, bias in sampling.logit_bias.items() if bias <= BANNED_BIAS]

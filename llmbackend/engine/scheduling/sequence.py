@@ -10,7 +10,8 @@ import numpy as np
 
 from ..grammars.row_constraint import RowConstraint
 from ..grammars.row_constraint import refusal as constraint_refusal
-from ..infer_request import FinishReason, InferRequest, ModelInfo
+from ..infer_request import InferRequest, ModelInfo
+from ..output_end import OutputEnd, stop_token_ids
 from ..step import Int32Array, PromptLogprobs, RowTable, Runner
 
 
@@ -22,20 +23,18 @@ class Sequence:
     row                -1 until it is admitted, and then its row until it ends
     token_ids          its tokens as int32 [n], from its first turn at the head of the queue until it has a row
     num_cached_tokens  tokens that the prefix cache had when it was first admitted; -1 before
-    min_total_tokens   tokens, prompt included, before which it does not stop
     max_total_tokens   tokens, prompt included, at which it ends
-    stop_token_ids     tokens that end it
+    end                what ends it; counts tokens with those of the prompt
     """
 
     __slots__ = (
         "constraint",
+        "end",
         "key",
         "max_total_tokens",
-        "min_total_tokens",
         "num_cached_tokens",
         "request",
         "row",
-        "stop_token_ids",
         "token_ids",
     )
 
@@ -47,19 +46,12 @@ class Sequence:
         self.constraint: RowConstraint | None = None
         self.num_cached_tokens = -1
         self.key = (request.priority, arrival)
-        self.min_total_tokens = prompt_len + sampling.min_tokens
         self.max_total_tokens = min(prompt_len + sampling.max_tokens, info.max_model_len)
-        eos = () if sampling.ignore_eos else info.eos_token_ids
-        self.stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
+        stops = stop_token_ids(sampling, info.eos_token_ids)
+        self.end = OutputEnd(stops, prompt_len + sampling.min_tokens, self.max_total_tokens)
 
     def __lt__(self, other: Sequence) -> bool:
         return self.key < other.key
-
-    def finish_reason(self, last_token_id: int, num_tokens: int) -> FinishReason | None:
-        """Why the request ends with `num_tokens` tokens, prompt included, if it does."""
-        if last_token_id in self.stop_token_ids and num_tokens > self.min_total_tokens:
-            return "stop"
-        return "length" if num_tokens >= self.max_total_tokens else None
 
 
 def refusal(request: InferRequest, info: ModelInfo) -> str:

@@ -26,12 +26,14 @@ from .models import Target
 from .requests import GenerationRequest
 from .tensors import (
     MAX_TOKENS_MUST_FIT,
+    PRIOR_OUTPUT_IDS,
     RETURN_LOGPROBS,
     RETURN_OUTPUT_IDS,
     RETURN_SEQUENCE_INDEX,
     SAMPLING_PARAMETERS,
     Delta,
     option_inputs,
+    prior_output_ids_tensor,
     read_delta,
 )
 
@@ -150,6 +152,8 @@ def _field_not_taken(request: GenerationRequest, target: Target) -> str | None:
         return fields[0]
     if request.logprobs is not None and not target.model.takes(RETURN_LOGPROBS):
         return "logprobs"
+    if request.prior_output_ids and not target.model.takes(PRIOR_OUTPUT_IDS):
+        return PRIOR_OUTPUT_IDS
     return next((field for name, field in _flags(request).items() if not target.model.takes(name)), None)
 
 
@@ -182,6 +186,8 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan | None
         usage=request.stream is None or bool(request.stream.include_usage) or request.stream_interval_tokens > 1,
         more=_flags(request),
     )
+    if request.prior_output_ids:
+        options = (*options, prior_output_ids_tensor(request.prior_output_ids))
     return [target.model.fitted(tensor) for tensor in options if target.model.takes(tensor.name)]
 
 

@@ -70,7 +70,7 @@ class LanguageModel:
 def _is_known(tensor: TensorMetadata) -> bool:
     """Whether this frontend has an input of this name and datatype, and the model takes one value of it."""
     expected = PROMPT_INPUTS.get(tensor.name) or OPTION_INPUTS.get(tensor.name)
-    sizes = tensor.shape[:-1] if tensor.name == INPUT_IDS else tensor.shape
+    sizes = tensor.shape[:-1] if expected == "INT32" else tensor.shape
     return expected == tensor.datatype and len(tensor.shape) > 0 and all(size in (-1, 1) for size in sizes)
 
 

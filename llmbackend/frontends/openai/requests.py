@@ -94,6 +94,9 @@ class GenerationRequest:
     tool_use: ToolUse | None = None
     """None: no tool may be called."""
     reasoning: ReasoningUse = NO_REASONING_USE
+    prior_output_ids: tuple[int, ...] = ()
+    """Tokens that an interrupted generation of the same request has sent: it goes on behind them. Such a request has
+    one choice, and a seed unless its temperature is 0."""
 
     @property
     def num_choices(self) -> int:

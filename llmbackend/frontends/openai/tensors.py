@@ -25,6 +25,7 @@ TEXT_OUTPUT = "text_output"
 FINISH_REASON = "finish_reason"
 TEXT_TOKENS = "text_tokens"
 SAMPLING_PARAMETERS = "sampling_parameters"
+PRIOR_OUTPUT_IDS = "prior_output_ids"
 RETURN_LOGPROBS = "return_logprobs"
 RETURN_TEXT_TOKENS = "return_text_tokens"
 RETURN_OUTPUT_IDS = "return_output_ids"
@@ -57,6 +58,7 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     RETURN_PROMPT_TOKENS: "BOOL",
     RETURN_MAX_MODEL_LEN: "BOOL",
     PROMPT_ONLY: "BOOL",
+    PRIOR_OUTPUT_IDS: "INT32",
 }
 """The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
@@ -118,6 +120,10 @@ def text_tensor(text: str) -> Tensor:
 
 def input_ids_tensor(token_ids: Sequence[int]) -> Tensor:
     return Tensor.of(INPUT_IDS, np.array(token_ids, dtype=np.int32))
+
+
+def prior_output_ids_tensor(token_ids: Sequence[int]) -> Tensor:
+    return Tensor.of(PRIOR_OUTPUT_IDS, np.array(token_ids, dtype=np.int32))
 
 
 def messages_tensor(messages: Sequence[dict[str, Any]], template_options: dict[str, Any]) -> Tensor:
