@@ -18,6 +18,7 @@ import msgspec
 
 from llmbackend.core.backend_api import ModelInstance, Request, invalid_argument
 from llmbackend.engine.infer_request import InferRequest, Reasoning, StepOutput
+from llmbackend.engine.output_end import own_stop_token_ids
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .choices import CollectedChoices
@@ -235,6 +236,7 @@ class RequestConverter:
             min_tokens=params.sampling.min_tokens,
             special_text=self._tokenizer.special_text if inputs.options.text_tokens else None,
             prompt_marker=generation.prompt_marker,
+            own_stop_token_ids=own_stop_token_ids(params.sampling, self._limits.eos_token_ids),
         )
         if generation.prior is not None:
             replay(generation.prior, assembler)

@@ -17,6 +17,11 @@ def stop_token_ids(sampling: SamplingParams, eos_token_ids: Collection[int]) -> 
     return frozenset((*(() if sampling.ignore_eos else eos_token_ids), *sampling.stop_token_ids))
 
 
+def own_stop_token_ids(sampling: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
+    """Of them, the request's: an end-of-sequence token is the model's also where the request names it (as in vLLM)."""
+    return frozenset(sampling.stop_token_ids).difference(() if sampling.ignore_eos else eos_token_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class OutputEnd:
     """Numbers of tokens are of the output alone, or all of prompt and output: as its user counts."""

@@ -27,7 +27,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
                 "temperature": 0.8, "seed": 9, "max_tokens": 24}),
     ("reasoned", {"reasoning_markers": ["", "</think>"], "thinking_token_budget": 5,
                   "structured_outputs": {"regex": "[a-z]{3}é+"}, "temperature": 1.0, "seed": 4, "max_tokens": 30}),
-    ("stop token", {"stop_token_ids": [97, 98, 99, 100, 101], "temperature": 1.0, "seed": 5, "max_tokens": 30,
+    ("stop token", {"stop_token_ids": list(range(97, 123)), "temperature": 1.0, "seed": 5, "max_tokens": 30,
                     "include_stop_str_in_output": True}),
 ]  # fmt: skip
 
@@ -46,12 +46,14 @@ class Output:
     text_tokens: list[Any]
     logprobs: list[Any]
     finish_reason: str
+    stop_reason: str
     num_output_tokens: int
 
 
 def send(host: LlmHost, request: tuple[str, dict[str, Any]], *, stream: bool = True, **inputs: Any) -> Call:
     text, sampling = request
-    flags = ("output_ids", "text_tokens", "logprobs", "finish_reason", "num_output_tokens")
+    flags = ("output_ids", "text_tokens", "logprobs", "finish_reason", "stop_reason",
+             "num_output_tokens")  # fmt: skip
     wanted: dict[str, Any] = {f"return_{name}": True for name in flags}
     return host.infer(
         text_input=text, stream=stream, sampling={"logprobs": 1} | sampling, exclude_input_in_output=True, **wanted,
@@ -66,6 +68,7 @@ def output(call: Call) -> Output:
         [entry for part in call.all("text_tokens") for entry in json.loads(part)],
         [entry for part in call.all("logprobs") for entry in json.loads(part) or ()],
         call.all("finish_reason")[-1].decode(),
+        b"".join(call.all("stop_reason")).decode(),
         sum(call.all("num_output_tokens")),
     )
 
@@ -92,7 +95,7 @@ def test_every_cut_of_a_stream_is_continued_exactly(host: LlmHost, request_index
             assert begun.token_ids + rest.token_ids == whole.token_ids
             assert begun.text_tokens + rest.text_tokens == whole.text_tokens
             assert begun.logprobs + rest.logprobs == whole.logprobs
-            assert rest.finish_reason == whole.finish_reason
+            assert (rest.finish_reason, rest.stop_reason) == (whole.finish_reason, whole.stop_reason)
             assert rest.num_output_tokens == len(rest.token_ids)
             assert bool(rest.token_ids) != is_all
 
@@ -103,6 +106,8 @@ def test_the_requests_end_in_every_way_and_hold_text_back(host: LlmHost) -> None
     assert {whole.finish_reason for whole in wholes} == {"stop", "length"}
     assert any(whole.token_ids[-1] == EOS for whole in wholes)
     assert any(not text for whole in wholes for _, text, _ in whole.text_tokens), "no token's text was held back"
+    assert {json.loads(whole.stop_reason) for whole in wholes} > {None, "łć gę"}
+    assert any(isinstance(json.loads(whole.stop_reason), int) for whole in wholes)
     assert any(character > "\x7f" for whole in wholes for character in whole.text)
 
 

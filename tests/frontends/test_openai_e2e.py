@@ -173,6 +173,29 @@ def test_stop_string(client: openai.OpenAI) -> None:
     assert streamed == cut.text
 
 
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_the_answer_says_which_stop_string_or_token_ended_it(client: openai.OpenAI, is_chat: bool) -> None:
+    """vLLM's `stop_reason`, whole and in the last chunk of a stream."""
+    create: Any = client.chat.completions.create if is_chat else client.completions.create
+    fields: dict[str, Any] = {"messages": USER_HI} if is_chat else {"prompt": "abc"}
+    fields |= {"model": MODEL, "temperature": 0, "max_tokens": 20}
+
+    def stop_reason(**more: Any) -> Any:
+        stop, extra = more.pop("stop", None), {"ignore_eos": True, "return_token_ids": True, **more}
+        whole = create(**fields, stop=stop, extra_body=extra).choices[0]
+        *others, last = create(**fields, stop=stop, extra_body=extra, stream=True)
+        assert not any("stop_reason" in (chunk.choices[0].model_extra or {}) for chunk in others)
+        assert last.choices[0].stop_reason == whole.stop_reason
+        return whole.stop_reason
+
+    whole = create(**fields, extra_body={"ignore_eos": True, "return_token_ids": True}).choices[0]
+    text, ids = whole.message.content if is_chat else whole.text, whole.token_ids
+    assert stop_reason() is None
+    assert stop_reason(stop=["never", text[5:8]]) == text[5:8]
+    assert stop_reason(stop_token_ids=[ids[4]]) == ids[4]
+    assert stop_reason(stop=["never"]) is None
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_load_balancer_gets_the_load_of_the_model(client: openai.OpenAI, stream: bool) -> None:
     """ORCA, as on KServe's endpoints."""

@@ -72,6 +72,7 @@ INPUTS: dict[str, TensorType] = {
     "messages": _TEXT,
     "input_ids": TensorType("TYPE_INT32", (-1,)),
     "return_output_ids": _FLAG,
+    "return_stop_reason": _FLAG,
     "return_text_tokens": _FLAG,
     "return_num_cached_tokens": _FLAG,
     # Which of `n` choices a response belongs to; without it, and without a stream, one response has them all.
@@ -91,6 +92,7 @@ INPUTS: dict[str, TensorType] = {
 OUTPUTS: dict[str, TensorType] = {
     "text_output": TensorType("TYPE_STRING", (-1,)),
     "finish_reason": TensorType("TYPE_STRING", (-1,)),
+    "stop_reason": TensorType("TYPE_STRING", (-1,)),
     "cumulative_logprob": TensorType("TYPE_FP32", (-1,)),
     "logprobs": TensorType("TYPE_STRING", (-1,)),
     "num_input_tokens": _COUNT,
@@ -355,6 +357,8 @@ class VllmReply:
         tensors: list[Tensor] = []
         if "finish_reason" in wanted:
             tensors.append(Tensor.text("finish_reason", str(chunk.finish_reason)))
+        if "stop_reason" in wanted and chunk.finish_reason is not None:
+            tensors.append(Tensor.text("stop_reason", _encode_json(chunk.stop_reason)))
         if "cumulative_logprob" in wanted:
             so_far = np.array([generation.assembler.cumulative_logprob], np.float32)
             tensors.append(Tensor.of("cumulative_logprob", so_far))

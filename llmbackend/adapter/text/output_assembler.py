@@ -6,7 +6,7 @@ all chunks put together are the same however the engine's steps were cut and how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from llmbackend.engine.infer_request import FinishReason, StepOutput, TokenLogprobs
@@ -34,6 +34,9 @@ class Chunk:
     """One per token, or none."""
     finish_reason: FinishReason | None = None
     """Set in the last chunk only."""
+    stop_reason: int | str | None = None
+    """In the last chunk: the stop string, or the request's own stop token, that ended the generation; None where
+    something else did. vLLM's name."""
     ends_with_stop_token: bool = False
     """Whether the last token is the end-of-sequence or stop token that ended the generation."""
     text_tokens: list[TextToken] = field(default_factory=list)
@@ -60,6 +63,7 @@ class OutputAssembler:
         min_tokens: int = 0,
         special_text: Callable[[int], str | None] | None = None,
         prompt_marker: str | None = None,
+        own_stop_token_ids: Collection[int] = (),
     ) -> None:
         """stop: strings that end the generation
         stop_sequences: sequences of token ids that end it
@@ -67,6 +71,7 @@ class OutputAssembler:
         min_tokens: stop strings do not count in the text of so many tokens
         special_text: the own text of a special token, None for any other token; without it, no text tokens are made
         prompt_marker: the marker of the reasoning in which the prompt ends, the first of the text tokens
+        own_stop_token_ids: those that the client is told of when they end the generation
         """
         self._detokenizer = detokenizer
         self._stop = StopStrings(stop, include_stop_str_in_output)
@@ -74,6 +79,7 @@ class OutputAssembler:
         self._min_tokens = min_tokens if stop else 0
         self._show_stop_token = include_stop_str_in_output
         self._special_text = special_text
+        self._own_stop_token_ids = own_stop_token_ids
         self._chunk = Chunk()
         if prompt_marker is not None:
             self._chunk.text_tokens.append((IN_REASONING, prompt_marker, True))
@@ -106,6 +112,8 @@ class OutputAssembler:
             self._flush(self.num_tokens + len(ids))
         reason: FinishReason | None = "stop" if self._stop.matched is not None else output.finish_reason
         self._chunk.ends_with_stop_token = reason is not None and output.stop_token_id is not None
+        if reason == "stop" and self._stop.matched is None and output.stop_token_id in self._own_stop_token_ids:
+            self._chunk.stop_reason = output.stop_token_id
         return self._keep(output, ids, reason)
 
     def replay(self, output: StepOutput) -> None:
@@ -113,7 +121,8 @@ class OutputAssembler:
         are, is to be taken."""
         self.push(output)
         shown = self.take()
-        self._chunk.finish_reason, self._chunk.ends_with_stop_token = shown.finish_reason, shown.ends_with_stop_token
+        self._chunk.finish_reason, self._chunk.stop_reason = shown.finish_reason, shown.stop_reason
+        self._chunk.ends_with_stop_token = shown.ends_with_stop_token
 
     def take(self) -> Chunk:
         """The current chunk; a new one begins."""
@@ -155,4 +164,6 @@ class OutputAssembler:
             self.cumulative_logprob += sum(entry.logprob for entry in logprobs)
         self.num_tokens += len(ids)
         self.finish_reason = self._chunk.finish_reason = reason
+        if self._stop.matched is not None:
+            self._chunk.stop_reason = self._stop.matched
         return ids

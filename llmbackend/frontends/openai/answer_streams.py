@@ -38,7 +38,7 @@ class AnswerChunkWriter(ChunkWriter):
         if (delta.finish_reason or delta.is_final) and not self._finished[index]:
             self._finished[index] = True
             reason = reader.finish_reason(delta.finish_reason or DEFAULT_FINISH_REASON)
-            chunks.append(self._chunk(index, self._shape.without_text, finish_reason=orjson.dumps(reason)))
+            chunks.append(self._finish_chunk(index, reason, delta))
         return b"".join(chunks)
 
     def _chunks(self, index: int, delta: Delta, deltas: list[bytes]) -> list[bytes]:

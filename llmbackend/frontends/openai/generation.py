@@ -30,6 +30,7 @@ from .tensors import (
     RETURN_LOGPROBS,
     RETURN_OUTPUT_IDS,
     RETURN_SEQUENCE_INDEX,
+    RETURN_STOP_REASON,
     SAMPLING_PARAMETERS,
     Delta,
     option_inputs,
@@ -167,6 +168,14 @@ def _flags(request: GenerationRequest) -> dict[str, str]:
     return flags
 
 
+_STOP_REASON = (RETURN_STOP_REASON,)
+
+
+def _can_stop(request: GenerationRequest) -> bool:
+    """Whether something of the request's own can end its answer: then the answer says what did."""
+    return bool(request.sampling.get("stop") or request.sampling.get("stop_token_ids"))
+
+
 def _not_taken(target: Target, field: str) -> OpenAIError:
     message = f"the model '{target.name}' has no input for '{field}'"
     return OpenAIError(message, param="model" if field == "lora_name" else field, code="unsupported_parameter")
@@ -184,7 +193,7 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan | None
         stream=request.stream is not None,
         logprobs=request.logprobs is not None,
         usage=request.stream is None or bool(request.stream.include_usage) or request.stream_interval_tokens > 1,
-        more=_flags(request),
+        more=(*_flags(request), *(_STOP_REASON if _can_stop(request) else ())),
     )
     if request.prior_output_ids:
         options = (*options, prior_output_ids_tensor(request.prior_output_ids))

@@ -67,6 +67,7 @@ def _completion(kind: str, choice: JsonObject, finish_reasons: Sequence[str]) ->
         "index": _COUNT,
         "logprobs": {"type": ["object", "null"]},
         "finish_reason": {"enum": finish_reasons},
+        "stop_reason": {"type": ["string", "integer", "null"], "description": "The `stop` or `stop_token_ids` it met."},
     }
     of_choice, of_answer = ({}, _OF_PROMPT) if kind == "chat.completion" else (_OF_PROMPT, {})
     answer = {

@@ -59,6 +59,7 @@ class _Choice:
     positions: list[TokenEntries] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str = DEFAULT_FINISH_REASON
+    stop_reason: int | str | None = None
     answer: Answer | None = None
     """Reads a chat's answer that is more than text."""
 
@@ -70,6 +71,7 @@ class _Choice:
         self.positions.extend(delta.logprobs)
         self.token_ids.extend(delta.token_ids)
         self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_reason = delta.stop_reason if delta.stop_reason is not None else self.stop_reason
 
     @property
     def reason(self) -> str:
@@ -127,6 +129,7 @@ def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonOb
         **(_message(choice) if request.is_chat else {"text": "".join(choice.parts)}),
         "logprobs": None if form is None else logprobs_renderer(form, is_chat=request.is_chat)(choice.positions),
         "finish_reason": choice.reason,
+        "stop_reason": choice.stop_reason,
     }
     if request.return_token_ids:
         rendered["token_ids"] = choice.token_ids

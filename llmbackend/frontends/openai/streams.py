@@ -104,8 +104,7 @@ class ChunkWriter:
             chunk = self._chunk(index, self._text(delta.text), logprobs, more=more)
         if (delta.finish_reason or delta.is_final) and not self._finished[index]:
             self._finished[index] = True
-            reason = orjson.dumps(delta.finish_reason or DEFAULT_FINISH_REASON)
-            chunk += self._chunk(index, self._shape.without_text, finish_reason=reason)
+            chunk += self._finish_chunk(index, delta.finish_reason or DEFAULT_FINISH_REASON, delta)
         return chunk
 
     def end(self) -> bytes:
@@ -118,6 +117,11 @@ class ChunkWriter:
 
     def fail(self, error: OpenAIError) -> bytes:
         return error.event()
+
+    def _finish_chunk(self, index: int, finish_reason: str, delta: Delta) -> bytes:
+        more = b',"stop_reason":' + orjson.dumps(delta.stop_reason)
+        reason = orjson.dumps(finish_reason)
+        return self._chunk(index, self._shape.without_text, finish_reason=reason, more=more)
 
     def _text(self, text: str) -> bytes:
         return self._shape.text_open + orjson.dumps(text) + self._shape.text_close

@@ -29,6 +29,7 @@ PRIOR_OUTPUT_IDS = "prior_output_ids"
 RETURN_LOGPROBS = "return_logprobs"
 RETURN_TEXT_TOKENS = "return_text_tokens"
 RETURN_OUTPUT_IDS = "return_output_ids"
+RETURN_STOP_REASON = "return_stop_reason"
 RETURN_SEQUENCE_INDEX = "return_sequence_index"
 RETURN_PROMPT_TOKEN_IDS = "return_prompt_token_ids"
 RETURN_PROMPT_FIRST_TOKEN = "return_prompt_first_token"
@@ -51,6 +52,7 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     "return_num_cached_tokens": "BOOL",
     RETURN_TEXT_TOKENS: "BOOL",
     RETURN_OUTPUT_IDS: "BOOL",
+    RETURN_STOP_REASON: "BOOL",
     RETURN_SEQUENCE_INDEX: "BOOL",
     RETURN_PROMPT_TOKEN_IDS: "BOOL",
     RETURN_PROMPT_FIRST_TOKEN: "BOOL",
@@ -112,6 +114,8 @@ class Delta(msgspec.Struct, frozen=True):
     """The new tokens, when asked for."""
     prompt: PromptDetails | None = None
     """When asked for."""
+    stop_reason: int | str | None = None
+    """On the last response, when asked for: the stop string or token of the request that ended the choice."""
 
 
 def text_tensor(text: str) -> Tensor:
@@ -186,6 +190,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         text_tokens=_text_tokens(response) if TEXT_TOKENS in outputs else (),
         sequence_index=_count(outputs.get("sequence_index")),
         token_ids=outputs["output_ids"].tolist() if "output_ids" in outputs else (),
+        stop_reason=orjson.loads(outputs["stop_reason"].item(0)) if "stop_reason" in outputs else None,
         prompt=None if outputs.keys().isdisjoint(_PROMPT_OUTPUTS) else _prompt_details(response),
     )
 
