@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute, Route
 from llmbackend import __version__
 
 from .access.permissions import OPEN_PATHS
+from .http.errors import is_openai
 from .http.openapi_parts import Json, operation, plain_response, refusals
 from .http.responses import JSON, plain
 from .kserve import openapi as openapi_kserve
@@ -107,4 +108,4 @@ def _operation(method: str, path: str) -> Json:
 
 
 def _error_schema(path: str) -> str:
-    return "OpenAIError" if path.startswith("/v1/") else "Error"
+    return "OpenAIError" if is_openai(path) else "Error"

@@ -12,9 +12,10 @@ from typing import Any, Final
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import core_schema
 
-from ..http.openapi_parts import array, body, closed, operation, optional, ref, refusals
+from ..http.openapi_parts import array, body, closed, json_response, operation, optional, ref, refusals
 from .errors import JsonObject
 from .schema import ChatCompletionRequest, CompletionRequest
+from .tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
 _STRING: Final = {"type": "string"}
 _COUNT: Final = {"type": "integer", "minimum": 0}
@@ -31,6 +32,15 @@ _USAGE: Final = closed(
 )
 
 
+_REQUESTS: Final = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeTextRequest,
+    TokenizeChatRequest,
+    DetokenizeRequest,
+)
+
+
 class _PlainJsonSchema(GenerateJsonSchema):
     """Without titles, which repeat names, and defaults, which are all null."""
 
@@ -43,7 +53,7 @@ class _PlainJsonSchema(GenerateJsonSchema):
 
 def schemas() -> JsonObject:
     """All components of the document, by name."""
-    requests: Any = [(model, "validation") for model in (ChatCompletionRequest, CompletionRequest)]
+    requests: Any = [(model, "validation") for model in _REQUESTS]
     _, documented = models_json_schema(requests, ref_template=ref("{model}")["$ref"], schema_generator=_PlainJsonSchema)
     models: JsonObject = documented["$defs"]
     for schema in models.values():
@@ -123,6 +133,11 @@ _RESPONSES: Final[JsonObject] = {
         [*_FINISH_REASONS, "tool_calls", "function_call"],
     ),
     "Completion": _completion("text_completion", {"text": _STRING}, _FINISH_REASONS),
+    "TokenizeRequest": {"anyOf": [ref("TokenizeTextRequest"), ref("TokenizeChatRequest")]},
+    "Tokens": closed(
+        {"count": _COUNT, "max_model_len": _COUNT, "tokens": array(_COUNT), "token_strs": optional(array(_STRING))}
+    ),
+    "Text": closed({"prompt": _STRING}),
 }
 
 
@@ -149,5 +164,13 @@ OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
     ),
     ("POST", "/v1/completions"): operation(
         "Continue a text", _answer("Completion") | _REFUSED, body=body("CompletionRequest")
+    ),
+    ("POST", "/tokenize"): operation(
+        "The tokens of a text or of a conversation",
+        {"200": json_response("Tokens")} | _REFUSED,
+        body=body("TokenizeRequest"),
+    ),
+    ("POST", "/detokenize"): operation(
+        "The text of tokens", {"200": json_response("Text")} | _REFUSED, body=body("DetokenizeRequest")
     ),
 }

@@ -8,7 +8,7 @@ keys and cancellation hold for it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,9 @@ from .errors import OpenAIError
 from .models import Target
 from .tensors import PROMPT_ONLY, SAMPLING_PARAMETERS
 
-NO_TOKENS: npt.NDArray[np.int32] = np.empty(0, np.int32)
+
+def _no_tokens() -> npt.NDArray[np.int32]:
+    return np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class PromptDescription:
 
     num_tokens: int = 0
     max_model_len_tokens: int = 0
-    token_ids: npt.NDArray[np.int32] = NO_TOKENS
+    token_ids: npt.NDArray[np.int32] = field(default_factory=_no_tokens)
     token_names: bytes = b"[]"
     """Of the vocabulary, as a JSON list."""
     text: str = ""
@@ -75,7 +77,7 @@ def _read(response: InferenceResponse) -> PromptDescription:
     return PromptDescription(
         num_tokens=_single(found, "num_input_tokens", 0),
         max_model_len_tokens=_single(found, "max_model_len", 0),
-        token_ids=found["prompt_token_ids"].ravel() if "prompt_token_ids" in found else NO_TOKENS,
+        token_ids=found["prompt_token_ids"].ravel() if "prompt_token_ids" in found else _no_tokens(),
         token_names=_single(found, "prompt_tokens", b"[]"),
         text=_single(found, "prompt_text", b"").decode(),
     )

@@ -39,6 +39,7 @@ from .responses import Identity, whole_response
 from .schema import REQUEST_ID, StreamOptions
 from .stream_interval import IntervalWriter
 from .streams import EventStream, events, first_arrival, unless_disconnected
+from .tokenization_endpoints import TokenizationEndpoints
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 DEFAULT_MAX_BODY_BYTES = 4 << 20
@@ -55,20 +56,24 @@ def create_openai_router(
 ) -> APIRouter:
     """A router with all of /v1. Include it before any other route under /v1: it answers unknown paths there
     itself. `gate` is the one that other frontends of `server` use."""
-    service = _OpenAIService(gate or InferenceGate(server), max_body_bytes, lora_separator)
+    gate = gate or InferenceGate(server)
+    catalog = ModelCatalog(server, lora_separator)
+    service = _OpenAIService(gate, catalog, max_body_bytes)
     router = APIRouter()
     router.add_route("/v1/models", _guarded(service.models), methods=["GET"])
     router.add_route("/v1/models/{model:path}", _guarded(service.model), methods=["GET"])
     router.add_route("/v1/chat/completions", _guarded(service.chat), methods=["POST"])
     router.add_route("/v1/completions", _guarded(service.completions), methods=["POST"])
+    for path, endpoint in TokenizationEndpoints(gate, catalog, max_body_bytes).routes().items():
+        router.add_route(path, _guarded(endpoint), methods=["POST"])
     router.routes.append(Route("/v1/{path:path}", _UnknownPath()))
     return router
 
 
 class _OpenAIService:
-    def __init__(self, gate: InferenceGate, max_body_bytes: int, lora_separator: str) -> None:
+    def __init__(self, gate: InferenceGate, catalog: ModelCatalog, max_body_bytes: int) -> None:
         self._gate = gate
-        self._catalog = ModelCatalog(gate.server, lora_separator)
+        self._catalog = catalog
         self._max_body_bytes = max_body_bytes
 
     async def models(self, request: Request) -> Response:
