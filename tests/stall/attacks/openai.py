@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from llmbackend.adapter.prompts import MAX_DESCRIBED_TOKENS
 from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
 
 from .attack import Attack, HttpSent, Sent, numbered, repeated
@@ -82,6 +83,7 @@ _TOKENIZE: tuple[tuple[str, Callable[[int], list[Sent]]], ...] = (
 )
 OPENAI_ATTACKS = (
     *(Attack(f"tokenize {name}", make, _MAX_BYTES) for name, make in _TOKENIZE),
+    *(Attack(f"tokenize {name}, as many as are taken", make, MAX_DESCRIBED_TOKENS) for name, make in _TOKENIZE),
     *(Attack(f"chat {name}", make, _MAX_BYTES) for name, make in _CHAT),
     *(Attack(f"completions {name}", make, _MAX_BYTES) for name, make in _COMPLETIONS),
 )
