@@ -103,7 +103,7 @@ def test_each_item(item: Item, message: Item) -> None:
 
 
 def test_calls_of_custom_tools_and_of_namespaces() -> None:
-    items = [
+    items: list[dict[str, Any]] = [
         {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'a "b"\n'},
         {"type": "function_call", "call_id": "d", "name": "f", "namespace": "n", "arguments": "{}"},
         {"type": "tool_search_call", "call_id": "e", "execution": "client", "arguments": {"query": "q"}},

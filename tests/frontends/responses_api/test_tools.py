@@ -76,7 +76,7 @@ def test_tools_of_a_namespace_are_called_by_both_names() -> None:
 
 
 def test_a_clients_search_brings_tools() -> None:
-    items = [
+    items: list[dict[str, Any]] = [
         {"role": "user", "content": "q"},
         {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"city": "x"}},
         {"type": "tool_search_output", "call_id": "c", "execution": "client", "status": "completed",
