@@ -157,10 +157,7 @@ def option_inputs(
         "exclude_input_in_output": True,
         "return_finish_reason": True,
         RETURN_LOGPROBS: logprobs,
-        RETURN_NUM_INPUT_TOKENS: usage,
-        "return_num_output_tokens": usage,
-        "return_num_cached_tokens": usage,
-        "return_num_input_tokens": counts,
+        RETURN_NUM_INPUT_TOKENS: counts,
         "return_num_output_tokens": counts,
         "return_num_cached_tokens": counts,
     }

@@ -74,7 +74,7 @@ class CustomInput:
             return ""
         text, at, pieces = self._held + text, 0, []
         while at < len(text):
-            if (held := _MAY_GO_ON.match(text, at)) is not None and held.end() == len(text):
+            if _MAY_GO_ON.fullmatch(text, at):
                 break
             unit = _UNIT.match(text, at)
             if unit is None:  # \u without four digits: no JSON, shown as it stands

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import orjson
 
 from ..errors import JsonObject, OpenAIError
+from ..streams import PING
 from ..tensors import Delta, PromptDetails
 from .output_builder import Happening, ItemAdded, TextAdded, by_token
 from .output_items import MESSAGE, OutputItem
@@ -58,6 +59,12 @@ class ResponseWriter:
         deltas: Iterable[Delta] = by_token(delta) if self._cuts_at_tokens else (delta,)
         return [event for part in deltas for one in self._state.add(part) for event in self._happened(one)]
 
+    def ping(self) -> bytes:
+        return PING
+
+    def fail(self, error: OpenAIError) -> bytes:
+        return b"".join(self.fail_events(error))
+
     def end_events(self) -> list[bytes]:
         self._state.end()
         return [self._of_response(f"response.{self._state.status}")]
@@ -72,7 +79,7 @@ class ResponseWriter:
 
     def _happened(self, happening: Happening) -> list[bytes]:
         if type(happening) is TextAdded:
-            return [self._text_added(happening)]
+            return [self._text_added(happening)] if happening.item.kind.delta_event else []
         if type(happening) is ItemAdded:
             return self._item_added(happening.item)
         return self._item_done(happening.item)
@@ -99,8 +106,8 @@ class ResponseWriter:
     def _item_done(self, item: OutputItem) -> list[bytes]:
         kind, place = item.kind, _place(item)
         done = place | {kind.text_field: item.text} | _logprobs(item)
-        more = {} if kind.part_type else {"name": item.name}
-        events = [self._event(kind.done_event, done | more)]
+        more = {"name": item.tool.name} if item.tool is not None and item.tool.kind == "function" else {}
+        events = [self._event(kind.done_event, done | more)] if kind.done_event else []
         if kind.part_type:
             part = item.part(item.text, item.logprobs)
             events.append(self._event("response.content_part.done", place | {"part": part}))

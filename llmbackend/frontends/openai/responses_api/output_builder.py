@@ -7,7 +7,7 @@ that a stream tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -20,7 +20,8 @@ from ..parsers import ContentDelta, Event, ReasoningDelta, ToolCallArguments, To
 from ..responses import DEFAULT_FINISH_REASON
 from ..tensors import Delta, TokenEntries
 from .custom_input import CustomInput
-from .output_items import CUSTOM_CALL, FUNCTION_CALL, MESSAGE, REASONING, ItemKind, ItemStatus, OutputItem, item_id
+from .output_items import CALLS, MESSAGE, REASONING, ItemKind, OutputItem, item_id
+from .request import NamedTool
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +53,19 @@ class OutputBuilder:
         plan: AnswerPlan | None,
         response_id: str,
         *,
-        custom_tools: Collection[str] = (),
+        tools: Mapping[str, NamedTool] | None = None,
         logprobs: LogprobForm | None = None,
         seal: Callable[[str], str] | None = None,
     ) -> None:
         """plan: how the answer is read; None: as text
-        custom_tools: names of those tools whose calls have an input in place of arguments
+        tools: those of the request, by the name that the model calls
         seal: makes the sealed form of reasoning; None: it is not asked for
         """
         self.items: list[OutputItem] = []
         self.finish_reason: str | None = None
         """Once the answer has ended."""
         self._response_id = response_id
-        self._custom_tools = custom_tools
+        self._tools = tools or {}
         self._seal = seal
         self._reader = None if plan is None else AnswerReader(plan, response_id, 0)
         self._logprobs = None if logprobs is None else ChatLogprobs(logprobs)
@@ -123,13 +124,13 @@ class OutputBuilder:
             case ReasoningDelta(text):
                 self._add_text(REASONING, text, [])
             case ToolCallStart(_, name, id):
-                is_custom = name in self._custom_tools
-                self._input = CustomInput() if is_custom else None
-                self._begin(CUSTOM_CALL if is_custom else FUNCTION_CALL, name, id or "")
+                tool = self._tools.get(name) or NamedTool("function", name)
+                self._begin(CALLS[tool.kind], tool, id or "")
+                self._input = CustomInput() if tool.kind == "custom" else None
             case ToolCallArguments(_, text):
                 self._add_piece(text if self._input is None else self._input.push(text), [])
             case ToolCallEnd():
-                self._end("completed")
+                self._end(is_complete=True)
 
     def _add_text(self, kind: ItemKind, text: str, positions: list[TokenEntries]) -> None:
         if self._open is None or self._open.kind is not kind:
@@ -137,10 +138,10 @@ class OutputBuilder:
         render = self._logprobs
         self._add_piece(text, [] if render is None or not positions else render.render(positions)["content"])
 
-    def _begin(self, kind: ItemKind, name: str = "", call_id: str = "") -> None:
-        self._end("completed")
+    def _begin(self, kind: ItemKind, tool: NamedTool | None = None, call_id: str = "") -> None:
+        self._end()
         index = len(self.items)
-        item = OutputItem(kind, item_id(kind, self._response_id, index), index, name, call_id, self._seal)
+        item = OutputItem(kind, item_id(kind, self._response_id, index), index, tool, call_id, self._seal)
         self._open = item
         self.items.append(item)
         self._happenings.append(ItemAdded(item))
@@ -152,14 +153,16 @@ class OutputBuilder:
             item.logprobs += logprobs
             self._happenings.append(TextAdded(item, text, logprobs))
 
-    def _end(self, status: ItemStatus) -> None:
-        """Ends the item that is open."""
+    def _end(self, *, is_complete: bool | None = None) -> None:
+        """Ends the item that is open. is_complete: None: unless it is a call, which is complete where its end was
+        seen."""
         if self._open is None:
             return
         if self._input is not None:
             self._add_piece(self._input.finish(), [])
             self._input = None
-        self._open.status = status
+        is_text = self._open.tool is None
+        self._open.status = "completed" if (is_text if is_complete is None else is_complete) else "incomplete"
         self._happenings.append(ItemDone(self._open))
         self._open = None
 
@@ -169,8 +172,7 @@ class OutputBuilder:
             self._add_text(MESSAGE, "", self._pending)
         if not self.items:
             self._begin(MESSAGE)
-        is_call = self._open is not None and self._open.kind in (FUNCTION_CALL, CUSTOM_CALL)
-        self._end("incomplete" if reason == LENGTH or is_call else "completed")
+        self._end(is_complete=False if reason == LENGTH else None)
 
 
 def by_token(delta: Delta) -> Iterator[Delta]:

@@ -8,11 +8,14 @@ of the response's id and its place.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import orjson
 
 from ..errors import JsonObject
+from .request import NamedTool, ToolKind
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -24,6 +27,7 @@ class ItemKind:
     type: str
     id_prefix: str
     delta_event: str
+    """"" for a kind whose text no events tell, as `done_event`."""
     done_event: str
     text_field: str
     """Of the item or, for kinds with parts, of its one part."""
@@ -56,6 +60,13 @@ CUSTOM_CALL = ItemKind(
     "response.custom_tool_call_input.done",
     "input",
 )
+TOOL_SEARCH_CALL = ItemKind("tool_search_call", "tsc", "", "", "arguments")
+CALLS: Mapping[ToolKind, ItemKind] = {
+    "function": FUNCTION_CALL,
+    "custom": CUSTOM_CALL,
+    "tool_search": TOOL_SEARCH_CALL,
+}
+"""What calls of each kind of tool become."""
 
 
 def item_id(kind: ItemKind, response_id: str, index: int) -> str:
@@ -70,8 +81,8 @@ class OutputItem:
     id: str
     index: int
     """Its place in the output."""
-    name: str = ""
-    """Of the tool that a call is of."""
+    tool: NamedTool | None = None
+    """Of a call."""
     call_id: str = ""
     seal: Callable[[str], str] | None = None
     """Makes of reasoning the form in which a client can send it back; None where it is not asked for."""
@@ -114,4 +125,22 @@ class OutputItem:
             if self.seal is not None:
                 reasoning["encrypted_content"] = self.seal(self.text) if content else None
             return reasoning
-        return item | {"call_id": self.call_id, "name": self.name, self.kind.text_field: content}
+        return item | self._call(str(content))
+
+    def _call(self, text: str) -> JsonObject:
+        call: JsonObject = {"call_id": self.call_id}
+        if self.kind is TOOL_SEARCH_CALL:
+            return call | {"execution": "client", "arguments": _as_value(text)}
+        if self.tool is not None:
+            call["name"] = self.tool.name
+            if self.tool.namespace is not None:
+                call["namespace"] = self.tool.namespace
+        return call | {self.kind.text_field: text}
+
+
+def _as_value(text: str) -> Any:
+    """Arguments that a client gets as an object; a text that is none as it stands."""
+    try:
+        return orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        return text

@@ -8,7 +8,7 @@ object of a stream's last event is the whole response.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import orjson
@@ -19,6 +19,7 @@ from ..logprobs import LogprobForm
 from ..responses import Identity, Usage
 from ..tensors import Delta
 from .output_builder import LENGTH, Happening, OutputBuilder
+from .request import NamedTool
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
@@ -34,7 +35,7 @@ class ResponseState:
         plan: AnswerPlan | None,
         *,
         echo: bytes = b"{}",
-        custom_tools: Collection[str] = (),
+        tools: Mapping[str, NamedTool] | None = None,
         logprobs: LogprobForm | None = None,
         seal: Callable[[str], str] | None = None,
         is_queued: bool = False,
@@ -42,11 +43,11 @@ class ResponseState:
     ) -> None:
         """plan: how the answer is read; None: as text
         echo: JSON object of the fields that a response repeats of its request
-        custom_tools: names of those tools whose calls have an input in place of arguments
+        tools: those of the request, by the name that the model calls
         seal: makes the sealed form of reasoning; None: it is not asked for
         is_queued: whether it begins in the background
         """
-        self.builder = OutputBuilder(plan, identity.id, custom_tools=custom_tools, logprobs=logprobs, seal=seal)
+        self.builder = OutputBuilder(plan, identity.id, tools=tools, logprobs=logprobs, seal=seal)
         self.id = identity.id
         self.status: Status = "queued" if is_queued else "in_progress"
         self._error: JsonObject | None = None
