@@ -34,7 +34,15 @@ from .generation import Generation, check_fields_taken
 from .labels import logged
 from .models import ModelCatalog, Target
 from .prompt_details import PromptFirst, Writer
-from .requests import GenerationRequest, check_content_type, json_object, parse_chat, parse_completion, read_body
+from .requests import (
+    GenerationRequest,
+    check_content_type,
+    decode_cost,
+    json_object,
+    parse_chat,
+    parse_completion,
+    read_body,
+)
 from .responses import Identity, whole_response
 from .schema import REQUEST_ID, StreamOptions
 from .stream_interval import IntervalWriter
@@ -93,7 +101,7 @@ class _OpenAIService:
         self._gate.check_room()
         check_content_type(http)
         body = await read_body(self._gate, http, self._max_body_bytes)
-        request = await self._gate.decode_in_thread(len(body), lambda: parse(json_object(body)))
+        request = await self._gate.decode_in_thread(decode_cost(body), lambda: parse(json_object(body)))
         target = self._catalog.require(request.model, request.prompts[0].name)
         check_fields_taken(request, target)
         if request.labels:

@@ -19,7 +19,7 @@ from llmbackend.frontends.inference_gate import InferenceGate
 from .errors import JsonObject, OpenAIError
 from .models import ModelCatalog
 from .prompt_description import PromptDescription, describe_prompt
-from .requests import check_content_type, json_object, read_body
+from .requests import check_content_type, decode_cost, json_object, read_body
 from .streams import unless_disconnected
 from .tensors import RETURN_PROMPT_TOKENS
 from .tokenization import PromptQuestion, parse_detokenize, parse_tokenize
@@ -64,7 +64,7 @@ class TokenizationEndpoints:
         self._gate.check_room()
         check_content_type(http)
         body = await read_body(self._gate, http, self._max_body_bytes)
-        question = await self._gate.decode_in_thread(len(body), lambda: parse(json_object(body)))
+        question = await self._gate.decode_in_thread(decode_cost(body), lambda: parse(json_object(body)))
         target = self._catalog.require(self._catalog.named(question.model), question.prompt.name)
         release_body(http)
         work = describe_prompt(self._gate, target, question.prompt, question.wanted, sampling=question.sampling)
