@@ -112,6 +112,27 @@ def _item_reference(place: InPlace) -> None:
     assert _prompt_tokens(place, reference) == _prompt_tokens(place, spoken)
 
 
+_LOOKED_UP: Final = {"type": "function", "name": "f", "description": "Found.", "parameters": {}, "strict": False}
+_SEARCH: Final = {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": {}}
+
+
+@promise("a call of the client's search for tools, and the tools that it found, which can be called")
+def _tool_search(place: InPlace) -> None:
+    call = {"type": "tool_search_call", "call_id": "call_1", "execution": "client", "arguments": {"query": "f"}}
+    output = {"type": "tool_search_output", "call_id": "call_1", "execution": "client", "tools": [_LOOKED_UP]}
+    asked: JsonObject = {"tools": [_SEARCH], "max_output_tokens": 60}
+    assert _prompt_tokens(place, call, output, tools=[_SEARCH]) > _prompt_tokens(place, tools=[_SEARCH])
+    choice = {"type": "function", "name": "f"}
+    found = place.api.ask(input=[_QUESTION, call, output], **asked, tool_choice=choice)
+    assert found.calls == ["f"]
+
+
+@promise("tools that a later item adds")
+def _additional_tools(place: InPlace) -> None:
+    item = {"type": "additional_tools", "role": "developer", "tools": [_LOOKED_UP]}
+    assert _prompt_tokens(place, item) > _prompt_tokens(place)
+
+
 _ITEMS_DONE: Final[Mapping[str, Row]] = {
     "message": _message,
     "function_call": _function_call,
@@ -120,7 +141,33 @@ _ITEMS_DONE: Final[Mapping[str, Row]] = {
     "custom_tool_call_output": _custom_tool_call_output,
     "reasoning": _reasoning,
     "item_reference": _item_reference,
+    "tool_search_call": _tool_search,
+    "tool_search_output": _tool_search,
+    "additional_tools": _additional_tools,
 }
+
+
+@promise("its functions can be called; the call names the namespace")
+def _namespace(place: InPlace) -> None:
+    tool = {"type": "namespace", "name": "files", "description": "Of files.", "tools": [_LOOKED_UP]}
+    answer = place.api.ask(tools=[tool], tool_choice="required", max_output_tokens=60)
+    (call,) = answer.of("function_call")
+    assert (call["name"], call["namespace"]) == ("f", "files")
+
+
+@promise("the client searches for tools: the answer may have a call of it")
+def _search(place: InPlace) -> None:
+    answer = place.api.ask(tools=[_SEARCH], tool_choice="required", max_output_tokens=100)
+    assert answer.of("tool_search_call")
+
+
+def _left_out(kind: str) -> Row:
+    @promise("agents offer it unasked: the model is not told of it, and the response says so by its own tools")
+    def check(place: InPlace) -> None:
+        answer = place.api.ask(tools=[{"type": kind}])
+        assert answer.json["tools"] == [] and answer.text == place.api.ask().text
+
+    return check
 
 
 @promise("see `tools` and `tool_choice` above")
@@ -132,6 +179,19 @@ def _tool(place: InPlace) -> None:
 @promise("see `include` above")
 def _included(place: InPlace) -> None:
     assert place.texts() == place.api.texts(include=["message.output_text.logprobs", "reasoning.encrypted_content"])
+
+
+def _no_such_items(kind: str) -> Row:
+    @promise("accepted: no response here has such items")
+    def check(place: InPlace) -> None:
+        assert place.texts() == place.texts(include=kind)
+
+    return check
+
+
+_INCLUDABLE: Final = literals(response_includable.ResponseIncludable)
+_SEEN: Final[dict[str, Row]] = {"message.output_text.logprobs": _included, "reasoning.encrypted_content": _included}
+_WEB_SEARCHES: Final = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
 
 
 def _api(title: str, published: frozenset[str], done: Mapping[str, Row], place: Place, param: str) -> Api:
@@ -150,14 +210,15 @@ ITEMS: Final = _api(
 TOOLS: Final = _api(
     "`/v1/responses`: tools",
     kinds(tool_param.ToolParam),
-    {"function": _tool, "custom": _tool},
+    {"function": _tool, "custom": _tool, "namespace": _namespace, "tool_search": _search}
+    | {kind: _left_out(kind) for kind in _WEB_SEARCHES},
     lambda kind: {"tools": [{"type": kind}]},
     "tools[0]",
 )
 INCLUDE: Final = _api(
     "`/v1/responses`: `include`",
-    literals(response_includable.ResponseIncludable),
-    {"message.output_text.logprobs": _included, "reasoning.encrypted_content": _included},
+    _INCLUDABLE,
+    {kind: _no_such_items(kind) for kind in _INCLUDABLE} | _SEEN,
     lambda kind: {"include": [kind]},
     "include",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..asking import BYTES
+from ..asking import BYTES, WORDS
 from ..table import Row, promise
 from .asking import Responses
 
@@ -84,9 +84,16 @@ def _metadata(api: Responses) -> None:
         assert answer.json["metadata"] == metadata == api.get(answer.id).json()["metadata"]
 
 
-@promise("the response's id has it")
-def _request_id(api: Responses) -> None:
-    assert [api.ask(request_id=name).id for name in ("mine", "yours")] == ["resp_mine", "resp_yours"]
+@promise("so many tokens of the prompt's end are kept")
+def _truncate_prompt_tokens(api: Responses) -> None:
+    for keep in (3, 5):
+        assert api.ask(truncate_prompt_tokens=keep).usage["input_tokens"] == keep
+
+
+@promise("whether the prompt begins with the tokenizer's own token")
+def _add_special_tokens(api: Responses) -> None:
+    counts = [api.ask(model=WORDS, add_special_tokens=value).usage["input_tokens"] for value in (True, False)]
+    assert counts[0] == counts[1] + 1
 
 
 @promise("answers name the model that they come from; an unknown one is a 404")
@@ -104,6 +111,7 @@ PROMPTS: dict[str, Row] = {
     "store": _store,
     "background": _background,
     "metadata": _metadata,
-    "request_id": _request_id,
+    "truncate_prompt_tokens": _truncate_prompt_tokens,
+    "add_special_tokens": _add_special_tokens,
     "model": _model,
 }

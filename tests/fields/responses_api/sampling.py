@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..asking import DEMO, QUEUE, REASONER
+from ..asking import BYTES, DEMO, QUEUE, REASONER, WORDS
 from ..sampling import END_OF_TURN, HOT, as_greedy, changes_text
 from ..table import Row, promise
 from .asking import MAX_OUTPUT_TOKENS, Responses
@@ -91,6 +91,56 @@ def _chat_template_kwargs(api: Responses) -> None:
     assert more == count + len("three")
 
 
+@promise("no other tokens come")
+def _allowed_token_ids(api: Responses) -> None:
+    one, other = (api.ask(allowed_token_ids=[token]).text for token in (300, 301))
+    assert one != other and one == one[: len(one) // MAX_OUTPUT_TOKENS] * MAX_OUTPUT_TOKENS
+
+
+@promise("the texts do not come")
+def _bad_words(api: Responses) -> None:
+    text = api.ask(model=BYTES).text
+    for word in (text[:1], text[2:4]):
+        assert word in text and word not in api.ask(model=BYTES, bad_words=[word]).text
+
+
+@promise("the end of the turn does not come before so many tokens")
+def _min_tokens(api: Responses) -> None:
+    assert [api.ask(**_ENDS, min_tokens=least).usage["output_tokens"] for least in (0, 3)] == [1, 4]
+
+
+@promise("the generation ends at the token")
+def _stop_token_ids(api: Responses) -> None:
+    forced: dict[str, Any] = {"logit_bias": {"300": 100}}
+    assert api.ask(**forced).usage["output_tokens"] == MAX_OUTPUT_TOKENS
+    stopped = api.ask(**forced, stop_token_ids=[300])
+    assert (stopped.usage["output_tokens"], stopped.json["status"]) == (1, "completed")
+
+
+@promise("false: no spaces between special tokens, of a tokenizer that writes spaces")
+def _spaces_between_special_tokens(api: Responses) -> None:
+    special: dict[str, Any] = {"model": WORDS, "skip_special_tokens": False, "logit_bias": {"1": 100}}
+    spaced, joined = (api.ask(**special, spaces_between_special_tokens=value).text for value in (True, False))
+    assert spaced.strip() == " ".join(["<pad>"] * MAX_OUTPUT_TOKENS) and joined == "<pad>" * MAX_OUTPUT_TOKENS
+
+
+@promise("log probabilities of these tokens, in place of the most likely ones")
+def _logprob_token_ids(api: Responses) -> None:
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
+    for ids in ([300, 301], [400]):
+        answer = api.ask(**asked, logprob_token_ids=ids)
+        entries = answer.of("message")[0]["content"][0]["logprobs"]
+        assert entries and all(len(entry["top_logprobs"]) == len(ids) for entry in entries)
+
+
+@promise("the reasoning ends after so many tokens, with its end marker")
+def _thinking_token_budget(api: Responses) -> None:
+    asked: dict[str, Any] = {"model": REASONER, "max_output_tokens": 40, "ignore_eos": True}
+    for budget in (3, 5):
+        usage = api.ask(**asked, thinking_token_budget=budget).usage
+        assert usage["output_tokens_details"]["reasoning_tokens"] == budget + len("</think>")
+
+
 SAMPLING: dict[str, Row] = {
     "temperature": changes_text("temperature", 0, 2, seed=7),
     "top_p": as_greedy("top_p", 0.001),
@@ -98,6 +148,14 @@ SAMPLING: dict[str, Row] = {
     "presence_penalty": changes_text("presence_penalty", -2, 2, **HOT, max_output_tokens=32),
     "frequency_penalty": changes_text("frequency_penalty", -2, 2, max_output_tokens=48, ignore_eos=True),
     "repetition_penalty": changes_text("repetition_penalty", 0.2, 5, max_output_tokens=24, ignore_eos=True),
+    "min_p": as_greedy("min_p", 1),
+    "allowed_token_ids": _allowed_token_ids,
+    "bad_words": _bad_words,
+    "min_tokens": _min_tokens,
+    "stop_token_ids": _stop_token_ids,
+    "spaces_between_special_tokens": _spaces_between_special_tokens,
+    "logprob_token_ids": _logprob_token_ids,
+    "thinking_token_budget": _thinking_token_budget,
     "logit_bias": _logit_bias,
     "seed": _seed,
     "stop": _stop,

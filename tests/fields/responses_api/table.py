@@ -72,7 +72,7 @@ _REFUSED: Final[dict[str, Row]] = {
     "prompt": Refused([{"id": "pmpt_1"}]),
     "access_programs": Refused([{}]),
     "context_management": Refused([[{"type": "compaction", "compact_threshold": 1000}]]),
-    "image": Refused([{}]),
+    "image": Refused([{"quality": "low"}], [{}]),
     "moderation": Refused([{"model": "omni-moderation-latest"}]),
     "prompt_cache_options": Refused([{"mode": "explicit"}], [{"mode": "implicit"}]),
     "service_tier": Refused(["flex", "priority"], ["auto", "default"]),
@@ -83,6 +83,8 @@ _REFUSED: Final[dict[str, Row]] = {
     "ec_transfer_params": Refused([{}]),
     "vllm_xargs": Refused([{"one": 1}], [{}]),
     "enable_response_messages": Refused([True], [False]),
+    "request_id": Refused(["mine"]),
+    "prompt_logprobs": Refused([1]),
     "previous_input_messages": Refused([[{"role": "user", "content": "x"}]]),
 }
 _LABELS: Final[dict[str, Row]] = {
