@@ -64,7 +64,7 @@ def result(text: str, id: str = "call_1") -> Item:
         ([said("a"), call(), said("b")], [answered("ab", calls=[call()])]),
         ([said("a"), said("b")], [answered("a"), answered("b")]),
         ([said("a"), thought("r"), call()], [answered("a", "r", [call()])]),
-        ([said("a"), thought("r"), said("b")], [answered("a"), answered("b", "r")]),
+        ([said("a"), thought("r"), said("b")], [answered("ab", "r")]),
         ([said("a"), thought("r")], [answered("a", "r")]),
         ([thought("r"), call(), output("x"), thought("s"), said("b")],
          [answered("", "r", [call()]), result("x"), answered("b", "s")]),

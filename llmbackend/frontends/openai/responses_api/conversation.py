@@ -3,8 +3,8 @@
 For: parsing.py. Does not know: templates, the store. Invariant: what an answer wrote as items becomes the one
 assistant's message that a chat's history has of the same answer; the prompt is the same over both APIs.
 
-An answer's items are those between two inputs. A message begins another answer only where the one before has text and
-no call: what a model says before and after its calls is one message's content.
+An answer's items are those between two inputs: what a model says before and after its calls and its reasoning is one
+message's content. Only a message directly behind a message is another answer's: no answer has two in a row.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Conversation:
             case "message":
                 self._add_message(item)
             case "reasoning":
-                self._current().reasoning(_reasoning(item, param, self._key))
+                self._current().add_reasoning(_reasoning(item, param, self._key))
             case "function_call":
                 self._add_call(item, item["name"], item["arguments"])
             case "custom_tool_call":
@@ -72,11 +72,9 @@ class Conversation:
     def _add_message(self, item: Mapping[str, Any]) -> None:
         text = _text(item["content"])
         if item["role"] == "assistant":
-            if self._answer is not None and self._answer.is_said:
-                held = self._answer.take_held()
+            if self._answer is not None and self._answer.ends_with_text:
                 self._end_answer()
-                self._current().reasonings.extend(held)
-            self._current().text(text)
+            self._current().add_text(text)
         elif item["role"] in _SYSTEM_ROLES:
             self.add_system(text)
         else:
@@ -84,7 +82,7 @@ class Conversation:
 
     def _add_call(self, item: Mapping[str, Any], name: str, arguments: str) -> None:
         function = {"name": called_name(name, item.get("namespace")), "arguments": arguments}
-        self._current().call({"id": item["call_id"], "type": "function", "function": function})
+        self._current().add_call({"id": item["call_id"], "type": "function", "function": function})
 
     def _add_output(self, item: Mapping[str, Any], text: str) -> None:
         self._end_answer()
@@ -105,34 +103,26 @@ class _Answer:
     """One assistant's message in the making."""
 
     def __init__(self) -> None:
-        self.reasonings: list[str] = []
-        self._held: list[str] = []
-        """Reasoning behind text: this answer's if a call follows, the next one's if a message does."""
+        self._reasonings: list[str] = []
         self._texts: list[str] = []
         self._calls: list[JsonObject] = []
+        self.ends_with_text = False
 
-    @property
-    def is_said(self) -> bool:
-        """Whether a further message is another answer's."""
-        return bool(self._texts) and not self._calls
+    def add_reasoning(self, text: str) -> None:
+        self._reasonings.append(text)
+        self.ends_with_text = False
 
-    def reasoning(self, text: str) -> None:
-        (self._held if self.is_said else self.reasonings).append(text)
-
-    def text(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         self._texts.append(text)
+        self.ends_with_text = True
 
-    def call(self, call: JsonObject) -> None:
-        self.reasonings += self.take_held()
+    def add_call(self, call: JsonObject) -> None:
         self._calls.append(call)
-
-    def take_held(self) -> list[str]:
-        held, self._held = self._held, []
-        return held
+        self.ends_with_text = False
 
     def message(self) -> JsonObject:
         message: JsonObject = {"role": "assistant"}
-        if reasoning := "".join((*self.reasonings, *self._held)):
+        if reasoning := "".join(self._reasonings):
             message["reasoning_content"] = reasoning
         if self._calls:
             message["tool_calls"] = self._calls

@@ -113,7 +113,9 @@ class UnservedByResponses(ClosedObject):
     ] = None
     media_io_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
     mm_processor_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
+    watermarking: Annotated[Any, Only(False, reason="this server marks no tokens")] = None
     kv_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
+    ec_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
     vllm_xargs: Annotated[Any, Only({}, reason="no extension of this server reads them")] = None
     enable_response_messages: Annotated[Any, Only(False, reason="tokens and messages are not reported")] = None
     previous_input_messages: Annotated[Any, Only(reason="'input' takes items of earlier turns")] = None
