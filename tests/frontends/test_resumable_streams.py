@@ -103,10 +103,8 @@ def come_back(client: httpx.Client, path: str, last: str, at_most: int | None = 
 
 def said(found: list[Event]) -> list[Any]:
     """What does not differ from one request to the next."""
-    datas = [data if data == "[DONE]" else json.loads(data) for _, data in found]
-    return [
-        {k: v for k, v in data.items() if k not in ("id", "created")} if data != "[DONE]" else data for data in datas
-    ]
+    datas: list[dict[str, Any]] = [json.loads(data) for _, data in found if data != "[DONE]"]
+    return [{name: value for name, value in data.items() if name not in ("id", "created")} for data in datas]
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
