@@ -2,8 +2,8 @@
 
 For: people, client generators, the fuzzer. Does not know: handlers. Invariant: the document's paths are the routes of
 the application: a route without a description cannot be built into a document (KeyError), so that a test of the
-document finds it. What a path means is described beside its handlers, in `kserve/openapi.py`, `openai/openapi.py` and
-`operations/probes.py`.
+document finds it. What a path means is described beside its handlers, in `kserve/openapi.py`, `openai/openapi.py`,
+`anthropic/openapi.py` and `operations/probes.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from starlette.routing import BaseRoute, Route
 from llmbackend import __version__
 
 from .access.permissions import OPEN_PATHS
-from .http.errors import is_openai
+from .anthropic import openapi as openapi_anthropic
+from .http.errors import is_anthropic
 from .http.openapi_parts import Json, operation, plain_response, refusals
 from .http.responses import JSON, plain
 from .kserve import openapi as openapi_kserve
@@ -31,6 +32,7 @@ PATH: Final = "/openapi.json"
 _OPERATIONS: Final = (
     openapi_kserve.OPERATIONS
     | openapi_openai.OPERATIONS
+    | openapi_anthropic.OPERATIONS
     | probes.OPERATIONS
     | {("GET", PATH): operation("This document", {"200": plain_response("OpenAPI 3.1.", JSON)})}
 )
@@ -48,7 +50,7 @@ _BEFORE_THE_OPERATION: Final = (401, 403, 408, 413, 429, 431)
 """Statuses that access control and the connection may send before an operation sees its request."""
 _KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}}
 _CONVERTER: Final = re.compile(r"\{(\w+):\w+\}")
-_CATCH_ALL: Final = frozenset({"/v1/{path}"})
+_CATCH_ALL: Final = frozenset({"/v1/{path}", "/v1/messages/{path}"})
 """Routes that refuse every request, with 404 or 501."""
 
 
@@ -76,7 +78,7 @@ def document(routers: Iterable[APIRouter]) -> Json:
         "info": {"title": "llmbackend", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": openapi_kserve.SCHEMAS | openapi_openai.schemas() | probes.SCHEMAS,
+            "schemas": openapi_kserve.SCHEMAS | openapi_openai.schemas() | openapi_anthropic.schemas() | probes.SCHEMAS,
             "securitySchemes": _KEY_SCHEME,
         },
     }
@@ -108,4 +110,6 @@ def _operation(method: str, path: str) -> Json:
 
 
 def _error_schema(path: str) -> str:
-    return "OpenAIError" if is_openai(path) else "Error"
+    if is_anthropic(path):
+        return "AnthropicError"
+    return "OpenAIError" if path.startswith("/v1/") else "Error"

@@ -21,6 +21,7 @@ from llmbackend.core.errors import StartupError, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import exposure
+from llmbackend.frontends.anthropic import create_anthropic_router
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.openai import create_openai_router
@@ -114,6 +115,9 @@ def _frontends(
     limit_bytes = settings.http_max_input_size_bytes
     gate = InferenceGate(server, settings.limits.inference)
     routers = (
+        create_anthropic_router(
+            server, settings.openai_max_input_size_bytes, gate, settings.protocols.openai_lora_separator
+        ),
         create_openai_router(
             server, settings.openai_max_input_size_bytes, gate, settings.protocols.openai_lora_separator
         ),

@@ -29,6 +29,7 @@ from llmbackend.frontends.access.permissions import (
 )
 from llmbackend.frontends.access.rate_limit import NO_LIMITS
 from llmbackend.frontends.access.request_identity import AccessMetrics
+from llmbackend.frontends.anthropic import create_anthropic_router
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.openai import create_openai_router
 
@@ -115,7 +116,7 @@ def all_paths(app: object) -> set[str]:
 
 def test_no_route_is_without_a_category_and_no_spelling_of_it_slips_through() -> None:
     server = InferenceServer(ServerOptions())
-    app = create_http_app(server, routers=(create_openai_router(server),))
+    app = create_http_app(server, routers=(create_anthropic_router(server), create_openai_router(server)))
     access = HttpAccess(app, None, EVERYTHING, AccessMetrics(CollectorRegistry()), False)
     paths = all_paths(app)
     assert len(paths) > 30
@@ -137,7 +138,7 @@ def test_no_route_is_without_a_category_and_no_spelling_of_it_slips_through() ->
 
 def test_no_spelling_of_an_operators_path_lets_a_user_in() -> None:
     server = InferenceServer(ServerOptions())
-    app = create_http_app(server, routers=(create_openai_router(server),))
+    app = create_http_app(server, routers=(create_anthropic_router(server), create_openai_router(server)))
     keys, counted = KeyRing(unnamed_keys(["key"], NO_LIMITS)), AccessMetrics(CollectorRegistry())
     access = HttpAccess(app, keys, NO_RESTRICTIONS, counted, False)
     operators = {path for path in all_paths(app) if needs_operator(path, category_of(path))}

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.frontends.anthropic import create_anthropic_router
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.openai import create_openai_router
 
@@ -45,7 +46,9 @@ class AppUnderTest:
         )
         self.server = InferenceServer(options)
         self.server.start()
-        self._app = create_http_app(self.server, routers=(create_openai_router(self.server),))
+        self._app = create_http_app(
+            self.server, routers=(create_anthropic_router(self.server), create_openai_router(self.server))
+        )
         self._loop = asyncio.new_event_loop()
         self._tracebacks = _Tracebacks()
         logging.getLogger().addHandler(self._tracebacks)

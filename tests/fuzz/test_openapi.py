@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.frontends.anthropic import create_anthropic_router
 from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_kserve_router
 from llmbackend.frontends.kserve import openapi as openapi_kserve
 from llmbackend.frontends.openai import create_openai_router
@@ -22,13 +23,17 @@ from llmbackend.frontends.openai.requests import parse_chat, parse_completion
 from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
 from llmbackend.frontends.openapi import create_openapi_router, document
 
-CATCH_ALL = {"/v1/{path:path}"}
+CATCH_ALL = {"/v1/{path:path}", "/v1/messages/{path:path}"}
 
 
 @pytest.fixture(scope="module")
 def routers() -> tuple[Any, ...]:
     server = Mock(InferenceServer)
-    served = (create_kserve_router(server, DEFAULT_MAX_INPUT_SIZE_BYTES), create_openai_router(server))
+    served = (
+        create_kserve_router(server, DEFAULT_MAX_INPUT_SIZE_BYTES),
+        create_anthropic_router(server),
+        create_openai_router(server),
+    )
     return (*served, create_openapi_router(served))
 
 

@@ -1,4 +1,5 @@
-"""Serves the OpenAI router of a host on a free port, for tests that talk to it through real clients and sockets."""
+"""Serves the routers of OpenAI's and Anthropic's APIs on a free port, for tests that talk to a host through real
+clients and sockets."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from llmbackend.frontends.anthropic import create_anthropic_router
 from llmbackend.frontends.openai import create_openai_router
 
 
@@ -18,6 +20,7 @@ from llmbackend.frontends.openai import create_openai_router
 def serve_openai(server: Any, **options: Any) -> Iterator[str]:
     """Yields the base URL (without /v1)."""
     app = FastAPI()
+    app.include_router(create_anthropic_router(server, **options))
     app.include_router(create_openai_router(server, **options))
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2)

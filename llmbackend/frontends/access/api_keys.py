@@ -228,7 +228,10 @@ def bearer_token(headers: Mapping[str, bytes]) -> bytes | None:
     return token.strip() if scheme.lower() == b"bearer" else None
 
 
-def presented_key(headers: Mapping[str, bytes]) -> bytes | None:
-    """The key of an HTTP request: in the Authorization header, as OpenAI's clients send it, else in `x-api-key`, as
-    Anthropic's do; None without one."""
-    return headers.get("x-api-key") if "authorization" not in headers else bearer_token(headers)
+def presented_key(headers: Mapping[str, bytes], *, is_anthropic: bool) -> bytes | None:
+    """The key of an HTTP request: in the Authorization header, as OpenAI's clients send it, or in `x-api-key`, as
+    Anthropic's did; None without one. is_anthropic: of its API, where `x-api-key` wins, elsewhere the other one."""
+    own = headers.get("x-api-key")
+    if own is not None and (is_anthropic or "authorization" not in headers):
+        return own
+    return bearer_token(headers)

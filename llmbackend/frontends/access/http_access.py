@@ -66,7 +66,7 @@ class HttpAccess:
         path = request.path
         account: Account | None = None
         if self._keys is not None and path not in OPEN_PATHS:
-            key = presented_key(request.headers)
+            key = presented_key(request.headers, is_anthropic=request.is_anthropic)
             account = request.account = None if key is None else self._keys.find(key)
             if account is None:
                 self._metrics.decided(None, "http", "unauthenticated")

@@ -67,7 +67,7 @@ def error_body(message: str) -> bytes:
 
 def is_openai(path: str) -> bool:
     """Whether errors on `path` have the shape that OpenAI's clients parse."""
-    return path.startswith("/v1/") or path in ("/tokenize", "/detokenize")
+    return path.startswith("/v1/")
 
 
 def is_anthropic(path: str, version: bytes | None = None) -> bool:
@@ -78,11 +78,15 @@ def is_anthropic(path: str, version: bytes | None = None) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
-def anthropic_error_body(status: int, message: str, request_id: str | None = None) -> bytes:
-    """`{"type": "error", "error": {"type", "message"}, "request_id"}`; lone surrogates become '?'."""
+def anthropic_error_body(
+    status: int, message: str, request_id: str | None = None, details: Mapping[str, object] | None = None
+) -> bytes:
+    """`{"type": "error", "error": {"type", "message"}, "request_id"}`; lone surrogates become '?'.
+    details: what clients look up in it."""
     kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
     text = message.encode("utf-8", "replace").decode()
-    return orjson.dumps({"type": "error", "error": {"type": kind, "message": text}, "request_id": request_id})
+    error = {"type": kind, "message": text} | ({} if details is None else {"details": details})
+    return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
 
 
 def openai_error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:

@@ -23,6 +23,7 @@ _MEANING: Final = {
     431: "The header is larger than the server accepts.",
     500: "As Triton's code INTERNAL: the body is not the JSON that was expected, or loading or the model failed.",
     501: "Not supported by this server or this model.",
+    529: "Not now: as 503 elsewhere.",
     503: "Not now: the model is not ready, its queue is full, or the server is exiting.",
 }
 _RETRY_AFTER: Final = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"}}}
@@ -76,7 +77,7 @@ def refusals(schema: str, *statuses: int, streaming: bool = False) -> Json:
     content: Json = {kind: {} for kind in kinds} | {"application/json": {"schema": ref(schema)}}
     return {
         str(status): {"description": _MEANING[status], "content": content}
-        | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
+        | ({"headers": _RETRY_AFTER} if status in (429, 503, 529) else {})
         for status in statuses
     }
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import core_schema
 
-from ..http.openapi_parts import array, body, closed, json_response, operation, optional, ref, refusals
+from ..http.openapi_parts import array, body, closed, operation, optional, ref, refusals
 from .errors import JsonObject
 from .schema import ChatCompletionRequest, CompletionRequest
-from .tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
 _STRING: Final = {"type": "string"}
 _COUNT: Final = {"type": "integer", "minimum": 0}
@@ -32,15 +32,6 @@ _USAGE: Final = closed(
 )
 
 
-_REQUESTS: Final = (
-    ChatCompletionRequest,
-    CompletionRequest,
-    TokenizeTextRequest,
-    TokenizeChatRequest,
-    DetokenizeRequest,
-)
-
-
 class _PlainJsonSchema(GenerateJsonSchema):
     """Without titles, which repeat names, and defaults, which are all null."""
 
@@ -51,14 +42,19 @@ class _PlainJsonSchema(GenerateJsonSchema):
         return self.generate_inner(schema["schema"])
 
 
+def request_schemas(*models: type[BaseModel]) -> JsonObject:
+    """The components that describe request bodies, by name."""
+    requests: Any = [(model, "validation") for model in models]
+    _, documented = models_json_schema(requests, ref_template=ref("{model}")["$ref"], schema_generator=_PlainJsonSchema)
+    found: JsonObject = documented["$defs"]
+    for schema in found.values():
+        schema.pop("title", None)
+    return found
+
+
 def schemas() -> JsonObject:
     """All components of the document, by name."""
-    requests: Any = [(model, "validation") for model in _REQUESTS]
-    _, documented = models_json_schema(requests, ref_template=ref("{model}")["$ref"], schema_generator=_PlainJsonSchema)
-    models: JsonObject = documented["$defs"]
-    for schema in models.values():
-        schema.pop("title", None)
-    return _RESPONSES | models
+    return _RESPONSES | request_schemas(ChatCompletionRequest, CompletionRequest)
 
 
 _FINISH_REASONS: Final = ("stop", "length")
@@ -133,11 +129,6 @@ _RESPONSES: Final[JsonObject] = {
         [*_FINISH_REASONS, "tool_calls", "function_call"],
     ),
     "Completion": _completion("text_completion", {"text": _STRING}, _FINISH_REASONS),
-    "TokenizeRequest": {"anyOf": [ref("TokenizeTextRequest"), ref("TokenizeChatRequest")]},
-    "Tokens": closed(
-        {"count": _COUNT, "max_model_len": _COUNT, "tokens": array(_COUNT), "token_strs": optional(array(_STRING))}
-    ),
-    "Text": closed({"prompt": _STRING}),
 }
 
 
@@ -164,13 +155,5 @@ OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
     ),
     ("POST", "/v1/completions"): operation(
         "Continue a text", _answer("Completion") | _REFUSED, body=body("CompletionRequest")
-    ),
-    ("POST", "/tokenize"): operation(
-        "The tokens of a text or of a conversation",
-        {"200": json_response("Tokens")} | _REFUSED,
-        body=body("TokenizeRequest"),
-    ),
-    ("POST", "/detokenize"): operation(
-        "The text of tokens", {"200": json_response("Text")} | _REFUSED, body=body("DetokenizeRequest")
     ),
 }

@@ -165,24 +165,7 @@ _NUMBER_OF_LOGPROBS: JsonObject = {"properties": {"logprobs": {"type": "integer"
 _NEEDS_STREAM = _needs("stream_options", _is_true("stream")) | _needs("stream_interval", _is_true("stream"))
 
 
-class ChatPromptFields(ToolFields):
-    """What a chat's prompt is made of, but for the effort of reasoning."""
-
-    messages: Annotated[list[Message], Items(1)]
-    add_generation_prompt: Flag | None = None
-    chat_template_kwargs: AnyObject | None = Field(
-        None, json_schema_extra={"propertyNames": {"not": {"enum": [*sorted(TEMPLATE_NAMES)]}}}
-    )
-    documents: Annotated[list[AnyObject], Items()] | None = Field(None, description="For templates that read them.")
-    continue_final_message: Flag | None = Field(
-        None, description="The model goes on with the last message; not with add_generation_prompt."
-    )
-    chat_template: NonEmpty | None = Field(
-        None, description="In place of the model's, where the server trusts templates of requests."
-    )
-
-
-class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, UnservedByChat):
+class ChatCompletionRequest(_Request, ToolFields, ReasoningFields, UnservedByChat):
     model_config = ConfigDict(
         defer_build=False,
         json_schema_extra={
@@ -194,6 +177,7 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
     )
     default_max_tokens: ClassVar[int | None] = None
     """As many as the context has room for."""
+    messages: Annotated[list[Message], Items(1)]
     max_completion_tokens: Annotated[int, Range(0)] | None = Field(None, description="As max_tokens.")
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None
@@ -201,6 +185,17 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
         None, description="The answer begins with the text of the last message, if that is the assistant's."
     )
     return_prompt_text: Flag | None = Field(None, description="The prompt that the chat template made comes along.")
+    add_generation_prompt: Flag | None = None
+    chat_template_kwargs: AnyObject | None = Field(
+        None, json_schema_extra={"propertyNames": {"not": {"enum": [*sorted(TEMPLATE_NAMES)]}}}
+    )
+    documents: Annotated[list[AnyObject], Items()] | None = Field(None, description="For templates that read them.")
+    continue_final_message: Flag | None = Field(
+        None, description="The model goes on with the last message; not with add_generation_prompt."
+    )
+    chat_template: NonEmpty | None = Field(
+        None, description="In place of the model's, where the server trusts templates of requests."
+    )
 
 
 def _check_count(prompt: object) -> object:

@@ -14,7 +14,9 @@ import jsonschema
 
 from ..outcome import Outcome
 from ..specs import StreamSpec
-from .requests import PARAMETERS
+from .requests import TOOLS
+
+_PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def _check_choice(body: dict[str, Any], parts: dict[str, str], choice: int, reas
     for key in calls:
         name = parts[key.replace("arguments", "name")]
         if "tool_choice" in body:  # a free call is the model's
-            jsonschema.validate(json.loads(parts[key]), PARAMETERS[name])
+            jsonschema.validate(json.loads(parts[key]), _PARAMETERS[name])
 
 
 def _check_beside(body: dict[str, Any], parts: dict[str, str]) -> None:

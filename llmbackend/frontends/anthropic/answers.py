@@ -1,0 +1,177 @@
+"""Answers of the Messages API: whole messages, and the events of streams.
+
+For: the router. Does not know: how a model writes what is in them (blocks.py). Invariant: the events put together, as
+Anthropic's clients do it, are the whole message. The hot path is bytes: a piece of text costs one orjson call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import orjson
+from pydantic_core import from_json
+
+from ..openai.answer_plan import AnswerPlan
+from ..openai.errors import JsonObject, OpenAIError
+from ..openai.generation import Generation
+from ..openai.responses import Identity
+from ..openai.sealed_reasoning import SealingKey
+from ..openai.tensors import Delta, PromptDetails
+from .blocks import SIGNATURE, TEXT, THINKING, TOOL_USE, Blocks
+from .errors import error_event
+from .requests import MessageRequest
+
+_PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
+_MESSAGE_STOP: Final = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+_DELTA_OPEN: Final = {
+    TEXT: b',"delta":{"type":"text_delta","text":',
+    THINKING: b',"delta":{"type":"thinking_delta","thinking":',
+    TOOL_USE: b',"delta":{"type":"input_json_delta","partial_json":',
+    SIGNATURE: b',"delta":{"type":"signature_delta","signature":',
+}
+
+
+def _message(identity: Identity) -> JsonObject:
+    return {"id": identity.id, "type": "message", "role": "assistant", "model": identity.model}
+
+
+async def whole_message(
+    generation: Generation, request: MessageRequest, identity: Identity, plan: AnswerPlan | None, key: SealingKey
+) -> bytes:
+    """The answer's body. Raises OpenAIError when it failed."""
+    message = WholeMessage(request, identity, plan, key)
+    while not generation.is_over:
+        message.add((await generation.next())[1])
+    return message.body()
+
+
+class WholeMessage:
+    """Put together from its deltas: `add` for each of them, then `body`."""
+
+    def __init__(self, request: MessageRequest, identity: Identity, plan: AnswerPlan | None, key: SealingKey) -> None:
+        self._identity = identity
+        self._collector = _Collector()
+        self._blocks = Blocks(request, plan, identity.id, key, self._collector)
+
+    def add(self, delta: Delta) -> None:
+        self._blocks.add(delta)
+
+    def body(self) -> bytes:
+        self._blocks.close()
+        content = {"content": self._collector.content()}
+        usage = self._blocks.usage() | {"service_tier": "standard"}
+        return orjson.dumps(_message(self._identity) | content | self._blocks.ending() | {"usage": usage})
+
+
+class _Collector:
+    """A BlockSink that keeps whole blocks."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[JsonObject, dict[str, list[str]]]] = []
+
+    def start(self, block: JsonObject) -> None:
+        self._blocks.append((block, {}))
+
+    def piece(self, kind: str, text: str) -> None:
+        self._blocks[-1][1].setdefault(kind, []).append(text)
+
+    def stop(self) -> None:
+        pass
+
+    def content(self) -> list[JsonObject]:
+        return [block | _fields(pieces) for block, pieces in self._blocks]
+
+
+def _fields(pieces: dict[str, list[str]]) -> JsonObject:
+    joined = {kind: "".join(parts) for kind, parts in pieces.items()}
+    call = joined.pop(TOOL_USE, None)
+    return joined if call is None else {"input": _input(call)}
+
+
+def _input(text: str) -> Any:
+    """A call's input. One that was cut off has what clients of a stream have of it: what is complete."""
+    try:
+        if isinstance(orjson.loads(text), dict):
+            return orjson.Fragment(text)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        partial = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return partial if isinstance(partial, dict) else {}
+
+
+class MessageWriter:
+    """The events of one stream. The first one has the prompt's tokens, which the first delta brings."""
+
+    def __init__(
+        self,
+        request: MessageRequest,
+        identity: Identity,
+        plan: AnswerPlan | None,
+        key: SealingKey,
+        request_id: str,
+    ) -> None:
+        """request_id: for its errors"""
+        self._identity = identity
+        self._request_id = request_id
+        self._blocks = Blocks(request, plan, identity.id, key, self)
+        self._has_begun = False
+        self._index = -1
+        self._head = b""
+        """Of each piece of the open block."""
+        self._events: list[bytes] = []
+
+    def begin(self) -> bytes:
+        return b""
+
+    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
+        return b""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        self._blocks.add(delta)
+        return self._message_start() + self._taken()
+
+    def end(self) -> bytes:
+        self._blocks.close()
+        body = {"type": "message_delta", "delta": self._blocks.ending(), "usage": self._blocks.usage()}
+        message_delta = b"event: message_delta\ndata: %b\n\n" % orjson.dumps(body)
+        return b"".join((self._message_start(), self._taken(), message_delta, _MESSAGE_STOP))
+
+    def ping(self) -> bytes:
+        return self._message_start() or _PING
+
+    def fail(self, error: OpenAIError) -> bytes:
+        return error_event(error, self._request_id)
+
+    def start(self, block: JsonObject) -> None:
+        self._index += 1
+        self._head = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d' % self._index
+        self._events.append(
+            b'event: content_block_start\ndata: {"type":"content_block_start","index":%d,"content_block":%b}\n\n'
+            % (self._index, orjson.dumps(block))
+        )
+
+    def piece(self, kind: str, text: str) -> None:
+        self._events.append(b"%b%b%b}}\n\n" % (self._head, _DELTA_OPEN[kind], orjson.dumps(text)))
+
+    def stop(self) -> None:
+        self._events.append(
+            b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n' % self._index
+        )
+
+    def _taken(self) -> bytes:
+        events, self._events = self._events, []
+        return b"".join(events)
+
+    def _message_start(self) -> bytes:
+        """Once, with a ping behind it, as Anthropic's server sends one."""
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        usage = self._blocks.usage() | {"output_tokens": 0, "service_tier": "standard"}
+        usage.pop("output_tokens_details", None)
+        message = _message(self._identity) | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        start = orjson.dumps({"type": "message_start", "message": message})
+        return b"event: message_start\ndata: %b\n\n" % start + _PING

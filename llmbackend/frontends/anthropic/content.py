@@ -1,0 +1,254 @@
+"""Messages of content blocks → messages as chat templates read them.
+
+For: requests.py. Does not know: templates, tools. Invariants: what this server has sent as an answer's blocks is
+accepted as an assistant's message again, and gives the prompt that the same answer gives in a chat; every tool_use is
+followed by its tool_result, as Anthropic wants it; nothing that the model could not see is accepted.
+Source: Anthropic's API reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+
+from ..openai.errors import JsonObject, OpenAIError, as_json, missing, refuse
+from ..openai.sealed_reasoning import SealingKey, unseal
+from .beta import BetaFields, a_flag, a_list, a_string, an_object, check_cache_control
+
+_BILLING_HEADER: Final = "x-anthropic-billing-header:"
+"""Claude Code begins its system prompt with a line for Anthropic's billing. It says nothing to a model, and changes
+with every request, so that no prefix could be shared."""
+_ERROR: Final = "Error: "
+"""Before a tool's result that is an error: chat templates have no other place for it."""
+_TEXT_ONLY: Final = "the models here read and write text only"
+_NO_SERVER_TOOLS: Final = "this server runs no tools of its own"
+_REFUSED_BLOCKS: Final = {
+    "image": _TEXT_ONLY,
+    "document": _TEXT_ONLY,
+    "search_result": "send its text in a text block",
+    "container_upload": "this server has no containers",
+}
+_ALLOWED: Final = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+"""Types of blocks, by role."""
+_FIELDS: Final = {
+    "text": ("type", "text", "cache_control", "citations"),
+    "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control"),
+    "thinking": ("type", "thinking", "signature", "cache_control"),
+    "redacted_thinking": ("type", "data", "cache_control"),
+    "tool_use": ("type", "id", "name", "input", "cache_control", "caller"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    messages: list[JsonObject]
+    """As chat templates read them."""
+    is_prefilled: bool
+    """Whether the answer goes on with the last one, an assistant's."""
+
+
+def read_conversation(system: object, messages: object, beta: BetaFields, key: SealingKey) -> Conversation:
+    """key: opens signatures. Raises OpenAIError naming the first wrong block."""
+    reader = _Reader(beta, key)
+    if system is not None:
+        reader.add_system(system, "system")
+    items = a_list(messages, "messages")
+    if not items:
+        raise refuse("messages", "a non-empty list", items)
+    for index, message in enumerate(items):
+        reader.add(message, f"messages[{index}]")
+    return reader.conversation()
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Messages of one role that follow each other, which count as one."""
+
+    role: str
+    param: str
+    """Of the last of them."""
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[JsonObject] = field(default_factory=list)
+    result: JsonObject = field(default_factory=dict)
+    """Of a tool's message: what it has beside its text."""
+    last_kind: str = "text"
+    """Of its blocks."""
+
+    def message(self) -> JsonObject:
+        """An assistant's text stands as the model wrote it, whatever came between; that of others in lines."""
+        content = ("" if self.role == "assistant" else "\n").join(self.texts)
+        message: JsonObject = {"role": self.role}
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message | self.result | {"content": content}
+
+
+class _Reader:
+    def __init__(self, beta: BetaFields, key: SealingKey) -> None:
+        self._beta = beta
+        self._key = key
+        self._turns: list[_Turn] = []
+        self._open_calls: dict[str, str] = {}
+        """Names of functions, by the ids of calls that have no result yet."""
+
+    def conversation(self) -> Conversation:
+        self._check_results()
+        last = self._turns[-1]
+        is_prefilled = last.role == "assistant"
+        if is_prefilled and (last.last_kind != "text" or not any(last.texts)):
+            message = (
+                f"'{last.param}' is the last message, and an assistant's: expected text that the answer goes on with"
+            )
+            raise OpenAIError(message, param=last.param, code="invalid_value")
+        return Conversation([turn.message() for turn in self._turns], is_prefilled)
+
+    def add_system(self, content: object, param: str) -> None:
+        blocks = self._blocks(content, param, "system")
+        texts = [text for text in (_text(block, param) for block, param in blocks) if not _is_billing(text)]
+        if texts:
+            self._turns.append(_Turn("system", param, texts))
+
+    def add(self, value: object, param: str) -> None:
+        message = an_object(value, param)
+        self._beta.check_names(message, ("role", "content"), param)
+        role = message.get("role")
+        if role is None:
+            raise missing(f"{param}.role")
+        content, at = message.get("content"), f"{param}.content"
+        if role == "system":
+            self.add_system(content, at)
+        elif role == "user":
+            self._add_user(content, at)
+        elif role == "assistant":
+            self._add_assistant(content, at)
+        else:
+            raise refuse(f"{param}.role", '"user", "assistant" or "system"', role)
+
+    def _add_user(self, content: object, param: str) -> None:
+        if content == []:
+            raise refuse(param, "a non-empty list", content)
+        for block, at in self._blocks(content, param, "user"):
+            if block["type"] == "tool_result":
+                self._turns.append(self._tool_result(block, at))
+            else:
+                self._turn("user", param).texts.append(_text(block, at))
+
+    def _add_assistant(self, content: object, param: str) -> None:
+        if not self._turns or self._turns[-1].role != "assistant":
+            self._check_results()
+        turn = self._turn("assistant", param)
+        for block, at in self._blocks(content, param, "assistant"):
+            turn.last_kind = block["type"]
+            if block["type"] == "text":
+                turn.texts.append(_text(block, at))
+            elif block["type"] == "tool_use":
+                turn.calls.append(self._tool_use(block, at))
+            else:
+                turn.reasoning.append(_thinking(block, at, self._key))
+
+    def _turn(self, role: str, param: str) -> _Turn:
+        """The last turn if it has this role, else a new one."""
+        last = self._turns[-1] if self._turns else None
+        if last is None or last.role != role:
+            self._turns.append(last := _Turn(role, param))
+        last.param = param.removesuffix(".content")
+        return last
+
+    def _blocks(self, content: object, param: str, role: str) -> Iterator[tuple[JsonObject, str]]:
+        """Each block with its path. A string is one block of text."""
+        if isinstance(content, str):
+            yield {"type": "text", "text": content}, param
+            return
+        if content is not None and not isinstance(content, list):
+            raise refuse(param, "a string or a list of content blocks", content)
+        for index, value in enumerate(a_list(content, param)):
+            at = f"{param}[{index}]"
+            block = an_object(value, at)
+            kind = block.get("type")
+            if kind not in _ALLOWED[role]:
+                raise _wrong_block(kind, f"{at}.type", role)
+            self._check_fields(block, kind, at)
+            yield block, at
+
+    def _check_fields(self, block: JsonObject, kind: str, param: str) -> None:
+        check_cache_control(block.get("cache_control"), f"{param}.cache_control", self._beta)
+        if kind == "text" and block.get("citations"):
+            self._beta.unserved(f"{param}.citations", "citations name documents, and this server reads none")
+        if kind == "tool_use" and (block.get("caller") or {"type": "direct"}) != {"type": "direct"}:
+            self._beta.unserved(f"{param}.caller", _NO_SERVER_TOOLS)
+        self._beta.check_names(block, _FIELDS[kind], param)
+
+    def _tool_use(self, block: JsonObject, param: str) -> JsonObject:
+        id, name = a_string(block.get("id"), f"{param}.id"), a_string(block.get("name"), f"{param}.name")
+        if id in self._open_calls:
+            raise refuse(f"{param}.id", "an id that no other tool_use of the message has", id)
+        self._open_calls[id] = name
+        arguments = orjson.dumps(an_object(block.get("input"), f"{param}.input")).decode()
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    def _tool_result(self, block: JsonObject, param: str) -> _Turn:
+        id = a_string(block.get("tool_use_id"), f"{param}.tool_use_id")
+        name = self._open_calls.pop(id, None)
+        if name is None:
+            raise refuse(f"{param}.tool_use_id", "the id of a tool_use of the assistant's message before it", id)
+        content = block.get("content")
+        parts = [] if content is None else self._blocks(content, f"{param}.content", "system")
+        text = "\n".join(_text(part, at) for part, at in parts)
+        is_error = a_flag(block.get("is_error"), f"{param}.is_error")
+        return _Turn(
+            "tool", param, [f"{_ERROR}{text}" if is_error else text], result={"tool_call_id": id, "name": name}
+        )
+
+    def _check_results(self) -> None:
+        if not self._open_calls:
+            return
+        turn = next(turn for turn in reversed(self._turns) if turn.role == "assistant")
+        ids = ", ".join(as_json(id) for id in list(self._open_calls)[:8])
+        message = f"'{turn.param}' has tool_use blocks without a tool_result in the message after it: {ids}"
+        raise OpenAIError(message, param=turn.param, code="invalid_value")
+
+
+def _is_billing(text: str) -> bool:
+    return text.startswith(_BILLING_HEADER)
+
+
+def _text(block: JsonObject, param: str) -> str:
+    return a_string(block.get("text"), f"{param}.text", may_be_empty=True)
+
+
+def _thinking(block: JsonObject, param: str, key: SealingKey) -> str:
+    """The reasoning of a block as the server has sent it, which its signature holds."""
+    field = "data" if block["type"] == "redacted_thinking" else "signature"
+    sealed = a_string(block.get(field), f"{param}.{field}")
+    try:
+        text = unseal(sealed, key)
+    except ValueError as error:
+        raise OpenAIError(f"'{param}.{field}': {error}", param=f"{param}.{field}", code="invalid_value") from None
+    if field == "signature" and a_string(block.get("thinking"), f"{param}.thinking", may_be_empty=True) not in (
+        "",
+        text,
+    ):
+        message = f"'{param}.thinking' is not the text that 'signature' was made for"
+        raise OpenAIError(message, param=f"{param}.thinking", code="invalid_value")
+    return text
+
+
+def _wrong_block(kind: Any, param: str, role: str) -> OpenAIError:
+    if kind is None:
+        return missing(param)
+    if not isinstance(kind, str):
+        return refuse(param, "a string", kind)
+    reason = _REFUSED_BLOCKS.get(kind) or (_NO_SERVER_TOOLS if "tool" in kind and kind not in _FIELDS else "")
+    expected = f"expected one of {', '.join(_ALLOWED[role])}"
+    message = f"'{param}' is {as_json(kind)}, {expected}" + (f": {reason}" if reason else "")
+    return OpenAIError(message, param=param, code="unsupported_parameter" if reason else "invalid_value")

@@ -1,0 +1,166 @@
+"""From the body of a Messages request to the one message that every API of text makes: a GenerationRequest.
+
+For: the router. Does not know: HTTP, the host, how answers are written. Invariant: as of every GenerationRequest; the
+prompt is the one of a chat that says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from ..openai.errors import JsonObject, OpenAIError, missing, refuse
+from ..openai.reasoning import ReasoningUse
+from ..openai.requests import GenerationRequest
+from ..openai.response_format import STRUCTURED_OUTPUTS
+from ..openai.schema import TEMPLATE_NAMES, StreamOptions
+from ..openai.sealed_reasoning import SealingKey
+from ..openai.tensors import messages_tensor
+from ..openai.tools import ToolUse
+from ..openai.validation import ClosedObject, read
+from .beta import BetaFields, check_cache_control
+from .content import read_conversation
+from .errors import UnsupportedThreadError
+from .schema import NESTED, CountTokensRequest, JsonFormat, MessagesRequest, PromptFields, Thinking, UnservedFields
+from .tools import read_tools
+
+_SAMPLING: Final = ("temperature", "top_k", "top_p", "seed")
+_FIELD_NAMES: Final = {
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+}
+"""Chat's names and those of sampling parameters → Anthropic's."""
+_WITH_USAGE: Final = StreamOptions.model_construct(include_usage=True)
+Body = TypeVar("Body", bound=PromptFields)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRequest:
+    """What a client asked for."""
+
+    generation: GenerationRequest
+    max_tokens: int
+    shows_thinking: bool
+    """False: an answer's reasoning is sent as its signature alone."""
+
+
+def parse_message(body: JsonObject, beta: BetaFields, key: SealingKey) -> MessageRequest:
+    """key: opens the signatures of thinking. Raises OpenAIError naming the first wrong or unsupported field."""
+    fields = _read(MessagesRequest, body, beta)
+    tools = read_tools(fields.tools, fields.tool_choice, beta)
+    sampling: JsonObject = {"max_tokens": fields.max_tokens}
+    sampling |= {name: value for name in _SAMPLING if (value := getattr(fields, name)) is not None}
+    if fields.stop_sequences:
+        sampling["stop"] = fields.stop_sequences
+    structure, schema_field = _structure(fields)
+    thinking = fields.thinking
+    request = GenerationRequest(
+        model=fields.model,
+        prompts=(_prompt(fields, tools, beta, key),),
+        id_prefix="msg_",
+        prompt_field="messages",
+        sampling=sampling | structure,
+        stream=_WITH_USAGE if fields.stream else None,
+        labels={} if fields.metadata is None or not fields.metadata.user_id else {"user_id": fields.metadata.user_id},
+        sent_fields=tuple(sampling),
+        structure_field=schema_field.removesuffix(".schema"),
+        schema_field=schema_field,
+        field_names=_FIELD_NAMES,
+        tool_use=tools,
+        reasoning=_reasoning(thinking),
+    )
+    return MessageRequest(request, fields.max_tokens, thinking is None or thinking.display != "omitted")
+
+
+def parse_prompt(body: JsonObject, beta: BetaFields, key: SealingKey) -> GenerationRequest:
+    """Of a request whose tokens are to be counted: what it would ask the model. Raises OpenAIError."""
+    fields = _read(CountTokensRequest, body, beta)
+    tools = read_tools(fields.tools, fields.tool_choice, beta)
+    _structure(fields)
+    prompt = _prompt(fields, tools, beta, key)
+    return GenerationRequest(
+        model=fields.model, prompts=(prompt,), id_prefix="msg_", prompt_field="messages", sampling={}, tool_use=tools
+    )
+
+
+def _read(model: type[Body], body: JsonObject, beta: BetaFields) -> Body:
+    if body.get("thread") is not None:  # whatever betas are named: its messages are not the whole conversation
+        raise UnsupportedThreadError
+    fields = read(model, _known(model, body, beta))
+    if fields.messages is None:
+        raise missing("messages")
+    check_cache_control(fields.cache_control, "cache_control", beta)
+    if taken := TEMPLATE_NAMES & (fields.chat_template_kwargs or {}).keys():
+        raise refuse("chat_template_kwargs", f"variables other than {' and '.join(sorted(TEMPLATE_NAMES))}", min(taken))
+    _check_thinking(fields.thinking)
+    return fields
+
+
+def _known(model: type[ClosedObject], body: JsonObject, beta: BetaFields, param: str = "") -> JsonObject:
+    """`body` without what betas have brought and this server does not act on; `body` itself where none are named."""
+    if not beta.are_named:
+        return body
+    known = model.__pydantic_fields__.keys() | model.field_aliases
+    kept: JsonObject = {}
+    for name, value in body.items():
+        path = f"{param}.{name}" if param else name
+        if name not in known or name in UnservedFields.__pydantic_fields__:
+            if value is not None:
+                beta.unserved(path)
+        elif not param and name in NESTED and isinstance(value, dict):
+            kept[name] = _known(NESTED[name], value, beta, path)
+        else:
+            kept[name] = value
+    return kept
+
+
+def _check_thinking(thinking: Thinking | None) -> None:
+    if thinking is None:
+        return
+    if thinking.type == "enabled" and thinking.budget_tokens is None:
+        raise missing("thinking.budget_tokens")
+    if thinking.type != "enabled" and thinking.budget_tokens is not None:
+        raise refuse("thinking.budget_tokens", 'to be sent only with the type "enabled"', thinking.budget_tokens)
+    if thinking.type == "disabled" and thinking.display is not None:
+        raise refuse("thinking.display", 'to be sent only with the types "enabled" and "adaptive"', thinking.display)
+
+
+def _reasoning(thinking: Thinking | None) -> ReasoningUse:
+    if thinking is None:
+        return ReasoningUse()
+    return ReasoningUse(is_included=thinking.type != "disabled", budget_tokens=thinking.budget_tokens)
+
+
+def _structure(fields: PromptFields) -> tuple[JsonObject, str]:
+    """Sampling parameters that hold the answer to a schema, and the field where that stands."""
+    config = fields.output_config.format if fields.output_config is not None else None
+    if config is not None and fields.output_format is not None:
+        message = "'output_config.format' and 'output_format' exclude each other"
+        raise OpenAIError(message, param="output_format", code="invalid_value")
+    chosen: JsonFormat | None = config or fields.output_format
+    where = "output_format.schema" if config is None else "output_config.format.schema"
+    return ({} if chosen is None else {STRUCTURED_OUTPUTS: {"json": chosen.schema_}}), where
+
+
+def _prompt(fields: PromptFields, tools: ToolUse | None, beta: BetaFields, key: SealingKey) -> Any:
+    conversation = read_conversation(fields.system, fields.messages, beta, key)
+    options: JsonObject = {}
+    if tools is not None:
+        options["tools"] = tools.tools
+    if conversation.is_prefilled:
+        options |= {"continue_final_message": True, "add_generation_prompt": False}
+    if fields.output_config is not None and fields.output_config.effort is not None:
+        options["reasoning_effort"] = fields.output_config.effort
+    if variables := _variables(fields.thinking, fields.chat_template_kwargs or {}):
+        options["chat_template_kwargs"] = variables
+    return messages_tensor(conversation.messages, options)
+
+
+def _variables(thinking: Thinking | None, variables: Mapping[str, Any]) -> JsonObject:
+    """Of the chat template: under these names families of models are told whether to think."""
+    if thinking is None:
+        return dict(variables)
+    thinks = thinking.type != "disabled"
+    return {"enable_thinking": thinks, "thinking": thinks, **variables}
