@@ -1,17 +1,21 @@
 """What structured output costs: masks by row, steps with and without grammars, and what forced tokens win.
 
     python -m benchmarks.structured_outputs [--shape qwen2.5-0.5b-shape] [--rows 64] [--tokens 128] [--xgrammar]
+        [--peers DIR]    # beside vLLM's CPU build, which is installed there if it is not
 
 For: docs/engine.md. Does not know: servers; the engine runs in this process, with random weights and the shape's own
-tokenizer. Invariant: runs that are compared alternate within one process, on the same prompts, with as many tokens of
-each row. The grammar is a schema with free strings and numbers, repeated in a list, so that no row ends early.
+tokenizer. Invariant: runs that are compared alternate, on the same prompts, with as many tokens of each row. The
+grammar is a schema with free strings and numbers, repeated in a list, so that no row ends early; what forced tokens
+win is also measured with a schema that leaves little open.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,24 +28,14 @@ import numpy as np
 from llguidance import LLMatcher
 
 from benchmarks.checkpoints import EOS_ID, SHAPES, write_tokenizer
+from benchmarks.drivers.vllm_structured import ANSWER
+from benchmarks.environments import Environments
+from benchmarks.structured_schemas import RECORDS, SCHEMA
 from llmbackend.engine.config import EngineConfig, StructuredOutputsConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.grammars import constraints
 from llmbackend.engine.infer_request import InferRequest, SamplingParams, Vocabulary
 from llmbackend.engine.runners import make_runner
-
-_ITEM = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "description": {"type": "string"},
-        "count": {"type": "integer"},
-        "tags": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["name", "description", "count", "tags"],
-    "additionalProperties": False,
-}
-SCHEMA = {"type": "array", "items": _ITEM, "minItems": 100}
 
 
 def requests(count: int, num_tokens: int, grammar: str) -> Iterator[InferRequest]:
@@ -97,8 +91,10 @@ def percentiles_us(seconds: list[float]) -> str:
     return f"p50 {p50:.0f} µs, p99 {p99:.0f} µs of {len(seconds)}"
 
 
-def measure(config: EngineConfig, vocabulary: Vocabulary, arguments: argparse.Namespace, grammar: str) -> None:
-    """Alternates without and with the grammar."""
+def measure(
+    config: EngineConfig, vocabulary: Vocabulary, arguments: argparse.Namespace, grammar: str, peer: VllmPeer | None
+) -> None:
+    """Alternates without and with the grammar, and with the peer."""
     core = EngineCore(config, make_runner(config))
     core.set_vocabulary(vocabulary)
     run(core, 2, 8, grammar)
@@ -107,13 +103,17 @@ def measure(config: EngineConfig, vocabulary: Vocabulary, arguments: argparse.Na
         for repeat in range(2 * arguments.repeats):
             which = grammar if repeat % 2 else ""
             rates[which].append(run(core, arguments.rows, arguments.tokens, which)[1])
+            if peer is not None:
+                peer.run(is_constrained=bool(which))
     core.close()
     free, bound = (statistics.median(rates[which]) for which in ("", grammar))
     print(f"  unconstrained {free:.1f} tokens/s, constrained {bound:.1f} tokens/s: {bound / free:.1%}")
     print(f"  masks: {percentiles_us(masks)}", flush=True)
+    if peer is not None:
+        print(f"  {peer.result()}", flush=True)
 
 
-def measure_forced(config: EngineConfig, vocabulary: Vocabulary, grammar: str, num_tokens: int) -> None:
+def measure_forced(config: EngineConfig, vocabulary: Vocabulary, name: str, grammar: str, num_tokens: int) -> None:
     """One row, with forced tokens one by one, and as drafts."""
     for is_off in (True, False):
         changed = StructuredOutputsConfig(disable_jump_forward=is_off)
@@ -123,7 +123,53 @@ def measure_forced(config: EngineConfig, vocabulary: Vocabulary, grammar: str, n
         run(core, 1, 8, grammar)
         _, rate, steps = run(core, 1, num_tokens, grammar)
         core.close()
-        print(f"  forced tokens {'one by one' if is_off else 'as drafts '}: {rate:.1f} tokens/s, {steps} steps")
+        form = "one by one" if is_off else "as drafts "
+        print(f"  {name}, forced tokens {form}: {rate:.1f} tokens/s, {steps} steps", flush=True)
+
+
+class VllmPeer:
+    """vLLM in a process of its own, which waits while others are measured."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._rates: dict[bool, list[float]] = {False: [], True: []}
+        self._description = self._ask("")
+
+    def run(self, *, is_constrained: bool) -> None:
+        self._rates[is_constrained].append(float(self._ask("constrained" if is_constrained else "free")))
+
+    def result(self) -> str:
+        free, bound = (statistics.median(self._rates[which]) for which in (False, True))
+        return f"{self._description}: unconstrained {free:.1f}, constrained {bound:.1f} tokens/s: {bound / free:.1%}"
+
+    def _ask(self, what: str) -> str:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if what:
+            print(what, file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return line.removeprefix(ANSWER).strip()
+        raise RuntimeError(f"vLLM ended with exit code {self._process.wait()}")
+
+
+@contextmanager
+def vllm_peer(arguments: argparse.Namespace, model: str, quantization: str | None) -> Iterator[VllmPeer | None]:
+    """None without --peers, and for int8, which vLLM reads from checkpoints of another form."""
+    if arguments.peers is None or quantization is not None:
+        yield None
+        return
+    peers = Environments(arguments.peers)
+    peers.install("vllm")
+    command = [str(peers.python("vllm")), "-m", "benchmarks.drivers.vllm_structured", "--model", model]
+    command += ["--rows", str(arguments.rows), "--tokens", str(arguments.tokens)]
+    environment = os.environ | {"LD_PRELOAD": peers.preload(), "HF_HUB_OFFLINE": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield VllmPeer(process)
+        finally:
+            process.kill()
 
 
 def compare_libraries(tokenizer_json: str, vocab_size: int, texts: list[str]) -> None:
@@ -186,8 +232,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--xgrammar", action="store_true", help="also its masks; the package must be installed")
+    parser.add_argument("--peers", type=Path, help="folder of the peers' environments: also vLLM, in bf16")
     arguments = parser.parse_args()
-    grammar = LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
+    grammar, records = (
+        LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+        for schema in (SCHEMA, RECORDS)
+    )
     with tempfile.TemporaryDirectory() as directory:
         model = SHAPES[arguments.shape]()
         model.eos_token_id = EOS_ID
@@ -211,8 +261,10 @@ def main() -> None:
                 f"{arguments.shape}, {quantization or 'bfloat16'}, {arguments.rows} rows of {arguments.tokens} tokens"
             )
             chosen = msgspec.structs.replace(config, quantization=quantization)
-            measure(chosen, vocabulary, arguments, grammar)
-            measure_forced(chosen, vocabulary, grammar, arguments.tokens)
+            with vllm_peer(arguments, directory, quantization) as peer:
+                measure(chosen, vocabulary, arguments, grammar, peer)
+            for name, one in (("free strings", grammar), ("long names", records)):
+                measure_forced(chosen, vocabulary, name, one, arguments.tokens)
         if arguments.xgrammar:
             compare_libraries(tokenizer_json, model.vocab_size, sample_texts(50))
 

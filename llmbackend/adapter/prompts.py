@@ -134,7 +134,7 @@ class PromptMaker:
 
     def _encode(self, text: str, add_special_tokens: bool, keep: int | None, bounds: PromptBounds) -> tuple[int, ...]:
         _check_chars(len(text), bounds)
-        if not text:  # the tokenizer would perhaps add a special token
+        if not text and bounds is self._in_context:  # the tokenizer would perhaps add a special token
             return ()
         below = bounds.below_tokens if keep is None else None
         try:

@@ -123,7 +123,7 @@ class RequestConverter:
     def _describe(self, request: Request, instance: ModelInstance, exec_start_ns: int, inputs: LlmInputs) -> None:
         times = TaskTimes(exec_start_ns, time.monotonic_ns())
         prompt = self._prompts.describe(inputs)
-        tensors = described(prompt, inputs.options.outputs, self._tokenizer, self._limits.max_tokens)
+        tensors = described(prompt, inputs, self._tokenizer, self._limits.max_tokens)
         sender = ResponseSender(request, instance, exec_start_ns, self._schema.client_error)
         sender.end(Choice(0, 0.0, tensors), times)
 

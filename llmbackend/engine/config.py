@@ -18,6 +18,10 @@ GPU_DEFAULTS: Final[Mapping[str, int]] = {"max_num_seqs": 256, "max_num_batched_
 """vLLM's defaults on a GPU, for the caller that makes the config of an engine there."""
 
 
+MAX_FORCED_STEP_TOKENS = 64
+"""Drafts of a step that grammars force, of all its rows. Runners keep room for their logits."""
+
+
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """N-gram speculation (prompt lookup), with vLLM's names. Raises ValueError naming field, value and what was
     expected.
@@ -258,6 +262,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     f"engine argument 'tensor_parallel_size' is {self.tensor_parallel_size}, expected 1 where '{name}' "
                     f"is {shown}"
                 )
+
+    @property
+    def max_step_samples(self) -> int:
+        """Tokens that a step may sample: one of each row, and drafts, of which guesses have a bound of their own."""
+        guesses = self.speculative_config.max_step_tokens if self.speculative_config else 0
+        forced = 0 if self.structured_outputs_config.disable_jump_forward else MAX_FORCED_STEP_TOKENS
+        return min(self.max_num_batched_tokens, self.max_num_seqs + max(guesses, forced))
 
     @property
     def offloads_kv(self) -> bool:

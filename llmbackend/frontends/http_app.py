@@ -20,6 +20,7 @@ from llmbackend.core.server_log import ServerLog
 from .http.errors import install_error_handlers
 from .http.request_body import BODY_LEASE, BodyBudget, BodyLease
 from .inference_gate import InferenceGate
+from .journals.resumable_streams import ResumableStreams
 from .kserve.control_http import RepositoryEndpoints, SettingsEndpoints, SharedMemoryEndpoints, StopEndpoint
 from .kserve.description_http import DescriptionEndpoints, HealthEndpoints
 from .kserve.generate import GenerateEndpoints
@@ -30,7 +31,7 @@ from .operations.probes import ProbeEndpoints
 from .protocol_options import DEFAULT_OPTIONS, CorsOptions, ProtocolOptions
 
 DEFAULT_MAX_INPUT_SIZE_BYTES: Final = 64 << 20
-_READABLE_HEADERS: Final = ("Inference-Header-Content-Length", "Retry-After", "endpoint-load-metrics")
+_READABLE_HEADERS: Final = ("Inference-Header-Content-Length", "Retry-After", "endpoint-load-metrics", "X-Stream-Id")
 """Response headers that a page of another site may read, besides those that the Fetch standard always allows."""
 
 
@@ -42,17 +43,18 @@ def create_http_app(
     gate: InferenceGate | None = None,
     options: ProtocolOptions | None = None,
     log: ServerLog | None = None,
+    streams: ResumableStreams | None = None,
 ) -> FastAPI:
     """The application of `server`; `routers`, such as the OpenAI API, are served beside /v2.
 
-    `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size). `gate` is
-    the one that other frontends of `server` use, and so is `log`, the process's log that /v2/logging sets.
+    `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size). `gate`
+    and `streams` are those that other frontends of `server` use, and so is `log`, which /v2/logging sets.
     """
     gate = gate or InferenceGate(server)
     gate.bodies.make_room_for(max_input_size_bytes)
     app = _App(title="llmbackend", redirect_slashes=False, docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    served = (create_kserve_router(server, max_input_size_bytes, gate, options, log), *routers)
+    served = (create_kserve_router(server, max_input_size_bytes, gate, options, log, streams), *routers)
     for router in (*served, create_openapi_router(served)):
         app.include_router(router)
     app.direct = DirectRoutes.of(served[0])
@@ -84,13 +86,14 @@ def create_kserve_router(
     gate: InferenceGate | None = None,
     options: ProtocolOptions | None = None,
     log: ServerLog | None = None,
+    streams: ResumableStreams | None = None,
 ) -> APIRouter:
     """Everything under /v2, and the probes; arguments as of `create_http_app`."""
     router = APIRouter(redirect_slashes=False)
     gate = gate or InferenceGate(server)
     options = options or DEFAULT_OPTIONS
     InferEndpoint(gate, max_input_size_bytes, options.http_forward).add_to(router)  # first: routes are tried in order
-    GenerateEndpoints(gate, max_input_size_bytes).add_to(router)
+    GenerateEndpoints(gate, max_input_size_bytes, streams or ResumableStreams()).add_to(router)
     HealthEndpoints(server).add_to(router)
     SettingsEndpoints(server, log or ServerLog()).add_to(router)
     SharedMemoryEndpoints(server).add_to(router)

@@ -181,6 +181,13 @@ class Inference:
         else:
             self._watcher = asyncio.create_task(self._watch(request.receive))
 
+    def outlive_client(self) -> None:
+        """Takes `cancel_on_disconnect` back."""
+        if self._presence is not None:
+            self._presence.forget(self.cancel)
+        if self._watcher is not None:
+            self._watcher.cancel()
+
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -191,10 +198,7 @@ class Inference:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._presence is not None:
-            self._presence.forget(self.cancel)
-        if self._watcher is not None:
-            self._watcher.cancel()
+        self.outlive_client()
         self.cancel()
         self._handle = None  # it holds this object
         self._takes_no_more = True

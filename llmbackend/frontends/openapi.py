@@ -21,7 +21,7 @@ from llmbackend import __version__
 
 from .access.permissions import OPEN_PATHS
 from .anthropic import openapi as openapi_anthropic
-from .http.errors import is_anthropic
+from .http.errors import is_anthropic, is_openai
 from .http.openapi_parts import Json, operation, plain_response, refusals
 from .http.responses import JSON, plain
 from .kserve import openapi as openapi_kserve
@@ -112,4 +112,4 @@ def _operation(method: str, path: str) -> Json:
 def _error_schema(path: str) -> str:
     if is_anthropic(path):
         return "AnthropicError"
-    return "OpenAIError" if path.startswith("/v1/") else "Error"
+    return "OpenAIError" if is_openai(path) else "Error"

@@ -149,6 +149,18 @@ def test_a_prompt_that_begins_as_an_earlier_one_is_partly_cached(tmp_path: Path)
         assert host.metric("vllm:prefix_cache_hits_total") == 192
 
 
+def test_usage_comes_once_with_the_last_response(tmp_path: Path) -> None:
+    prompt = list(range(100))
+    with llm_host(tmp_path) as host:
+        whole = host.infer(input_ids=prompt, sampling=GREEDY, return_usage=True, return_output_ids=True)
+        stream = host.infer(input_ids=prompt, sampling=GREEDY, return_usage=True, return_output_ids=True, stream=True)
+        choices = host.infer({**GREEDY, "n": 2}, input_ids=prompt, return_usage=True)
+        num_tokens = len(whole.all("output_ids"))
+        assert whole.all("usage") == [100, num_tokens, 0]
+        assert len(stream.responses) > 1 and stream.all("usage") == [100, num_tokens, 96]
+        assert choices.all("usage") == [100, num_tokens, 96] * 2
+
+
 def test_tenants_do_not_find_what_others_computed_with_any_salt(tmp_path: Path) -> None:
     prompt, flags = list(range(100)), {"return_num_cached_tokens": True}
     alice, bob = Tenant("alice", cache_name="alice"), Tenant("bob", cache_name="bob")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Set
 from typing import Any
 
 import pytest
 
 from llmbackend.adapter.prompts import MAX_DESCRIBED_TOKENS
 from llmbackend.adapter.schemas.prompt_description import DESCRIPTION_OUTPUTS, described
-from llmbackend.adapter.schemas.schema import Prompt
+from llmbackend.adapter.schemas.schema import LlmInputs, OutputOptions, Prompt
 from llmbackend.adapter.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from llmbackend.core.backend_api import ErrorCode
 from tests.helpers.llm_host import Call, LlmHost, llm_host
@@ -30,6 +29,10 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmHost]:
 
 def describe(host: LlmHost, **inputs: Any) -> Call:
     return host.infer(prompt_only=True, **inputs)
+
+
+def asking(outputs: Set[str]) -> LlmInputs:
+    return LlmInputs(OutputOptions(False, False, frozenset(outputs)), {}, prompt_only=True)
 
 
 def refusal(call: Call) -> str:
@@ -102,14 +105,14 @@ def test_no_engine_sees_the_request(host: LlmHost) -> None:
 def test_tokens_have_the_names_of_the_vocabulary() -> None:
     tokenizer = HuggingFaceTokenizer(byte_level_tokenizer())
     ids = tuple(tokenizer.encode("Hello world", add_special_tokens=False))
-    tensors = described(Prompt("Hello world", ids), frozenset({"prompt_tokens"}), tokenizer, 8)
+    tensors = described(Prompt("Hello world", ids), asking({"prompt_tokens"}), tokenizer, 8)
     names = json.loads(tensors[0].data.item())
     assert "".join(names) == "HelloĠworld" and [tokenizer.token_id(name) for name in names] == list(ids)
 
 
-def test_long_prompts_are_whole(tmp_path: Path) -> None:
+def test_long_prompts_are_whole() -> None:
     ids = tuple(index % 256 for index in range(30_000))
-    outputs = described(Prompt("", ids), DESCRIPTION_OUTPUTS, ByteTokenizer(), 8)
+    outputs = described(Prompt("", ids), asking(DESCRIPTION_OUTPUTS), ByteTokenizer(), 8)
     found = {tensor.name: tensor.data for tensor in outputs}
     assert found["prompt_token_ids"].tolist() == list(ids)
     assert len(json.loads(found["prompt_tokens"].item())) == 30_000

@@ -20,7 +20,9 @@ from .clients import StreamClient
 from .clients.agent_api import AgentClient
 from .clients.generate import GenerateClient
 from .clients.grpc_stream import GrpcClient
+from .clients.messages_api import MessagesClient
 from .clients.openai_api import OpenAIClient
+from .clients.responses_api import ResponsesClient
 from .outcome import Collector, Outcome, StreamFailed
 from .specs import Protocol, StreamSpec
 
@@ -61,12 +63,16 @@ class Clients:
 
     def __init__(self, http: str, grpc: str, receive_buffer_bytes: int = 0) -> None:
         openai = OpenAIClient(http, receive_buffer_bytes)
+        responses = ResponsesClient(lambda: http, receive_buffer_bytes)
         self._by_protocol: dict[Protocol, StreamClient] = {
             "generate": GenerateClient(http, receive_buffer_bytes),
             "grpc": GrpcClient(grpc),
             "chat": openai,
             "completions": openai,
             "agent": AgentClient(http, receive_buffer_bytes),
+            "responses": responses,
+            "background": responses,
+            "messages": MessagesClient(http, receive_buffer_bytes),
         }
 
     async def close(self) -> None:

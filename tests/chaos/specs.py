@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Protocol = Literal["generate", "grpc", "chat", "completions", "agent"]
+Protocol = Literal["generate", "grpc", "chat", "completions", "agent", "responses", "messages", "background"]
 PROTOCOLS: tuple[Protocol, ...] = ("generate", "grpc", "chat", "completions")
 
 POISON = "~"

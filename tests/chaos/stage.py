@@ -12,6 +12,8 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
+from .agents.api_requests import API_PROTOCOLS
+from .agents.api_validity import api_validity
 from .agents.validity import validity
 from .faults import Fault, Injected
 from .judge import judge, judge_prefix
@@ -52,6 +54,8 @@ class Stage:
             row.add(verdict, name=name)
             if spec.protocol == "agent":
                 row.add_validity(validity(spec, seen), name=name)
+            elif spec.protocol in API_PROTOCOLS:
+                row.add_validity(api_validity(spec, seen), name=name)
 
     async def check_idle(self, row: Row, model: str) -> None:
         """All requests gone and all blocks back."""

@@ -14,10 +14,11 @@ import msgspec
 import pytest
 import torch
 import transformers as tf
+from llguidance import LLMatcher
 
-from llmbackend.engine.config import EngineConfig, SpeculativeConfig
+from llmbackend.engine.config import EngineConfig, SpeculativeConfig, StructuredOutputsConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams, TokenLogprobs
+from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams, TokenLogprobs, Vocabulary
 from llmbackend.engine.model_runner import ModelRunner
 from tests.helpers.mock_engine import run_counted
 
@@ -75,6 +76,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=192,
+        eos_token_id=511,
         initializer_range=0.1,
     ).save_pretrained(path)
     return path
@@ -98,15 +100,21 @@ def requests() -> list[InferRequest]:
 
 
 def run(
-    model: Path, wanted: list[InferRequest], of_prompt: bool = False, **options: Any
+    model: Path,
+    wanted: list[InferRequest],
+    of_prompt: bool = False,
+    vocabulary: Vocabulary | None = None,
+    **options: Any,
 ) -> tuple[dict[str, Story], EngineStats]:
     """Each request's tokens with their logprobs, or those of its prompt, and the engine's counters at the end."""
     settings = {"num_threads": 1, "block_size": 32, "step_target_ms": 0, **options}
     config = EngineConfig(model=str(model), load_format="dummy", transport="inline", **settings)
     core = EngineCore(config, ModelRunner(config))
+    if vocabulary is not None:
+        core.set_vocabulary(vocabulary)
     outcomes, stats = run_counted(core, wanted)
     core.close()
-    assert not any(outcome.error for outcome in outcomes.of.values())
+    assert not {outcome.error for outcome in outcomes.of.values()} - {None, ""}
     stories = {name: one.prompt_logprobs if of_prompt else one.logprobs for name, one in outcomes.of.items()}
     return stories, stats
 
@@ -163,3 +171,21 @@ def test_a_resumed_request_goes_on_as_it_began(kind: str, model: Path) -> None:
         ]
         rest, _ = run(model, resumed, max_num_batched_tokens=30, **how)
         assert rest == {name: story[cut:] for name, story in whole.items()}
+
+
+@pytest.mark.parametrize("kind", ["program bfloat16", "program int8"])
+def test_many_forced_tokens_change_nothing(kind: str, model: Path) -> None:
+    """More than a step has room for, of one row and of several."""
+    vocabulary = Vocabulary(token_bytes=tuple(bytes((i,)) if i < 256 else b"" for i in range(512)))
+    forced = '"' + "a long name that only the grammar chooses " * 3 + '"'
+    grammar = LLMatcher.grammar_from_lark(f"start: (/[a-z]/ {forced})+")
+    wanted = [
+        msgspec.structs.replace(request, grammar=grammar, sampling=SamplingParams(max_tokens=90, seed=i, logprobs=1))
+        for i, request in enumerate(requests()[:6])
+    ]
+    one_by_one = StructuredOutputsConfig(disable_jump_forward=True)
+    expected, slow = run(model, wanted, vocabulary=vocabulary, structured_outputs_config=one_by_one, **KINDS[kind])
+    for max_num_seqs in (1, 6):
+        found, stats = run(model, wanted, vocabulary=vocabulary, max_num_seqs=max_num_seqs, **KINDS[kind])
+        assert found == expected
+        assert max_num_seqs == 1 or stats.num_steps < slow.num_steps / 2

@@ -20,6 +20,7 @@ from .refusals import CHAT_REFUSED, COMPLETION_REFUSED, LABELS, REFUSED
 from .sampling import SAMPLING
 from .structure import STRUCTURE
 from .table import Row
+from .tokenizing import TOKENIZING
 
 _OPENAI: Final = {
     CHAT: {*chat_create_params.CompletionCreateParamsBase.__annotations__, "stream"},
@@ -67,4 +68,4 @@ def _generating(name: str) -> Api:
     return Api(name, f"`/v1/{name}`", published, _ROWS[name], lambda client: Endpoint(client, name))
 
 
-APIS: Final[tuple[Api, ...]] = (_generating(CHAT), _generating(COMPLETIONS))
+APIS: Final[tuple[Api, ...]] = (_generating(CHAT), _generating(COMPLETIONS), *TOKENIZING)

@@ -13,10 +13,10 @@ from .table import Done, Row, promise
 
 END_OF_TURN = 2
 """The demo model's `<|im_end|>`."""
-_HOT: Mapping[str, Any] = {"temperature": 2, "seed": 7}
+HOT: Mapping[str, Any] = {"temperature": 2, "seed": 7}
 
 
-def _changes_text(field: str, one: Any, other: Any, **beside: Any) -> Done:
+def changes_text(field: str, one: Any, other: Any, **beside: Any) -> Done:
     """The text differs between two values, and each value gives the same text twice."""
 
     def check(api: Endpoint) -> None:
@@ -27,13 +27,13 @@ def _changes_text(field: str, one: Any, other: Any, **beside: Any) -> Done:
     return Done(f"`{one}` and `{other}` give different texts", check)
 
 
-def _as_greedy(field: str, value: Any) -> Done:
+def as_greedy(field: str, value: Any) -> Done:
     """A value that leaves one token to choose from."""
 
     def check(api: Endpoint) -> None:
         greedy = api.ask().text
-        assert api.ask(**_HOT).text != greedy
-        assert api.ask(**_HOT, **{field: value}).text == greedy
+        assert api.ask(**HOT).text != greedy
+        assert api.ask(**HOT, **{field: value}).text == greedy
 
     return Done(f"`{value}` leaves only the most likely token", check)
 
@@ -166,13 +166,13 @@ def _priority(api: Endpoint) -> None:
 
 
 SAMPLING: dict[str, Row] = {
-    "temperature": _changes_text("temperature", 0, 2, seed=7),
-    "top_p": _as_greedy("top_p", 0.001),
-    "top_k": _as_greedy("top_k", 1),
-    "min_p": _as_greedy("min_p", 1),
-    "presence_penalty": _changes_text("presence_penalty", -2, 2, **_HOT, max_tokens=32),
-    "frequency_penalty": _changes_text("frequency_penalty", -2, 2, max_tokens=48, ignore_eos=True),
-    "repetition_penalty": _changes_text("repetition_penalty", 0.2, 5, max_tokens=24, ignore_eos=True),
+    "temperature": changes_text("temperature", 0, 2, seed=7),
+    "top_p": as_greedy("top_p", 0.001),
+    "top_k": as_greedy("top_k", 1),
+    "min_p": as_greedy("min_p", 1),
+    "presence_penalty": changes_text("presence_penalty", -2, 2, **HOT, max_tokens=32),
+    "frequency_penalty": changes_text("frequency_penalty", -2, 2, max_tokens=48, ignore_eos=True),
+    "repetition_penalty": changes_text("repetition_penalty", 0.2, 5, max_tokens=24, ignore_eos=True),
     "logit_bias": _logit_bias,
     "seed": _seed,
     "stop": _stop,

@@ -8,20 +8,28 @@ import pytest
 from pydantic import BaseModel
 
 from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
+from llmbackend.frontends.openai.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
 from .api import Api
 from .asking import CHAT, COMPLETIONS, Endpoint
 from .fields import APIS
 from .page import PAGE, page
 from .run import IGNORED, FieldServer, Outcome, field_server, outcomes
+from .tokenizing import CHAT_FORM, DETOKENIZE, TEXT_FORM
 
-SCHEMAS: dict[str, type[BaseModel]] = {CHAT: ChatCompletionRequest, COMPLETIONS: CompletionRequest}
+SCHEMAS: dict[str, type[BaseModel]] = {
+    CHAT: ChatCompletionRequest,
+    COMPLETIONS: CompletionRequest,
+    CHAT_FORM: TokenizeChatRequest,
+    TEXT_FORM: TokenizeTextRequest,
+    DETOKENIZE: DetokenizeRequest,
+}
 
 
 BY_NAME = {api.name: api for api in APIS}
 
 
-@pytest.mark.parametrize("api", APIS, ids=BY_NAME)
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.title)
 def test_every_published_field_has_a_row(api: Api) -> None:
     assert not api.missing
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmbackend.frontends.inference_gate import LARGE_BODY_BYTES
 from llmbackend.frontends.openai import requests
 from llmbackend.frontends.openai.errors import OpenAIError
-from llmbackend.frontends.openai.requests import GenerationRequest, parse_chat, parse_completion
+from llmbackend.frontends.openai.requests import GenerationRequest, decode_cost, parse_chat, parse_completion
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
 KEYS = st.text(max_size=4) | st.just("type")
@@ -99,3 +100,9 @@ def test_every_field_is_taken_or_refused() -> None:
     with pytest.raises(OpenAIError, match="unknown field 'suffix'"):
         parse_chat({"model": "m", "messages": GOOD["messages"], **neutral})
     assert requests.parse_chat({"model": "m", "messages": GOOD["messages"], "tools": []}).is_chat
+
+
+def test_many_small_objects_count_as_a_large_body() -> None:
+    assert decode_cost(b'{"model":"m","prompt":"%b"}' % (b"a" * 1000)) == 1025
+    many = b'{"messages":[' + b'{"role":"user","content":""},' * 2048 + b"]}"
+    assert len(many) < LARGE_BODY_BYTES < decode_cost(many)

@@ -48,6 +48,11 @@ COMPLETION: list[dict[str, Any]] = [
     {"model": "mock", "prompt": ["a", "b"], "max_tokens": 2, "echo": True, "stream": True},
     {"model": "mock", "prompt": [1, 2, 3], "max_tokens": 2, "logprobs": 1, "ignore_eos": True, "min_tokens": 1},
 ]
+TOKENIZE: list[dict[str, Any]] = [
+    {"model": "mock", "prompt": "hello", "add_special_tokens": False, "return_token_strs": True},
+    {"model": "mock", "messages": CHAT[1]["messages"], "add_generation_prompt": True, "chat_template_kwargs": {"a": 1}},
+]
+DETOKENIZE: list[dict[str, Any]] = [{"model": "mock", "tokens": [1, 2, 3]}]
 SAMPLING: list[dict[str, Any]] = [
     {"max_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.1, "seed": 1, "ignore_eos": True},
     {"max_tokens": "3", "stop": ["a"], "stop_token_ids": [1], "logit_bias": {"3": 1.5}, "logprobs": 2, "min_tokens": 1},

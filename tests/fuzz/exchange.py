@@ -22,6 +22,8 @@ _TRITON_INTERNAL = re.compile(
     r"|(Unable to open|Invalid) shared memory region|shared memory size specified with the request"
 )
 """Texts of Triton's that it answers with code INTERNAL, so status 500, where the client is to blame."""
+_ANTHROPIC_PATHS = ("/v1/messages",)
+_OPENAI_PATHS = ("/v1", "/tokenize", "/detokenize")
 
 
 @dataclass(frozen=True)
@@ -58,19 +60,30 @@ def complaint(request: HttpInput, answer: HttpAnswer) -> str:
 
 
 def _wrong_error(request: HttpInput, answer: HttpAnswer, text: str) -> str:
-    """KServe: {"error": text}; OpenAI: {"error": {message, type, param, code}}; both may come as an event."""
+    """KServe: {"error": text}; OpenAI: {"error": {message, type, param, code}}; Anthropic: {"type": "error", "error":
+    {type, message}, "request_id"}; each may come as an event."""
     if not text:
         return "" if request.path.endswith(("/live", "/ready")) else f"status {answer.status} without a body"
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
-        text = text.removeprefix("data: ")
+        text = text[text.find("data: ") + len("data: ") :]
     try:
-        error: Any = json.loads(text)["error"]
+        document = json.loads(text)
+        error: Any = document["error"]
     except (ValueError, KeyError, TypeError):
         return f"status {answer.status}, not an error body: {text[:300]}"
-    if request.path.startswith("/v1") and (
+    if request.path.startswith(_ANTHROPIC_PATHS):
+        return "" if _is_anthropic(document) else f"not Anthropic's error: {text[:300]}"
+    if request.path.startswith(_OPENAI_PATHS) and (
         not isinstance(error, dict) or error.keys() != {"message", "type", "param", "code"}
     ):
         return f"not OpenAI's error: {text[:300]}"
     if request.path.startswith("/v2") and not isinstance(error, str):
         return f"not KServe's error: {text[:300]}"
     return ""
+
+
+def _is_anthropic(document: Any) -> bool:
+    error = document["error"]
+    if not isinstance(error, dict) or error.keys() != {"type", "message"}:
+        return False
+    return bool(document.keys() == {"type", "error", "request_id"})

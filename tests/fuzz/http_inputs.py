@@ -123,6 +123,8 @@ def _path(draw: st.DrawFn) -> HttpInput:
 HTTP_INPUTS: dict[str, st.SearchStrategy[HttpInput]] = {
     "OpenAI chat": _post(["/v1/chat/completions"], json_bodies(examples.CHAT)),
     "OpenAI completions": _post(["/v1/completions"], json_bodies(examples.COMPLETION)),
+    "tokenize": _post(["/tokenize"], json_bodies(examples.TOKENIZE)),
+    "detokenize": _post(["/detokenize"], json_bodies(examples.DETOKENIZE)),
     "generate": _generate(),
     "infer, JSON": _post(
         [f"/v2/models/{WHOLE}/infer", f"/v2/models/{DECOUPLED}/infer"], json_bodies([*examples.INFER, _EMPTY_TENSOR])

@@ -30,6 +30,8 @@ def test_strange_requests(target: str, app: AppUnderTest) -> None:
 VALID = [
     *[("/v1/chat/completions", body) for body in examples.CHAT],
     *[("/v1/completions", body) for body in examples.COMPLETION],
+    *[("/tokenize", body) for body in examples.TOKENIZE],
+    *[("/detokenize", body) for body in examples.DETOKENIZE],
     *[(f"/v2/models/{DECOUPLED}/generate_stream", body) for body in examples.GENERATE],
     *[(f"/v2/models/{WHOLE}/infer", body) for body in examples.INFER],
 ]

@@ -16,6 +16,7 @@ from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.anthropic import create_anthropic_router
 from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.limits import FrontendLimits
 from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.protocol_options import ProtocolOptions
@@ -35,8 +36,10 @@ class Running:
         start: Callable[..., InferenceServer] = start_host,
         protocols: ProtocolOptions | None = None,
         access: AccessControl | None = None,
+        streams: ResumableStreams | None = None,
         **options: Any,
     ) -> None:
+        self.streams = streams or ResumableStreams()
         self.access = access
         self.host = start(root, **options)
         self.protocols = protocols or ProtocolOptions()
@@ -57,7 +60,7 @@ class Running:
         separator = self.protocols.openai_lora_separator
         routers = [
             create_anthropic_router(self.host, max_input_size_bytes, self.gate, separator),
-            create_openai_router(self.host, max_input_size_bytes, self.gate, separator),
+            create_openai_router(self.host, max_input_size_bytes, self.gate, separator, self.streams),
         ]
         app = create_http_app(
             self.host,
@@ -66,6 +69,7 @@ class Running:
             gate=self.gate,
             options=self.protocols,
             log=self.log,
+            streams=self.streams,
         )
         frontend = FrontendServer(
             self.host,
@@ -88,6 +92,7 @@ class Running:
     def stop(self, grace_s: float = 5) -> None:
         self.is_stopped = True
         self.call(self.frontend.stop(grace_s))
+        self.call(self.streams.close())
         self.call(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)

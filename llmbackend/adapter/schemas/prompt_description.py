@@ -15,7 +15,7 @@ import numpy as np
 from llmbackend.core.backend_api import Tensor
 
 from ..text.tokenizer import ModelTokenizer
-from .schema import Prompt
+from .schema import LlmInputs, Prompt
 
 PROMPT_TOKENS: Final = "prompt_tokens"
 MAX_MODEL_LEN: Final = "max_model_len"
@@ -25,11 +25,10 @@ DESCRIPTION_OUTPUTS: Final = frozenset(
 _TOKENS_PER_CALL: Final = 8192
 
 
-def described(
-    prompt: Prompt, outputs: frozenset[str], tokenizer: ModelTokenizer, max_model_len_tokens: int
-) -> list[Tensor]:
-    """outputs: some of DESCRIPTION_OUTPUTS. The text of a prompt that was given as token ids has its special tokens."""
-    ids, tensors = prompt.token_ids, []
+def described(prompt: Prompt, inputs: LlmInputs, tokenizer: ModelTokenizer, max_model_len_tokens: int) -> list[Tensor]:
+    """The outputs, some of DESCRIPTION_OUTPUTS. The text of a prompt that was given as token ids has its special
+    tokens."""
+    ids, outputs, tensors = prompt.token_ids, inputs.options.outputs, []
     if "prompt_token_ids" in outputs:
         parts = [np.array(part, np.int32) for part in _parts(ids)]
         tensors.append(Tensor.of("prompt_token_ids", np.concatenate(parts)))
@@ -37,7 +36,7 @@ def described(
         names = (msgspec.json.encode([*map(tokenizer.token_name, part)])[1:-1] for part in _parts(ids))
         tensors.append(Tensor.text(PROMPT_TOKENS, b"[%b]" % b",".join(names)))
     if "prompt_text" in outputs:
-        text = prompt.text or tokenizer.decode(ids, skip_special_tokens=False)
+        text = prompt.text if inputs.input_ids is None else tokenizer.decode(ids, skip_special_tokens=False)
         tensors.append(Tensor.text("prompt_text", text))
     for name, count in (("num_input_tokens", len(ids)), (MAX_MODEL_LEN, max_model_len_tokens)):
         if name in outputs:

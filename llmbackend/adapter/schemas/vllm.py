@@ -88,6 +88,8 @@ INPUTS: dict[str, TensorType] = {
     "return_max_model_len": _FLAG,
     # The tokens that an interrupted generation has sent: this request goes on behind them.
     "prior_output_ids": TensorType("TYPE_INT32", (-1,)),
+    # All counts of a generation, with its last response only: a stream's others then have nothing beside their text.
+    "return_usage": _FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
     "text_output": TensorType("TYPE_STRING", (-1,)),
@@ -107,7 +109,10 @@ OUTPUTS: dict[str, TensorType] = {
     "prompt_first_token": _TEXT,
     PROMPT_TOKENS: _TEXT,
     MAX_MODEL_LEN: _COUNT,
+    "usage": TensorType("TYPE_UINT32", (-1,)),
 }
+USAGE = "usage"
+"""Tokens of the prompt, of the answer, and of the prompt that the prefix cache had."""
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
 """A request parameter that only the OpenAI frontend can set: vLLM's OpenAI server refuses what vllm_backend cuts."""
 _SCANNED_BYTES, _SCANNED_KEYS = 4 << 20, 1024
@@ -266,6 +271,11 @@ def _too_long(text: bytes, size: int) -> TritonError:
     return invalid_argument(f"input 'sampling_parameters' has {size} bytes, expected at most {limit}")
 
 
+def _usage(generation: Generation) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    counts = (generation.num_prompt_tokens, generation.num_output_tokens, generation.num_cached_tokens)
+    return np.array(counts, np.uint32)
+
+
 def _as_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
     return prompt.text or tokenizer.decode(prompt.token_ids)
 
@@ -374,6 +384,8 @@ class VllmReply:
             tensors.append(Tensor.of("output_ids", np.array(chunk.token_ids, np.int32)))
         if SEQUENCE_INDEX in wanted:
             tensors.append(Tensor.of(SEQUENCE_INDEX, np.array([self._sequence_index], np.uint32)))
+        if USAGE in wanted and chunk.finish_reason is not None:
+            tensors.append(Tensor.of(USAGE, _usage(generation)))
         if "text_tokens" in wanted:
             text = _encode_json(chunk.text_tokens)
             tensors.append(JsonTensor.of_value("text_tokens", tuple(chunk.text_tokens), text))

@@ -26,8 +26,8 @@ CONTEXT_TOKENS = 6
 """How many tokens of the prompt's end WindowDetokenizer decodes with the output."""
 _CACHED_TOKEN_TEXTS = 1 << 16
 _SHORT_CHARS = 4096
-"""Texts up to this length are tokenised on the calling thread. Longer ones go to the library's own threads, which
-release the GIL, but on which a short text would wait for long ones."""
+"""Texts of so many characters, and as many tokens, are converted on the calling thread. Longer ones go to the library's
+own threads, which release the GIL, but on which a short text would wait for long ones."""
 
 
 class TooManyTokensError(Exception):
@@ -232,7 +232,10 @@ class HuggingFaceTokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        if len(token_ids) <= _SHORT_CHARS:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
     def render_chat(
         self,

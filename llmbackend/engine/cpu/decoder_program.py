@@ -309,7 +309,7 @@ class ProgramForward:
             raise ProgramUnsupportedError("its heads or its KV blocks do not fit the native layout")
         drafts = config.speculative_config.max_step_tokens if config.speculative_config else 0
         max_tokens = max(config.max_num_batched_tokens, drafts, MAX_PROBE_TOKENS)
-        max_samples = max(min(max_tokens, config.max_num_seqs + drafts), MAX_PROBE_TOKENS)
+        max_samples = max(config.max_step_samples, MAX_PROBE_TOKENS)
         self._program = DecoderProgram(loaded.kernels, loaded.decoder, caches, max_tokens, max_samples)
         loaded.checked.verify(self._all_logits)
         self._step: FlatStep

@@ -82,7 +82,7 @@ def _make_parts(
     if loaded.decoder is None:
         raise ProgramUnsupportedError(loaded.why_modules)
     max_tokens = max(config.max_num_batched_tokens, MAX_PROBE_TOKENS)
-    max_samples = max(min(config.max_num_seqs, max_tokens), MAX_PROBE_TOKENS)
+    max_samples = max(config.max_step_samples, MAX_PROBE_TOKENS)
     few = -(-MAX_PROBE_TOKENS // config.block_size)
     precise = kv_memory.kv_caches(loaded.layer_shapes, few, config.block_size, loaded.dtype, device.torch_device)
     program = GpuProgram(loaded.decoder, precise, ops, max_tokens, max_samples, matmul)

@@ -36,6 +36,7 @@ class Drafter:
             config.max_num_batched_tokens, speculation.max_step_tokens if speculation else 0
         )
         self._max_step_tokens = config.max_num_batched_tokens
+        self._max_step_samples = config.max_step_samples
         self._forces = can_draft and not config.structured_outputs_config.disable_jump_forward
         self._guesses: Int32Array | None = None
         """Of the latest plan: how many drafts of each of its rows are guesses."""
@@ -93,7 +94,7 @@ class Drafter:
     def _forced(self, plan: StepPlan) -> Int32Array | None:
         """Writes what constraints force into the table, behind the tokens of rows that generate; how many of each."""
         drafts: Int32Array = np.zeros(len(plan.rows), np.int32)
-        room = self._max_step_tokens - plan.num_tokens
+        room = min(self._max_step_tokens - plan.num_tokens, self._max_step_samples - plan.num_samples)
         for i in (plan.sample_rows & (plan.num_scheduled_tokens == 1)).nonzero()[0].tolist():
             row = int(plan.rows[i])
             if room > 0 and (constraint := self._known(row)) is not None:

@@ -68,7 +68,7 @@ _CATEGORIES: Final = tuple(
         (_MODEL, Category.METADATA),
         (r"/v2|/openapi\.json|/version", Category.METADATA),
         (r"/v1/models(/.*)?", Category.MODEL_REPOSITORY),
-        (r"/v1/.*", Category.INFERENCE),
+        (r"/v1/.*|/(de)?tokenize", Category.INFERENCE),
     )
 )
 

@@ -38,8 +38,9 @@ class Journal:
         self._max_bytes = max_bytes
         self._load = load
         self._held: deque[bytes] = deque()
-        self._held_bytes = 0
-        self._first_held = next_number
+        self.held_bytes = 0
+        self.first_held = next_number
+        """The number of the oldest event that is held here."""
         self._waiters: list[asyncio.Future[None]] = []
         self._error: Exception | None = None
         self.has_ended = False
@@ -49,15 +50,15 @@ class Journal:
 
     @property
     def next_number(self) -> int:
-        return self._first_held + len(self._held)
+        return self.first_held + len(self._held)
 
     def publish(self, events: Sequence[bytes]) -> None:
         """Shows further events to the readers."""
         self._held.extend(events)
-        self._held_bytes += sum(map(len, events))
-        while self._held_bytes > self._max_bytes and len(self._held) > 1:
-            self._held_bytes -= len(self._held.popleft())
-            self._first_held += 1
+        self.held_bytes += sum(map(len, events))
+        while self.held_bytes > self._max_bytes and len(self._held) > 1:
+            self.held_bytes -= len(self._held.popleft())
+            self.first_held += 1
         self._wake()
 
     def end(self, error: Exception | None = None) -> None:
@@ -74,7 +75,7 @@ class Journal:
         try:
             number = after + 1
             while True:
-                if number < self._first_held:
+                if number < self.first_held:
                     yield (found := await self._loaded(number))
                 elif number < self.next_number:
                     yield (found := self._from(number))
@@ -98,7 +99,7 @@ class Journal:
     async def _loaded(self, number: int) -> Events:
         parts = () if self._load is None else tuple(await self._load(number))
         if not parts:
-            raise EventsGoneError(f"the events before number {self._first_held} are no longer held")
+            raise EventsGoneError(f"the events before number {self.first_held} are no longer held")
         return Events(number, parts)
 
     async def _wait(self, timeout_s: float | None) -> bool:

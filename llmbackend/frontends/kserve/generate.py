@@ -24,6 +24,7 @@ from ..http.responses import JSON, StreamedBody, pieces
 from ..http.tracing import received, sampled, traced
 from ..inference import Inference
 from ..inference_gate import InferenceGate
+from ..journals.resumable_streams import ResumableStreams, is_resumable, last_event_id
 from ..operations.metrics import load_headers
 from .generate_codec import decode_request, encode_response
 from .model_paths import MODEL_PATHS, model_of
@@ -42,8 +43,9 @@ class GenerateEndpoints:
     and an error as the first response is a 400 for every code. By design different: UNAVAILABLE is a 503 with
     Retry-After, because a backend's full queue is a refusal like any other."""
 
-    def __init__(self, gate: InferenceGate, max_body_bytes: int) -> None:
+    def __init__(self, gate: InferenceGate, max_body_bytes: int, streams: ResumableStreams) -> None:
         self._gate = gate
+        self._streams = streams
         self._max_body_bytes = max_body_bytes
 
     def add_to(self, router: APIRouter) -> None:
@@ -57,6 +59,8 @@ class GenerateEndpoints:
         return await traced(trace, self._generate(request, model, trace))
 
     async def generate_stream(self, request: Request) -> Response:
+        if last_event_id(request):
+            return await self._come_back(request)
         model = self._model(request)
         trace = sampled(self._gate.server, model.name, request)
         return await traced(trace, self._generate_stream(request, model, trace))
@@ -82,7 +86,21 @@ class GenerateEndpoints:
         except BaseException:
             inference.close()
             raise
-        return StreamedBody(self._events(inference, first), _status(first), headers, inference.close)
+        chunks, status = self._events(inference, first), _status(first)
+        try:
+            if status == 200 and is_resumable(request):
+                inference.outlive_client()
+                return self._streams.open(request, chunks, inference.close, headers)
+        except BaseException:
+            inference.close()
+            raise
+        return StreamedBody(chunks, status, headers, inference.close)
+
+    async def _come_back(self, request: Request) -> Response:
+        """The rest of a stream. The body, which a client that repeats its request sends again, is not looked at."""
+        await read_body(request, self._max_body_bytes)
+        release_body(request)
+        return self._streams.come_back(request)
 
     async def _events(self, inference: Inference, responses: list[InferenceResponse]) -> AsyncGenerator[bytes, None]:
         while responses:

@@ -31,6 +31,7 @@ from .tensors import (
     RETURN_OUTPUT_IDS,
     RETURN_SEQUENCE_INDEX,
     RETURN_STOP_REASON,
+    RETURN_USAGE,
     SAMPLING_PARAMETERS,
     Delta,
     option_inputs,
@@ -187,17 +188,28 @@ def _lora(target: Target) -> dict[str, str]:
 
 def _options(request: GenerationRequest, target: Target, plan: AnswerPlan | None) -> list[Tensor]:
     """The inputs other than the prompt, which all prompts share."""
+    wants_counts, wants_usage = _counts(request)
+    has_usage = wants_usage and target.model.takes(RETURN_USAGE)
     options = option_inputs(
         request.sampling | _lora(target) | ({} if plan is None else plan.sampling),
         text_tokens=plan is not None,
         stream=request.stream is not None,
         logprobs=request.logprobs is not None,
-        usage=request.stream is None or bool(request.stream.include_usage) or request.stream_interval_tokens > 1,
-        more=(*_flags(request), *(_STOP_REASON if _can_stop(request) else ())),
+        counts=wants_counts or (wants_usage and not has_usage),
+        more=(*_flags(request), *(_STOP_REASON if _can_stop(request) else ()), *((RETURN_USAGE,) if has_usage else ())),
     )
     if request.prior_output_ids:
         options = (*options, prior_output_ids_tensor(request.prior_output_ids))
     return [target.model.fitted(tensor) for tensor in options if target.model.takes(tensor.name)]
+
+
+def _counts(request: GenerationRequest) -> tuple[bool, bool]:
+    """Whether the counts of tokens are needed with each response; whether they are needed at the end."""
+    if request.stream is None:
+        return False, True
+    is_asked = bool(request.stream.include_usage)
+    has_each = request.stream_interval_tokens > 1 or (is_asked and bool(request.stream.continuous_usage_stats))
+    return has_each, is_asked and not has_each
 
 
 def _wake(waiter: asyncio.Future[None]) -> None:

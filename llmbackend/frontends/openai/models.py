@@ -124,6 +124,16 @@ class ModelCatalog:
             raise _lacks(name, prompt_input)
         return Target(name, lora_name, found)
 
+    def named(self, model: str | None) -> str:
+        """The model that a request means: without a name, the only one that is served. Raises OpenAIError."""
+        if model is not None:
+            return model
+        served = [name for name in self.names() if not self._split(name)[1]]
+        if len(served) == 1:
+            return served[0]
+        known = f"this server has {len(served)} models"
+        raise OpenAIError(f"missing required field 'model': {known}", param="model", code="missing_required_parameter")
+
     def _split(self, model: str) -> tuple[str, str]:
         """Model and adapter. A model whose own name holds the separator is itself."""
         name, separator, lora_name = model.partition(self._separator) if self._separator else (model, "", "")

@@ -13,9 +13,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import core_schema
 
-from ..http.openapi_parts import array, body, closed, operation, optional, ref, refusals
+from ..http.openapi_parts import array, body, closed, json_response, operation, optional, ref, refusals
 from .errors import JsonObject
 from .schema import ChatCompletionRequest, CompletionRequest
+from .tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
 _STRING: Final = {"type": "string"}
 _COUNT: Final = {"type": "integer", "minimum": 0}
@@ -29,6 +30,15 @@ _USAGE: Final = closed(
         "completion_tokens_details": closed({"reasoning_tokens": _COUNT}),
     },
     required=["prompt_tokens", "completion_tokens", "total_tokens"],
+)
+
+
+_REQUESTS: Final = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeTextRequest,
+    TokenizeChatRequest,
+    DetokenizeRequest,
 )
 
 
@@ -54,7 +64,7 @@ def request_schemas(*models: type[BaseModel]) -> JsonObject:
 
 def schemas() -> JsonObject:
     """All components of the document, by name."""
-    return _RESPONSES | request_schemas(ChatCompletionRequest, CompletionRequest)
+    return _RESPONSES | request_schemas(*_REQUESTS)
 
 
 _FINISH_REASONS: Final = ("stop", "length")
@@ -129,6 +139,11 @@ _RESPONSES: Final[JsonObject] = {
         [*_FINISH_REASONS, "tool_calls", "function_call"],
     ),
     "Completion": _completion("text_completion", {"text": _STRING}, _FINISH_REASONS),
+    "TokenizeRequest": {"anyOf": [ref("TokenizeTextRequest"), ref("TokenizeChatRequest")]},
+    "Tokens": closed(
+        {"count": _COUNT, "max_model_len": _COUNT, "tokens": array(_COUNT), "token_strs": optional(array(_STRING))}
+    ),
+    "Text": closed({"prompt": _STRING}),
 }
 
 
@@ -155,5 +170,13 @@ OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
     ),
     ("POST", "/v1/completions"): operation(
         "Continue a text", _answer("Completion") | _REFUSED, body=body("CompletionRequest")
+    ),
+    ("POST", "/tokenize"): operation(
+        "The tokens of a text or of a conversation",
+        {"200": json_response("Tokens")} | _REFUSED,
+        body=body("TokenizeRequest"),
+    ),
+    ("POST", "/detokenize"): operation(
+        "The text of tokens", {"200": json_response("Text")} | _REFUSED, body=body("DetokenizeRequest")
     ),
 }

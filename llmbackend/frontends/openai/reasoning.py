@@ -14,14 +14,14 @@ from pydantic import Field
 
 from .validation import ClosedObject, Expected, Flag, Range
 
-_Effort = Annotated[
+Effort = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
     Expected('one of "none", "minimal", "low", "medium", "high", "xhigh", "max"'),
 ]
 
 
 class ReasoningFields(ClosedObject):
-    reasoning_effort: _Effort | None = Field(None, description="For chat templates that read it.")
+    reasoning_effort: Effort | None = Field(None, description="For chat templates that read it.")
     include_reasoning: Flag | None = Field(None, description="false: the answer comes without the reasoning.")
     thinking_token_budget: Annotated[int, Range(0)] | None = Field(
         None, description="The reasoning is ended after so many tokens."

@@ -28,7 +28,14 @@ from .messages import for_template
 from .prompt_details import NO_PROMPT_FORM, PromptForm
 from .reasoning import NO_REASONING_USE, ReasoningUse
 from .response_format import SCHEMA_FIELD, STRUCTURED_OUTPUTS, in_structure_field
-from .schema import MAX_CHOICES, TEMPLATE_NAMES, ChatCompletionRequest, CompletionRequest, StreamOptions
+from .schema import (
+    MAX_CHOICES,
+    TEMPLATE_NAMES,
+    ChatCompletionRequest,
+    ChatPromptFields,
+    CompletionRequest,
+    StreamOptions,
+)
 from .tensors import MESSAGES, input_ids_tensor, messages_tensor, text_tensor
 from .tools import ToolUse
 from .validation import read
@@ -44,6 +51,8 @@ _TEMPLATE_OPTIONS = (
     "reasoning_effort",
 )
 _NO_OPTIONS = StreamOptions.model_construct()
+_OBJECT_BYTES = 128
+"""Reading an object, such as a short message, takes about 8 µs: 2,048 of them are read on the event loop at most."""
 MAX_OBJECTS = 1 << 16
 """JSON objects and lists in a body, at most."""
 
@@ -149,6 +158,11 @@ async def read_body(gate: InferenceGate, request: Request, max_bytes: int) -> by
         raise _too_large(max_bytes) from None
 
 
+def decode_cost(body: bytes) -> int:
+    """As how many bytes a body counts for `decode_in_thread`: many small objects take longer than one long text."""
+    return max(len(body), _OBJECT_BYTES * body.count(b"{"))
+
+
 def json_object(body: bytes) -> dict[str, Any]:
     """`body` parsed.
 
@@ -180,12 +194,8 @@ def parse_chat(body: JsonObject) -> GenerationRequest:
     fields = read(ChatCompletionRequest, body)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise refuse("top_logprobs", "to be sent only with 'logprobs': true", fields.top_logprobs)
-    messages = [for_template(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
-    options = {name: body[name] for name in _TEMPLATE_OPTIONS if body.get(name) is not None}
-    if taken := TEMPLATE_NAMES & (fields.chat_template_kwargs or {}).keys():
-        raise refuse("chat_template_kwargs", f"variables other than {' and '.join(sorted(TEMPLATE_NAMES))}", min(taken))
-    if (tool_use := fields.tool_use()) is not None:
-        options["tools"] = tool_use.tools
+    tool_use = fields.tool_use()
+    prompt, messages = chat_prompt(fields, body, tool_use)
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     form = PromptForm(
         has_rendered_text=bool(fields.return_prompt_text),
@@ -193,8 +203,21 @@ def parse_chat(body: JsonObject) -> GenerationRequest:
         logprobs=fields.prompt_logprobs,
     )
     echo = _last_words(messages[-1]) if fields.echo else ""
-    request = _request(fields, body, (messages_tensor(messages, options),), (echo,), top_logprobs, form)
+    request = _request(fields, body, (prompt,), (echo,), top_logprobs, form)
     return dataclasses.replace(request, tool_use=tool_use, reasoning=fields.reasoning_use())
+
+
+def chat_prompt(
+    fields: ChatPromptFields, body: JsonObject, tool_use: ToolUse | None
+) -> tuple[Tensor, list[JsonObject]]:
+    """The prompt of a chat, and its messages as the template reads them. `body`: what `fields` were read from."""
+    messages = [for_template(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
+    options = {name: body[name] for name in _TEMPLATE_OPTIONS if body.get(name) is not None}
+    if taken := TEMPLATE_NAMES & (fields.chat_template_kwargs or {}).keys():
+        raise refuse("chat_template_kwargs", f"variables other than {' and '.join(sorted(TEMPLATE_NAMES))}", min(taken))
+    if tool_use is not None:
+        options["tools"] = tool_use.tools
+    return messages_tensor(messages, options), messages
 
 
 def _last_words(message: JsonObject) -> str:

@@ -164,6 +164,12 @@ class Usage:
         self._completion_tokens = 0
 
     def add(self, index: int, delta: Delta) -> None:
+        if delta.usage is not None:
+            self._prompt_tokens[index // self._n], num_output_tokens, num_cached_tokens = delta.usage
+            self._completion_tokens += num_output_tokens
+            if not index % self._n:
+                self._cached_tokens[index // self._n] = num_cached_tokens
+            return
         if delta.num_input_tokens:
             self._prompt_tokens[index // self._n] = delta.num_input_tokens
         if delta.num_cached_tokens is not None and not index % self._n:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import orjson
 from fastapi import APIRouter
@@ -25,6 +25,7 @@ from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.http.request_scope import LABELS
 from llmbackend.frontends.http.tracing import received, sampled, traced
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.resumable_streams import ResumableStreams, is_resumable, last_event_id
 from llmbackend.frontends.operations.metrics import load_headers
 
 from .answer_plan import AnswerPlan, plan_answer
@@ -34,11 +35,20 @@ from .generation import Generation, check_fields_taken
 from .labels import logged
 from .models import ModelCatalog, Target
 from .prompt_details import PromptFirst, Writer
-from .requests import GenerationRequest, check_content_type, json_object, parse_chat, parse_completion, read_body
+from .requests import (
+    GenerationRequest,
+    check_content_type,
+    decode_cost,
+    json_object,
+    parse_chat,
+    parse_completion,
+    read_body,
+)
 from .responses import Identity, whole_response
 from .schema import REQUEST_ID, StreamOptions
 from .stream_interval import IntervalWriter
 from .streams import EventStream, events, first_arrival, unless_disconnected
+from .tokenization_endpoints import TokenizationEndpoints
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 DEFAULT_MAX_BODY_BYTES = 4 << 20
@@ -52,16 +62,21 @@ def create_openai_router(
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     gate: InferenceGate | None = None,
     lora_separator: str = "",
+    streams: ResumableStreams | None = None,
 ) -> APIRouter:
     """A router with all of /v1. Include it before any other route under /v1: it answers unknown paths there
-    itself. `gate` is the one that other frontends of `server` use."""
-    service = _OpenAIService(gate or InferenceGate(server), max_body_bytes, lora_separator)
+    itself. `gate` and `streams` are those that other frontends of `server` use."""
+    gate = gate or InferenceGate(server)
+    catalog = ModelCatalog(server, lora_separator)
+    service = _OpenAIService(gate, catalog, max_body_bytes, streams or ResumableStreams())
     router = APIRouter()
     every, one = model_endpoints(service.catalog)
     router.add_route("/v1/models", every, methods=["GET"])
     router.add_route("/v1/models/{model:path}", one, methods=["GET"])
     router.add_route("/v1/chat/completions", _guarded(service.chat), methods=["POST"])
     router.add_route("/v1/completions", _guarded(service.completions), methods=["POST"])
+    for path, endpoint in TokenizationEndpoints(gate, catalog, max_body_bytes).routes().items():
+        router.add_route(path, _guarded(endpoint), methods=["POST"])
     router.routes.append(Route("/v1/{path:path}", _UnknownPath()))
     return router
 
@@ -79,9 +94,12 @@ def model_endpoints(catalog: ModelCatalog) -> tuple[Endpoint, Endpoint]:
 
 
 class _OpenAIService:
-    def __init__(self, gate: InferenceGate, max_body_bytes: int, lora_separator: str) -> None:
+    def __init__(
+        self, gate: InferenceGate, catalog: ModelCatalog, max_body_bytes: int, streams: ResumableStreams
+    ) -> None:
         self._gate = gate
-        self.catalog = ModelCatalog(gate.server, lora_separator)
+        self._streams = streams
+        self.catalog = catalog
         self._max_body_bytes = max_body_bytes
 
     async def chat(self, request: Request) -> Response:
@@ -92,12 +110,16 @@ class _OpenAIService:
 
     async def _generate(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> Response:
         start_ns = time.monotonic_ns()
+        if last_event_id(http):
+            return await self._come_back(http)
         self._gate.check_room()
         check_content_type(http)
         body = await read_body(self._gate, http, self._max_body_bytes)
-        request = await self._gate.decode_in_thread(len(body), lambda: parse(json_object(body)))
+        request = await self._gate.decode_in_thread(decode_cost(body), lambda: parse(json_object(body)))
         target = self.catalog.require(request.model, request.prompts[0].name)
         check_fields_taken(request, target)
+        if is_resumable(http) and request.stream is None:
+            raise OpenAIError("the header 'X-Resumable-Stream' is 'true', expected only with 'stream': true")
         if request.labels:
             http.scope[LABELS] = logged(request.labels)
         trace = sampled(self._gate.server, target.name, http, start_ns)
@@ -123,7 +145,25 @@ class _OpenAIService:
             raise
         writer = _writer(request, identity, request.stream, plan)
         chunks = events(generation, first, writer)
-        return EventStream(chunks, generation.close, self._load_headers(http, target))
+        return self._streamed(http, chunks, generation.close, self._load_headers(http, target))
+
+    def _streamed(
+        self, http: Request, chunks: AsyncGenerator[bytes, None], on_close: Callable[[], None], headers: dict[str, str]
+    ) -> Response:
+        stream = EventStream(chunks, on_close, headers)
+        if not is_resumable(http):
+            return stream
+        try:
+            return self._streams.open(http, chunks, on_close, dict(stream.headers))
+        except BaseException:
+            on_close()
+            raise
+
+    async def _come_back(self, http: Request) -> Response:
+        """The rest of a stream. The body, which a client that repeats its request sends again, is not looked at."""
+        await read_body(self._gate, http, self._max_body_bytes)
+        release_body(http)
+        return self._streams.come_back(http)
 
     def _load_headers(self, http: Request, target: Target) -> dict[str, str]:
         return load_headers(self._gate.server, http, target.name)

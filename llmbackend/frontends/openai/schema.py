@@ -165,26 +165,10 @@ _NUMBER_OF_LOGPROBS: JsonObject = {"properties": {"logprobs": {"type": "integer"
 _NEEDS_STREAM = _needs("stream_options", _is_true("stream")) | _needs("stream_interval", _is_true("stream"))
 
 
-class ChatCompletionRequest(_Request, ToolFields, ReasoningFields, UnservedByChat):
-    model_config = ConfigDict(
-        defer_build=False,
-        json_schema_extra={
-            "dependentSchemas": _NEEDS_STREAM
-            | _needs("top_logprobs", _is_true("logprobs"))
-            | _needs("return_tokens_as_token_ids", _is_true("logprobs"))
-            | _needs("logprob_token_ids", _is_true("logprobs"))
-        },
-    )
-    default_max_tokens: ClassVar[int | None] = None
-    """As many as the context has room for."""
+class ChatPromptFields(ToolFields):
+    """What a chat's prompt is made of, but for the effort of reasoning."""
+
     messages: Annotated[list[Message], Items(1)]
-    max_completion_tokens: Annotated[int, Range(0)] | None = Field(None, description="As max_tokens.")
-    logprobs: Flag | None = None
-    top_logprobs: Annotated[int, Range(0, 20)] | None = None
-    echo: Flag | None = Field(
-        None, description="The answer begins with the text of the last message, if that is the assistant's."
-    )
-    return_prompt_text: Flag | None = Field(None, description="The prompt that the chat template made comes along.")
     add_generation_prompt: Flag | None = None
     chat_template_kwargs: AnyObject | None = Field(
         None, json_schema_extra={"propertyNames": {"not": {"enum": [*sorted(TEMPLATE_NAMES)]}}}
@@ -196,6 +180,27 @@ class ChatCompletionRequest(_Request, ToolFields, ReasoningFields, UnservedByCha
     chat_template: NonEmpty | None = Field(
         None, description="In place of the model's, where the server trusts templates of requests."
     )
+
+
+class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, UnservedByChat):
+    model_config = ConfigDict(
+        defer_build=False,
+        json_schema_extra={
+            "dependentSchemas": _NEEDS_STREAM
+            | _needs("top_logprobs", _is_true("logprobs"))
+            | _needs("return_tokens_as_token_ids", _is_true("logprobs"))
+            | _needs("logprob_token_ids", _is_true("logprobs"))
+        },
+    )
+    default_max_tokens: ClassVar[int | None] = None
+    """As many as the context has room for."""
+    max_completion_tokens: Annotated[int, Range(0)] | None = Field(None, description="As max_tokens.")
+    logprobs: Flag | None = None
+    top_logprobs: Annotated[int, Range(0, 20)] | None = None
+    echo: Flag | None = Field(
+        None, description="The answer begins with the text of the last message, if that is the assistant's."
+    )
+    return_prompt_text: Flag | None = Field(None, description="The prompt that the chat template made comes along.")
 
 
 def _check_count(prompt: object) -> object:

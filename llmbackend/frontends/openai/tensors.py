@@ -38,6 +38,7 @@ RETURN_PROMPT_TOKENS = "return_prompt_tokens"
 RETURN_MAX_MODEL_LEN = "return_max_model_len"
 RETURN_NUM_INPUT_TOKENS = "return_num_input_tokens"
 PROMPT_ONLY = "prompt_only"
+RETURN_USAGE = "return_usage"
 PROMPT_LOGPROBS = "prompt_logprobs"
 PROMPT_INPUTS: Final[Mapping[str, str]] = {MESSAGES: "BYTES", TEXT_INPUT: "BYTES", INPUT_IDS: "INT32"}
 """The inputs that can be a prompt, with their datatypes; a request has one of them."""
@@ -61,6 +62,7 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     RETURN_MAX_MODEL_LEN: "BOOL",
     PROMPT_ONLY: "BOOL",
     PRIOR_OUTPUT_IDS: "INT32",
+    RETURN_USAGE: "BOOL",
 }
 """The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
@@ -116,6 +118,9 @@ class Delta(msgspec.Struct, frozen=True):
     """When asked for."""
     stop_reason: int | str | None = None
     """On the last response, when asked for: the stop string or token of the request that ended the choice."""
+    usage: tuple[int, int, int] | None = None
+    """Of the choice, with its last response, where counts are not told with each: tokens of the prompt, of the answer,
+    and of the prompt that were not computed again."""
 
 
 def text_tensor(text: str) -> Tensor:
@@ -141,20 +146,20 @@ def option_inputs(
     *,
     stream: bool,
     logprobs: bool,
-    usage: bool,
+    counts: bool,
     text_tokens: bool = False,
     more: Collection[str] = (),
 ) -> tuple[Tensor, ...]:
-    """The inputs other than the prompt: how tokens are chosen, and what the responses carry. more: names of further
-    flags that are set."""
+    """The inputs other than the prompt: how tokens are chosen, and what the responses carry. counts: with each of
+    them; more: names of further flags that are set."""
     flags = {
         "stream": stream,
         "exclude_input_in_output": True,
         "return_finish_reason": True,
         RETURN_LOGPROBS: logprobs,
-        RETURN_NUM_INPUT_TOKENS: usage,
-        "return_num_output_tokens": usage,
-        "return_num_cached_tokens": usage,
+        RETURN_NUM_INPUT_TOKENS: counts,
+        "return_num_output_tokens": counts,
+        "return_num_cached_tokens": counts,
     }
     if text_tokens:
         flags[RETURN_TEXT_TOKENS] = True
@@ -191,6 +196,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         sequence_index=_count(outputs.get("sequence_index")),
         token_ids=outputs["output_ids"].tolist() if "output_ids" in outputs else (),
         stop_reason=orjson.loads(outputs["stop_reason"].item(0)) if "stop_reason" in outputs else None,
+        usage=tuple(outputs["usage"].tolist()) if "usage" in outputs else None,
         prompt=None if outputs.keys().isdisjoint(_PROMPT_OUTPUTS) else _prompt_details(response),
     )
 

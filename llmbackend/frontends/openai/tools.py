@@ -20,7 +20,7 @@ from .validation import AnyObject, ClosedObject, Expected, Flag, Items, Only, re
 MAX_TOOLS = 128
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 _NAME_PATTERN = "^[a-zA-Z0-9_.-]{1,128}$"
-_Name = Annotated[
+ToolName = Annotated[
     str,
     StringConstraints(pattern=_NAME_PATTERN),
     Expected("1 to 128 letters, digits, underscores, dashes or dots"),
@@ -28,7 +28,7 @@ _Name = Annotated[
 
 
 class FunctionDefinition(ClosedObject):
-    name: _Name
+    name: ToolName
     description: str | None = None
     parameters: AnyObject | None = Field(None, description="A JSON Schema; left out: no arguments.")
     strict: Flag | None = Field(None, description="The arguments follow the schema, whatever the model would write.")

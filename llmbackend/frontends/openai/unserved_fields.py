@@ -37,13 +37,18 @@ class UnservedFields(ClosedObject):
     vllm_xargs: Annotated[Any, Only({}, reason="no extension of this server reads them")] = None
 
 
-class UnservedByChat(ClosedObject):
+class MediaFields(ClosedObject):
+    """Of everything with messages."""
+
+    media_io_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
+    mm_processor_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
+
+
+class UnservedByChat(MediaFields):
     """Of chat completions."""
 
     modalities: Annotated[Any, Only(["text"], reason=_TEXT_ONLY)] = None
     audio: Annotated[Any, Only(reason=_TEXT_ONLY)] = None
-    media_io_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
-    mm_processor_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
     prediction: Annotated[
         Any, Only(reason="drafts are made by the engine ('speculative_config') and not taken from a request")
     ] = None

@@ -5,8 +5,10 @@ with the field's path, its value and what was expected. Validation stops at the 
 number of errors is bounded by the number of known fields.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import (
@@ -117,6 +119,38 @@ class Only:
         raise PydanticCustomError("unsupported", "{hint}", {"hint": why + only})
 
 
+class OfTypes:
+    """An object of one of the served types. Another one is refused with the reason for its type."""
+
+    def __init__(
+        self,
+        served: Iterable[str],
+        refused: Mapping[str, str] = MappingProxyType({}),
+        type_of: Callable[[Mapping[str, Any]], object] = itemgetter("type"),
+    ) -> None:
+        """refused: types that the API knows, with the reasons; type_of: for objects that may do without `type`"""
+        self._served = frozenset(served)
+        self._refused = refused
+        self._type_of = type_of
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._check, handler(source))
+
+    def _check(self, value: object) -> object:
+        if not isinstance(value, dict):
+            raise PydanticCustomError("dict_type", "an object")
+        try:
+            kind = self._type_of(value)
+        except KeyError:
+            kind = None
+        if isinstance(kind, str) and kind in self._served:
+            return value
+        reason = self._refused.get(kind) if isinstance(kind, str) else None
+        expected = "" if reason else " or ".join(f"'{name}'" for name in sorted(self._served))
+        context = {"kind": kind, "reason": reason or "", "expected": expected}
+        raise PydanticCustomError("wrong_type", "wrong type", context)
+
+
 class ClosedObject(BaseModel):
     """An object whose fields are all known. Only a model that is read by itself builds a validator at import: those
     that are parts of others, or their bases, do not need one of their own."""
@@ -181,6 +215,8 @@ def _refusal(error: ErrorDetails) -> OpenAIError:
         return _unknown(_member(param, error["ctx"]["field"]))
     if kind == "unsupported":
         return _unsupported(f"'{param}' is not supported{error['msg']}", param)
+    if kind == "wrong_type":
+        return _wrong_type(_member(param, "type"), **error["ctx"])
     if kind == "union_tag_not_found" and error["ctx"]["discriminator"].endswith("()"):
         return _without_role(param, value)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -201,6 +237,14 @@ def _unknown(param: str) -> OpenAIError:
 
 def _unsupported(message: str, param: str) -> OpenAIError:
     return OpenAIError(message, param=param, code="unsupported_parameter")
+
+
+def _wrong_type(param: str, kind: object, reason: str, expected: str) -> OpenAIError:
+    if kind is None:
+        return missing(param)
+    if not reason:
+        return refuse(param, expected, kind)
+    return _unsupported(f"'{param}' is {as_json(kind)}, which is not supported: {reason}", param)
 
 
 def _without_role(param: str, message: object) -> OpenAIError:

@@ -16,7 +16,7 @@ from ..specs import StreamSpec
 BUDGET_TOKENS = 24
 """Of thinking: the bundled model would never stop thinking by itself."""
 _CITIES = ("Paris", "Rome", "Oslo", "Lima")
-_PLAN_SCHEMA: dict[str, Any] = {
+PLAN_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "title": {"type": "string", "maxLength": 40},
@@ -52,6 +52,7 @@ TOOLS = (
     _tool("book_table", {"name": {"type": "string", "maxLength": 30}, "guests": {"type": "integer", "minimum": 1}}),
 )
 """Not closed against other properties: that is the template's and the model's business."""
+PARAMETERS: dict[str, Any] = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 
 
 def _plain(rng: random.Random) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def _plain(rng: random.Random) -> dict[str, Any]:
 
 
 def _schema(rng: random.Random) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "plan", "schema": _PLAN_SCHEMA}}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "plan", "schema": PLAN_SCHEMA}}}
 
 
 def _required_tools(rng: random.Random) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def make_agent_specs(seed: int, count: int, model: str, adapters: tuple[str, ...
 
 
 def _spec(rng: random.Random, index: int, model: str, adapters: tuple[str, ...]) -> StreamSpec:
-    body: dict[str, Any] = {"model": rng.choice([model, *adapters]), "messages": _messages(rng, index)}
+    body: dict[str, Any] = {"model": rng.choice([model, *adapters]), "messages": messages(rng, index)}
     body |= {"max_tokens": rng.randint(60, 220), "temperature": rng.choice([0.0, 0.6, 1.0]), "seed": index + 1}
     body |= KINDS[index % len(KINDS)](rng)
     body |= rng.choice([{}, {}, {"n": 3}])
@@ -111,7 +112,7 @@ def _spec(rng: random.Random, index: int, model: str, adapters: tuple[str, ...])
     return StreamSpec(index, "agent", model, "", json.dumps(body), index % 4 != 3, None)
 
 
-def _messages(rng: random.Random, index: int) -> list[dict[str, str]]:
+def messages(rng: random.Random, index: int) -> list[dict[str, str]]:
     city = rng.choice(_CITIES)
     asked = rng.choice([f"What is the weather in {city}?", f"Book a table in {city} for four", f"Plan a day in {city}"])
     asked += " " + "please " * rng.randint(0, 40)

@@ -14,9 +14,7 @@ import jsonschema
 
 from ..outcome import Outcome
 from ..specs import StreamSpec
-from .requests import TOOLS
-
-_PARAMETERS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+from .requests import PARAMETERS
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def _check_choice(body: dict[str, Any], parts: dict[str, str], choice: int, reas
     for key in calls:
         name = parts[key.replace("arguments", "name")]
         if "tool_choice" in body:  # a free call is the model's
-            jsonschema.validate(json.loads(parts[key]), _PARAMETERS[name])
+            jsonschema.validate(json.loads(parts[key]), PARAMETERS[name])
 
 
 def _check_beside(body: dict[str, Any], parts: dict[str, str]) -> None:

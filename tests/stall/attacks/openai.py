@@ -1,9 +1,10 @@
-"""/v1/chat/completions, /v1/completions and /v1/responses: everything that a body may hold many of."""
+"""/v1/chat/completions, /v1/completions, /tokenize, /detokenize: everything that a body may hold many of."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from llmbackend.adapter.prompts import MAX_DESCRIBED_TOKENS
 from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
 
 from .attack import Attack, HttpSent, Sent, numbered, repeated
@@ -67,7 +68,22 @@ _COMPLETIONS: tuple[tuple[str, Callable[[int], list[Sent]]], ...] = (
     ("long prompt", _prompts(lambda size: f'"{"word " * (size // 5)}"')),
     ("stop strings", _completions(_member("stop", '"s%dq"'))),
 )
+
+
+def _body(path: str, members: Callable[[int], str]) -> Callable[[int], list[Sent]]:
+    return lambda size: [HttpSent(path, f'{{"model":"steady",{members(size - 1000)}}}'.encode())]
+
+
+_TOKENIZE: tuple[tuple[str, Callable[[int], list[Sent]]], ...] = (
+    ("words", _body("/tokenize", lambda size: f'"prompt":"{"word " * (size // 5)}"')),
+    ("token names", _body("/tokenize", lambda size: f'"return_token_strs":true,"prompt":"{"word " * (size // 5)}"')),
+    ("one long word", _body("/tokenize", lambda size: f'"prompt":"{"x" * size}"')),
+    ("messages", _body("/tokenize", lambda size: f'"messages":[{repeated(_MESSAGE, size)}]')),
+    ("token ids", _body("/detokenize", lambda size: f'"tokens":[{repeated("5", size)}]')),
+)
 OPENAI_ATTACKS = (
+    *(Attack(f"tokenize {name}", make, _MAX_BYTES) for name, make in _TOKENIZE),
+    *(Attack(f"tokenize {name}, as many as are taken", make, MAX_DESCRIBED_TOKENS) for name, make in _TOKENIZE),
     *(Attack(f"chat {name}", make, _MAX_BYTES) for name, make in _CHAT),
     *(Attack(f"completions {name}", make, _MAX_BYTES) for name, make in _COMPLETIONS),
 )

@@ -1,0 +1,294 @@
+"""The items of a conversation: which ones a request may hold, and their fields.
+
+For: the fields of a request, which hold them; the way from items to chat messages. Does not know: templates, the store.
+Invariant: every item that this server writes is accepted as input again; an item or content part of a type that no text
+model gets or gives is refused by its type, with its path. They are TypedDicts since a body may hold thousands of them
+(see messages.py).
+Source: OpenAI's API reference, `ResponseInputItem`; what Codex sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Tag
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+
+from ..errors import JsonObject
+from ..validation import AnyObject, Expected, Items, OfTypes, Only, refuse_unknown
+from .tool_fields import Tools
+
+_TEXT_ONLY = "the models here read and write text only"
+_HOSTED = "this server runs no tools itself"
+_NOT_COMPACTED = "this server compacts no conversations"
+REFUSED_PARTS: Mapping[str, str] = {
+    "input_image": _TEXT_ONLY,
+    "input_file": _TEXT_ONLY,
+    "input_audio": _TEXT_ONLY,
+}
+REFUSED_ITEMS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "file_search_call", "web_search_call", "code_interpreter_call", "image_generation_call", "computer_call",
+            "computer_call_output", "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output",
+            "apply_patch_call", "apply_patch_call_output", "mcp_list_tools", "mcp_approval_request",
+            "mcp_approval_response", "mcp_call", "program", "program_output",
+        ),
+        _HOSTED,
+    ),
+    "compaction": _NOT_COMPACTED,
+    "compaction_trigger": _NOT_COMPACTED,
+    "configuration_update": "a request's own fields say how it is answered",
+}  # fmt: skip
+_DIRECT = {"type": "direct"}
+_NOT_PROGRAMMATIC = "tools are called by the model alone"
+_Status = (
+    Annotated[
+        Literal["in_progress", "completed", "incomplete"],
+        Expected('"in_progress", "completed" or "incomplete"'),
+    ]
+    | None
+)
+_CLOSED = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
+"""Unknown fields are refused by `check_items`: pydantic would collect an error for each."""
+
+
+class InputText(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    type: Literal["input_text"]
+    text: str
+    prompt_cache_breakpoint: NotRequired[AnyObject | None]
+
+
+class OutputText(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    type: Literal["output_text"]
+    text: str
+    annotations: NotRequired[list[Any] | None]
+    logprobs: NotRequired[list[Any] | None]
+
+
+class RefusalPart(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ReasoningText(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class SummaryText(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    type: Literal["summary_text"]
+    text: str
+
+
+def _tag(value: object) -> str | None:
+    return f"({item_type(value)})" if isinstance(value, dict) else None
+
+
+def item_type(item: Mapping[str, Any]) -> object:
+    """An easy message and a reference may do without their type."""
+    kind = item.get("type")
+    if kind is None and "role" in item:
+        return "message"
+    return "item_reference" if kind is None and "id" in item else kind
+
+
+def _string_or_list(value: object) -> object:
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("expected", "a string or a list")
+    return value
+
+
+def _form(value: object) -> str:
+    return "(text)" if isinstance(value, str) else "(list)"
+
+
+_InputPart = Annotated[Annotated[InputText, Tag("(input_text)")], OfTypes(("input_text",), REFUSED_PARTS)]
+_MessagePart = Annotated[
+    Annotated[InputText, Tag("(input_text)")]
+    | Annotated[OutputText, Tag("(output_text)")]
+    | Annotated[RefusalPart, Tag("(refusal)")],
+    Discriminator(_tag),
+    OfTypes(("input_text", "output_text", "refusal"), REFUSED_PARTS),
+]
+MessageContent = Annotated[
+    Annotated[str, Tag("(text)")] | Annotated[list[_MessagePart], Items(), Tag("(list)")],
+    Discriminator(_form),
+    BeforeValidator(_string_or_list),
+]
+ToolOutput = Annotated[
+    Annotated[str, Tag("(text)")] | Annotated[list[_InputPart], Items(), Tag("(list)")],
+    Discriminator(_form),
+    BeforeValidator(_string_or_list),
+]
+
+
+class MessageItem(TypedDict):
+    """Easy or full, of the client or of a model."""
+
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    type: NotRequired[Literal["message"] | None]
+    id: NotRequired[str | None]
+    role: Annotated[
+        Literal["user", "assistant", "system", "developer"],
+        Expected('"user", "assistant", "system" or "developer"'),
+    ]
+    content: MessageContent
+    status: NotRequired[_Status]
+    phase: NotRequired[
+        Annotated[Literal["commentary", "final_answer"], Expected('"commentary" or "final_answer"')] | None
+    ]
+
+
+class ReasoningItem(TypedDict):
+    """The text is in `content`, sealed in `encrypted_content`, or what another server summed up."""
+
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    type: Literal["reasoning"]
+    id: NotRequired[str | None]
+    summary: NotRequired[Annotated[list[Annotated[SummaryText, OfTypes(("summary_text",))]], Items()] | None]
+    content: NotRequired[Annotated[list[Annotated[ReasoningText, OfTypes(("reasoning_text",))]], Items()] | None]
+    encrypted_content: NotRequired[str | None]
+    status: NotRequired[_Status]
+
+
+class _Call(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    id: NotRequired[str | None]
+    call_id: str
+    name: str
+    namespace: NotRequired[str | None]
+    status: NotRequired[_Status]
+    caller: NotRequired[Annotated[Any, Only(_DIRECT, reason=_NOT_PROGRAMMATIC)]]
+
+
+class FunctionCallItem(_Call):
+    type: Literal["function_call"]
+    arguments: str
+
+
+class CustomToolCallItem(_Call):
+    type: Literal["custom_tool_call"]
+    input: str
+
+
+class _Output(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    id: NotRequired[str | None]
+    call_id: str
+    output: ToolOutput
+    name: NotRequired[str | None]
+    namespace: NotRequired[str | None]
+    status: NotRequired[_Status]
+    caller: NotRequired[Annotated[Any, Only(_DIRECT, reason=_NOT_PROGRAMMATIC)]]
+
+
+class FunctionCallOutputItem(_Output):
+    type: Literal["function_call_output"]
+
+
+class CustomToolCallOutputItem(_Output):
+    type: Literal["custom_tool_call_output"]
+
+
+_ByClient = Annotated[Any, Only("client", reason=_HOSTED)]
+
+
+class ToolSearchCallItem(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    type: Literal["tool_search_call"]
+    id: NotRequired[str | None]
+    call_id: str
+    arguments: AnyObject
+    execution: NotRequired[_ByClient]
+    status: NotRequired[_Status]
+
+
+class ToolSearchOutputItem(TypedDict):
+    """Its tools are the model's from then on."""
+
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    type: Literal["tool_search_output"]
+    id: NotRequired[str | None]
+    call_id: str
+    tools: Tools
+    execution: NotRequired[_ByClient]
+    status: NotRequired[_Status]
+
+
+class AdditionalToolsItem(TypedDict):
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    type: Literal["additional_tools"]
+    id: NotRequired[str | None]
+    role: Annotated[Literal["developer"], Expected('"developer"')]
+    tools: Tools
+
+
+class ItemReference(TypedDict):
+    """To an item that the server stored."""
+
+    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+    type: NotRequired[Literal["item_reference"] | None]
+    id: str
+
+
+ITEM_FORMS: Mapping[str, type] = {
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "custom_tool_call": CustomToolCallItem,
+    "custom_tool_call_output": CustomToolCallOutputItem,
+    "tool_search_call": ToolSearchCallItem,
+    "tool_search_output": ToolSearchOutputItem,
+    "additional_tools": AdditionalToolsItem,
+    "item_reference": ItemReference,
+}
+Item = Annotated[
+    Annotated[MessageItem, Tag("(message)")]
+    | Annotated[ReasoningItem, Tag("(reasoning)")]
+    | Annotated[FunctionCallItem, Tag("(function_call)")]
+    | Annotated[FunctionCallOutputItem, Tag("(function_call_output)")]
+    | Annotated[CustomToolCallItem, Tag("(custom_tool_call)")]
+    | Annotated[CustomToolCallOutputItem, Tag("(custom_tool_call_output)")]
+    | Annotated[ToolSearchCallItem, Tag("(tool_search_call)")]
+    | Annotated[ToolSearchOutputItem, Tag("(tool_search_output)")]
+    | Annotated[AdditionalToolsItem, Tag("(additional_tools)")]
+    | Annotated[ItemReference, Tag("(item_reference)")],
+    Discriminator(_tag),
+    OfTypes(ITEM_FORMS, REFUSED_ITEMS, item_type),
+]
+Input = Annotated[
+    Annotated[str, Tag("(text)")] | Annotated[list[Item], Items(), Tag("(list)")],
+    Discriminator(_form),
+    BeforeValidator(_string_or_list),
+]
+
+_FIELDS = {name: frozenset(form.__annotations__) for name, form in ITEM_FORMS.items()}
+_PART_FIELDS = {
+    "input_text": frozenset(InputText.__annotations__),
+    "output_text": frozenset(OutputText.__annotations__),
+    "refusal": frozenset(RefusalPart.__annotations__),
+    "reasoning_text": frozenset(ReasoningText.__annotations__),
+    "summary_text": frozenset(SummaryText.__annotations__),
+}
+_PART_LISTS = ("content", "summary", "output")
+
+
+def check_fields(items: Sequence[JsonObject]) -> None:
+    """Raises OpenAIError for a field that an item of `input`, or a part of it, does not have."""
+    for index, item in enumerate(items):
+        kind = item_type(item)
+        refuse_unknown(item, _FIELDS[str(kind)], f"input[{index}]", may_be_null=True)
+        for field in _PART_LISTS:
+            if isinstance(parts := item.get(field), list):
+                for number, part in enumerate(parts):
+                    param = f"input[{index}].{field}[{number}]"
+                    refuse_unknown(part, _PART_FIELDS[part["type"]], param, may_be_null=True)

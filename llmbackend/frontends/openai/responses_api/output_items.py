@@ -1,0 +1,146 @@
+"""The items of a response's output: what each kind of them is called, and how it stands in JSON.
+
+For: output_builder.py, which makes them, and event_writer.py, which tells of them. Does not know: tokens, events'
+bytes. Invariant: an item is the same object in the events of a stream and in the whole response; its id is a function
+of the response's id and its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from ..errors import JsonObject
+from .request import NamedTool, ToolKind
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemKind:
+    """How OpenAI names an item, its text and the events of its text."""
+
+    type: str
+    id_prefix: str
+    delta_event: str
+    """"" for a kind whose text no events tell, as `done_event`."""
+    done_event: str
+    text_field: str
+    """Of the item or, for kinds with parts, of its one part."""
+    part_type: str | None = None
+    """The type of the content part that has the text; None where it is a field of the item."""
+
+
+MESSAGE = ItemKind(
+    "message", "msg", "response.output_text.delta", "response.output_text.done", "text", part_type="output_text"
+)
+REASONING = ItemKind(
+    "reasoning",
+    "rs",
+    "response.reasoning_text.delta",
+    "response.reasoning_text.done",
+    "text",
+    part_type="reasoning_text",
+)
+FUNCTION_CALL = ItemKind(
+    "function_call",
+    "fc",
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
+    "arguments",
+)
+CUSTOM_CALL = ItemKind(
+    "custom_tool_call",
+    "ctc",
+    "response.custom_tool_call_input.delta",
+    "response.custom_tool_call_input.done",
+    "input",
+)
+TOOL_SEARCH_CALL = ItemKind("tool_search_call", "tsc", "", "", "arguments")
+CALLS: Mapping[ToolKind, ItemKind] = {
+    "function": FUNCTION_CALL,
+    "custom": CUSTOM_CALL,
+    "tool_search": TOOL_SEARCH_CALL,
+}
+"""What calls of each kind of tool become."""
+
+
+def item_id(kind: ItemKind, response_id: str, index: int) -> str:
+    return f"{kind.id_prefix}_{hashlib.sha256(f'{response_id}/output/{index}'.encode()).hexdigest()[:32]}"
+
+
+@dataclass(slots=True)
+class OutputItem:
+    """One item. Owner: the builder of its output; others read it."""
+
+    kind: ItemKind
+    id: str
+    index: int
+    """Its place in the output."""
+    tool: NamedTool | None = None
+    """Of a call."""
+    call_id: str = ""
+    seal: Callable[[str], str] | None = None
+    """Makes of reasoning the form in which a client can send it back; None where it is not asked for."""
+    status: ItemStatus = "in_progress"
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[JsonObject] = field(default_factory=list)
+    """Of a message's tokens, where they are asked for."""
+
+    @property
+    def text(self) -> str:
+        if len(self.pieces) > 1:
+            self.pieces[:] = ["".join(self.pieces)]
+        return self.pieces[0] if self.pieces else ""
+
+    def part(self, text: str, logprobs: list[JsonObject]) -> JsonObject:
+        """Its content part with this text."""
+        if self.kind is MESSAGE:
+            return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+        return {"type": self.kind.part_type, "text": text}
+
+    def as_added(self) -> JsonObject:
+        """Before its text."""
+        return self._json("in_progress", [] if self.kind.part_type else "")
+
+    def as_json(self) -> JsonObject:
+        """As it is now."""
+        parts = [self.part(self.text, self.logprobs)] if self.kind.part_type and self._has_part else []
+        return self._json(self.status, parts if self.kind.part_type else self.text)
+
+    @property
+    def _has_part(self) -> bool:
+        return self.status != "in_progress" or bool(self.pieces)
+
+    def _json(self, status: ItemStatus, content: list[JsonObject] | str) -> JsonObject:
+        item: JsonObject = {"id": self.id, "type": self.kind.type, "status": status}
+        if self.kind is MESSAGE:
+            return item | {"role": "assistant", "content": content}
+        if self.kind is REASONING:
+            reasoning = item | {"summary": [], "content": content}
+            if self.seal is not None:
+                reasoning["encrypted_content"] = self.seal(self.text) if content else None
+            return reasoning
+        return item | self._call(str(content))
+
+    def _call(self, text: str) -> JsonObject:
+        call: JsonObject = {"call_id": self.call_id}
+        if self.kind is TOOL_SEARCH_CALL:
+            return call | {"execution": "client", "arguments": _as_value(text)}
+        if self.tool is not None:
+            call["name"] = self.tool.name
+            if self.tool.namespace is not None:
+                call["namespace"] = self.tool.namespace
+        return call | {self.kind.text_field: text}
+
+
+def _as_value(text: str) -> Any:
+    """Arguments that a client gets as an object; a text that is none as it stands."""
+    try:
+        return orjson.loads(text or "{}")
+    except orjson.JSONDecodeError:
+        return text

@@ -1,0 +1,193 @@
+"""The body of a create-response request: one model for validation, for errors and for /openapi.json.
+
+For: parsing.py, which reads bodies, and openapi.py, which documents them. Does not know: templates, the store, the
+host. Invariant: as of schema.py beside it: a field has an effect, or is a label, or is refused by name with the reason.
+Source: OpenAI's API reference; vLLM's ResponsesRequest for the extras; what Codex sends.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from ..errors import JsonObject, OpenAIError, missing, refuse
+from ..labels import Labels
+from ..response_format import STRUCTURED_OUTPUTS
+from ..schema import TEMPLATE_NAMES, Sampling
+from ..validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
+from .items import Input
+from .request import ENCRYPTED_REASONING, OUTPUT_LOGPROBS
+from .tool_choice import ToolChoiceField
+from .tool_fields import Tools
+
+_TEXT_ONLY = "the models here read and write text only"
+_ONE_ENGINE = "the KV memory of a request stays in one engine"
+_NO_SUMMARIES = "no model here sums up reasoning, which comes whole; only 'auto' leaves that to the server"
+_NO_PLACE = "a response has no place for it; chat completions have"
+INCLUDABLE = (
+    ENCRYPTED_REASONING,
+    OUTPUT_LOGPROBS,
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""The last six are about items that no response here has."""
+TEXT_FORMAT = "text.format"
+
+
+class TextFormat(ClosedObject):
+    """What the answer's text must be. A schema is enforced whether or not `strict` is true."""
+
+    field_aliases: ClassVar[frozenset[str]] = frozenset(("schema",))
+    type: Annotated[Literal["text", "json_object", "json_schema"], Expected("one of text, json_object, json_schema")]
+    name: NonEmpty | None = None
+    description: str | None = None
+    schema_: Annotated[AnyObject | None, Field(alias="schema")] = None
+    strict: Flag | None = None
+
+    def constraint(self) -> JsonObject | None:
+        """As vLLM's `structured_outputs`. Raises OpenAIError for a field that belongs to another type."""
+        if self.type == "json_schema":
+            for field, value in (("name", self.name), ("schema", self.schema_)):
+                if value is None:
+                    raise missing(f"{TEXT_FORMAT}.{field}")
+            return {"json": self.schema_}
+        for field in ("name", "schema_", "strict"):
+            if self.__dict__[field] is not None:
+                param = f"{TEXT_FORMAT}.{field.rstrip('_')}"
+                raise OpenAIError(f"'{param}' belongs to another type than '{self.type}'", param=param)
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class TextConfig(ClosedObject):
+    format: TextFormat | None = None
+    verbosity: Annotated[Literal["low", "medium", "high"], Expected('one of "low", "medium", "high"')] | None = Field(
+        None, description="For chat templates that read it."
+    )
+
+
+class Reasoning(ClosedObject):
+    effort: (
+        Annotated[
+            Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+            Expected('one of "none", "minimal", "low", "medium", "high", "xhigh", "max"'),
+        ]
+        | None
+    ) = Field(None, description="For chat templates that read it, or that can reason or not.")
+    summary: Annotated[Any, Only("auto", reason=_NO_SUMMARIES)] = None
+    generate_summary: Annotated[Any, Only("auto", reason=_NO_SUMMARIES)] = None
+    context: (
+        Annotated[Literal["auto", "current_turn", "all_turns"], Expected('"auto", "current_turn" or "all_turns"')]
+        | None
+    ) = Field(None, description="current_turn: reasoning before the last message of the user does not go to the model.")
+    mode: Annotated[Any, Only("standard", reason="a model here has one mode")] = None
+
+
+class StreamOptions(ClosedObject):
+    include_obfuscation: Annotated[Any, Only(False, reason="events are not padded")] = None
+
+
+class ConversationReference(ClosedObject):
+    id: NonEmpty
+
+
+def _conversation(value: object) -> object:
+    return {"id": value} if isinstance(value, str) else value
+
+
+class UnservedByResponses(ClosedObject):
+    """Refused by name, but for values that ask for nothing."""
+
+    prompt: Annotated[Any, Only(reason="this server stores no prompts")] = None
+    context_management: Annotated[Any, Only([], reason="this server compacts no conversations")] = None
+    moderation: Annotated[Any, Only(reason="this server has no moderation model")] = None
+    access_programs: Annotated[Any, Only(reason="this server knows none")] = None
+    image: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
+    service_tier: Annotated[Any, Only("auto", "default", reason="this server has one service tier")] = None
+    prompt_cache_options: Annotated[
+        Any, Only({"mode": "implicit"}, reason="every prefix is cached as long as there is room")
+    ] = None
+    media_io_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
+    mm_processor_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
+    watermarking: Annotated[Any, Only(False, reason="this server marks no tokens")] = None
+    kv_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
+    ec_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
+    vllm_xargs: Annotated[Any, Only({}, reason="no extension of this server reads them")] = None
+    enable_response_messages: Annotated[Any, Only(False, reason="tokens and messages are not reported")] = None
+    previous_input_messages: Annotated[Any, Only(reason="'input' takes items of earlier turns")] = None
+    request_id: Annotated[Any, Only(reason="responses are found by their ids, which the server draws")] = None
+
+
+class ResponsesBody(Sampling, Labels, UnservedByResponses):
+    model_config = ConfigDict(defer_build=False)
+    model: str
+    input: Input | None = Field(None, description="May be left out behind a stored response or conversation.")
+    instructions: str | None = Field(None, description="The first system message; not stored for later responses.")
+    previous_response_id: NonEmpty | None = None
+    conversation: Annotated[ConversationReference, BeforeValidator(_conversation)] | None = None
+    store: Flag | None = Field(None, description="true unless sent: the response can be retrieved.")
+    background: Flag | None = Field(None, description="The answer is made without the client; needs store.")
+    include: Annotated[list[str], Items()] | None = Field(None, json_schema_extra={"items": {"enum": [*INCLUDABLE]}})
+    max_output_tokens: Annotated[int, Range(1)] | None = Field(None, description="Reasoning included.")
+    max_tool_calls: Annotated[int, Range(1)] | None = Field(None, description="Further calls are left out.")
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: Flag | None = Field(None, description="false: at most one call.")
+    top_logprobs: Annotated[int, Range(0, 20)] | None = Field(None, description=f"With {OUTPUT_LOGPROBS} in include.")
+    truncation: Annotated[Literal["auto", "disabled"], Expected('"auto" or "disabled"')] | None = Field(
+        None, description="auto: of a prompt that is too long, the end is kept."
+    )
+    stream: Flag | None = None
+    stream_options: StreamOptions | None = None
+    structured_outputs: AnyObject | None = Field(
+        None, description="One of json, regex, choice, grammar, json_object, structural_tag (a vLLM extra)."
+    )
+    thinking_token_budget: Annotated[int, Range(0)] | None = Field(
+        None, description="The reasoning is ended after so many tokens."
+    )
+    chat_template_kwargs: AnyObject | None = Field(
+        None, json_schema_extra={"propertyNames": {"not": {"enum": [*sorted(TEMPLATE_NAMES)]}}}
+    )
+    client_metadata: AnyObject | None = Field(None, description="What the client's log says of it; a label.")
+
+    def check(self) -> None:
+        """Raises OpenAIError for fields that contradict one another."""
+        for index, name in enumerate(self.include or ()):
+            if name not in INCLUDABLE:
+                raise refuse(f"include[{index}]", f"one of {', '.join(INCLUDABLE)}", name)
+        if self.top_logprobs and OUTPUT_LOGPROBS not in (self.include or ()):
+            raise refuse("top_logprobs", f"to be sent only with '{OUTPUT_LOGPROBS}' in 'include'", self.top_logprobs)
+        if self.stream_options is not None and not self.stream:
+            raise refuse("stream_options", "to be sent only with 'stream': true", {})
+        if self.background and self.store is False:
+            raise refuse("background", "to be sent only with 'store': true: the response is read from the store", True)
+        if self.previous_response_id is not None and self.conversation is not None:
+            raise _excluded("conversation", "previous_response_id")
+        if self.truncation == "auto" and self.truncate_prompt_tokens is not None:
+            raise _excluded("truncate_prompt_tokens", "truncation")
+        if self.prompt_logprobs is not None:
+            message = f"'prompt_logprobs' is not supported: {_NO_PLACE}"
+            raise OpenAIError(message, param="prompt_logprobs", code="unsupported_parameter")
+        if taken := TEMPLATE_NAMES & (self.chat_template_kwargs or {}).keys():
+            names = " and ".join(sorted(TEMPLATE_NAMES))
+            raise refuse("chat_template_kwargs", f"variables other than {names}", min(taken))
+
+    def chosen_structure(self) -> tuple[JsonObject, str]:
+        """Sampling parameters for the form of the answer's text, and the field that they come from."""
+        format = self.text.format if self.text is not None else None
+        constraint = format.constraint() if format is not None else None
+        if self.structured_outputs is None:
+            return ({STRUCTURED_OUTPUTS: constraint}, TEXT_FORMAT) if constraint is not None else ({}, TEXT_FORMAT)
+        if constraint is not None:
+            raise _excluded(STRUCTURED_OUTPUTS, TEXT_FORMAT)
+        return {STRUCTURED_OUTPUTS: self.structured_outputs}, STRUCTURED_OUTPUTS
+
+
+def _excluded(field: str, other: str) -> OpenAIError:
+    return OpenAIError(f"'{other}' and '{field}' exclude each other", param=field)

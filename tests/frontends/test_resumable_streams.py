@@ -1,0 +1,212 @@
+"""Streams that a client can come back to, over real connections that are cut at every event."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.settings import AccessSettings
+from llmbackend.frontends.journals import resumable_streams
+from llmbackend.frontends.journals.resumable_streams import ResumableStreams
+from tests.helpers.kserve_runner import Running
+from tests.helpers.mock_llm_host import MODEL, mock_llm_host
+from tests.helpers.waiting import eventually
+
+GENERATE = f"/v2/models/{MODEL}/generate_stream"
+COMPLETIONS = "/v1/completions"
+ASK = {"X-Resumable-Stream": "true"}
+TOKENS = 12
+SAMPLING = {"temperature": 0, "ignore_eos": True, "max_tokens": TOKENS}
+
+
+def body(path: str, **sampling: Any) -> dict[str, Any]:
+    sampling = SAMPLING | sampling
+    if path == GENERATE:
+        return {"text_input": "one two three", "stream": True, "sampling_parameters": json.dumps(sampling)}
+    return {"model": MODEL, "prompt": "one two three", "stream": True, **sampling}
+
+
+KEYS = "one:sk-one\ntwo:sk-two\n"
+GRACE_S = 0.2
+Event = tuple[str, str]
+"""(id, data)"""
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("models"), start=mock_llm_host, engine={"mock_step_ms": 1})
+    yield running
+    running.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_inference_is_left(running: Running) -> Iterator[None]:
+    yield
+    eventually(lambda: not running.gate.open_inferences)
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[Running]:
+    """Streams end soon after their client has gone, and would go on for long."""
+    streams = ResumableStreams(GRACE_S)
+    running = Running(tmp_path, start=mock_llm_host, streams=streams, engine={"mock_step_ms": 20})
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
+        yield client
+
+
+def events(response: httpx.Response) -> Iterator[Event]:
+    id = ""
+    for line in response.iter_lines():
+        name, _, value = line.partition(": ")
+        if name == "id":
+            id = value
+        elif name == "data":
+            yield id, value
+            id = ""
+
+
+def begin(client: httpx.Client, path: str, at_most: int | None = None, **sampling: Any) -> tuple[str, list[Event]]:
+    """The stream's id, and its first events; the connection is closed behind them."""
+    found: list[Event] = []
+    with client.stream("POST", path, json=body(path, **sampling), headers=ASK) as response:
+        assert response.status_code == 200
+        if at_most != 0:
+            for event in events(response):
+                found.append(event)
+                if len(found) == at_most:
+                    break
+        return response.headers["x-stream-id"], found
+
+
+def come_back(client: httpx.Client, path: str, last: str, at_most: int | None = None) -> list[Event]:
+    found: list[Event] = []
+    with client.stream("POST", path, json=body(path), headers={"Last-Event-ID": last}) as response:
+        assert response.status_code == 200, response.read()
+        for event in events(response):
+            found.append(event)
+            if len(found) == at_most:
+                break
+    return found
+
+
+def said(found: list[Event]) -> list[Any]:
+    """What does not differ from one request to the next."""
+    datas: list[dict[str, Any]] = [json.loads(data) for _, data in found if data != "[DONE]"]
+    return [{name: value for name, value in data.items() if name not in ("id", "created")} for data in datas]
+
+
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
+def test_a_client_that_is_cut_off_at_any_event_gets_every_event_once(client: httpx.Client, path: str) -> None:
+    _, whole = begin(client, path)
+    plain = client.post(path, json=body(path))
+    assert "x-stream-id" not in plain.headers and "id: " not in plain.text
+    assert said([("", line[6:]) for line in plain.text.splitlines() if line.startswith("data: ")]) == said(whole)
+    assert len(whole) >= TOKENS
+    for cut in range(len(whole)):
+        stream, first = begin(client, path, cut)
+        assert [id for id, _ in first] == [f"{stream}:{number}" for number in range(cut)]
+        last = first[-1][0] if first else stream
+        rest = come_back(client, path, last)
+        assert [id for id, _ in rest] == [f"{stream}:{number}" for number in range(cut, len(whole))]
+        assert said(first + rest) == said(whole)
+        assert come_back(client, path, last) == rest
+
+
+def test_a_client_that_is_cut_off_at_every_event(client: httpx.Client) -> None:
+    _, whole = begin(client, COMPLETIONS)
+    stream, found = begin(client, COMPLETIONS, 1)
+    while len(found) < len(whole):
+        found += come_back(client, COMPLETIONS, found[-1][0], 1)
+    assert said(found) == said(whole)
+    assert come_back(client, COMPLETIONS, found[-1][0]) == []
+    assert {id.partition(":")[0] for id, _ in found} == {stream}
+
+
+def test_several_readers_at_once(running: Running, client: httpx.Client) -> None:
+    stream, first = begin(client, COMPLETIONS, 1, max_tokens=60)
+    with httpx.Client(base_url=f"http://{running.http}", timeout=20) as other:
+        assert come_back(other, COMPLETIONS, stream) == first + come_back(client, COMPLETIONS, first[-1][0])
+
+
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("header", "value", "status", "message"),
+    [
+        ("Last-Event-ID", "17", 400, "the header 'Last-Event-ID' is '17', expected the id of an event"),
+        ("Last-Event-ID", "a" * 32 + ":5", 404, f"there is no stream '{'a' * 32}' here, or not any more"),
+        ("X-Resumable-Stream", "yes", 400, "the header 'X-Resumable-Stream' is 'yes', expected true or false"),
+    ],
+)
+def test_headers_that_are_wrong(
+    client: httpx.Client, path: str, header: str, value: str, status: int, message: str
+) -> None:
+    response = client.post(path, json=body(path), headers={header: value})
+    assert (response.status_code, message in response.text) == (status, True), response.text
+
+
+def test_a_stream_is_come_back_to_at_its_own_endpoint_behind_an_event_that_it_has(client: httpx.Client) -> None:
+    stream, whole = begin(client, COMPLETIONS)
+    for path, last, status in ((GENERATE, stream, 404), (COMPLETIONS, f"{stream}:{len(whole)}", 400)):
+        response = client.post(path, json=body(path), headers={"Last-Event-ID": last})
+        assert response.status_code == status
+    response = client.post(COMPLETIONS, json=body(COMPLETIONS) | {"stream": False}, headers=ASK)
+    assert response.status_code == 400 and "only with 'stream': true" in response.text
+
+
+@pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])
+def test_a_stream_without_a_client_is_cancelled_after_its_grace(hasty: Running, path: str) -> None:
+    with httpx.Client(base_url=f"http://{hasty.http}", timeout=20) as client:
+        stream, _ = begin(client, path, 1, max_tokens=200)
+        assert hasty.gate.open_inferences == 1
+        eventually(lambda: not hasty.gate.open_inferences)
+        hasty.wait_until_nothing_is_open()
+        response = client.post(path, json=body(path), headers={"Last-Event-ID": stream})
+        assert (response.status_code, "not any more" in response.text) == (404, True)
+    assert not hasty.streams.num_streams
+
+
+def test_a_stream_is_its_keys_alone(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(KEYS)
+    access = AccessControl(AccessSettings(api_key_file=tmp_path / "keys"))
+    running = Running(tmp_path, start=mock_llm_host, access=access)
+    try:
+        with httpx.Client(base_url=f"http://{running.http}", headers={"Authorization": "Bearer sk-one"}) as client:
+            stream, found = begin(client, COMPLETIONS)
+            assert come_back(client, COMPLETIONS, stream) == found
+            theirs = {"Last-Event-ID": stream, "Authorization": "Bearer sk-two"}
+            assert client.post(COMPLETIONS, json=body(COMPLETIONS), headers=theirs).status_code == 404
+    finally:
+        running.stop()
+
+
+def test_what_streams_hold_is_bounded(running: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin(client, COMPLETIONS)
+    monkeypatch.setattr(resumable_streams, "_MAX_BYTES", 100)
+    stream, _ = begin(client, COMPLETIONS, 1, max_tokens=200)  # the one that had ended makes room for it
+    assert running.streams.num_streams == 1
+    refused = client.post(COMPLETIONS, json=body(COMPLETIONS), headers=ASK)
+    assert (refused.status_code, "resumable streams hold" in refused.text) == (503, True)
+    assert len(come_back(client, COMPLETIONS, stream)) > 150
+
+
+def test_a_reader_that_is_too_far_behind_is_told_so(
+    running: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable_streams, "_MAX_STREAM_BYTES", 1000)
+    stream, _ = begin(client, COMPLETIONS, 1)
+    eventually(lambda: not running.gate.open_inferences)
+    response = client.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
+    assert (response.status_code, "are no longer held" in response.text) == (404, True)
+    assert come_back(client, COMPLETIONS, f"{stream}:{TOKENS}")[-1][1] == "[DONE]"
