@@ -25,6 +25,7 @@ from .limit_flags import LimitFlags
 from .observability_flags import LogFlags, MetricsConfigFlags, TraceFlags
 from .protocol_flags import CorsFlags, GrpcFlags, HttpFlags, MetricsFlags, ProtocolFlags, SharedMemoryFlags
 from .server_flags import ModelFlags, SchedulingFlags, ServerFlags, server_options
+from .store_flags import StoreFlags
 
 app = typer.Typer(
     help="Serve large language models the Triton way.",
@@ -55,6 +56,7 @@ def serve(
     shared_memory: SharedMemoryFlags,
     access: AccessFlags,
     limits: LimitFlags,
+    store: StoreFlags,
     log: LogFlags,
     trace: TraceFlags,
     protocols: ProtocolFlags,
@@ -85,6 +87,7 @@ def serve(
         openai_max_input_size_bytes=http.openai_max_input_size,
         exit_timeout_s=server.exit_timeout_secs,
         limits=limits.limits(),
+        store=store.settings(),
         access=access_settings,
         protocols=replace(protocols.options(), cors=cors.options(), http_metrics=metrics.allow_metrics),
         flag_model="" if single is None else single.served_name,

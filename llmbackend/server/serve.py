@@ -24,6 +24,9 @@ from llmbackend.frontends.access.settings import exposure
 from llmbackend.frontends.anthropic import create_anthropic_router
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.documents import StoreError
+from llmbackend.frontends.journals.response_store import ResponseStore
+from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.openai import create_openai_router
 
 from ..core.server_log import ServerLog
@@ -69,8 +72,13 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         print_error(str(error))
         return 1
     reload_on_hangup(stop, access.reload)
+    try:
+        store = settings.store.open()
+    except StoreError as error:
+        print_error(f"--response-store: {error}.")
+        return 1
     server = access.host(settings.options)
-    frontends = _frontends(server, settings, access, server_log)
+    frontends = _frontends(server, settings, access, server_log, store)
     try:
         frontends.bind()
     except OSError as error:
@@ -88,6 +96,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         if isinstance(error, StartupError):
             print_error(f"\n{failure_summary(reasons_with_flags(error.reasons, settings.flag_model))}")
         return 1
+    await store.start()
     try:
         await frontends.start()
     except (OSError, RuntimeError) as error:
@@ -101,7 +110,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
     ):
         log.warning("%s", warning)
     await stop.wait()
-    return await _drain(server, frontends, settings.exit_timeout_s)
+    return await _drain(server, frontends, store, settings.exit_timeout_s)
 
 
 def reasons_with_flags(reasons: Mapping[str, str], flag_model: str) -> dict[str, str]:
@@ -110,16 +119,21 @@ def reasons_with_flags(reasons: Mapping[str, str], flag_model: str) -> dict[str,
 
 
 def _frontends(
-    server: InferenceServer, settings: ServerSettings, access: AccessControl, server_log: ServerLog
+    server: InferenceServer,
+    settings: ServerSettings,
+    access: AccessControl,
+    server_log: ServerLog,
+    store: ResponseStore,
 ) -> FrontendServer:
     limit_bytes = settings.http_max_input_size_bytes
     gate = InferenceGate(server, settings.limits.inference)
+    streams = ResumableStreams(settings.store.resume_grace_s)
     routers = (
         create_anthropic_router(
             server, settings.openai_max_input_size_bytes, gate, settings.protocols.openai_lora_separator
         ),
         create_openai_router(
-            server, settings.openai_max_input_size_bytes, gate, settings.protocols.openai_lora_separator
+            server, settings.openai_max_input_size_bytes, gate, settings.protocols.openai_lora_separator, streams
         ),
     )
     return FrontendServer(
@@ -138,6 +152,7 @@ def _frontends(
             gate=gate,
             options=settings.protocols,
             log=server_log,
+            streams=streams,
         ),
         access=access,
         gate=gate,
@@ -171,11 +186,15 @@ async def _stop_while_loading(server: InferenceServer, loading: asyncio.Future[N
     return 0
 
 
-async def _drain(server: InferenceServer, frontends: FrontendServer, timeout_s: float) -> int:
-    """Refuses new work, waits for running requests, unloads, closes the ports."""
+async def _drain(server: InferenceServer, frontends: FrontendServer, store: ResponseStore, timeout_s: float) -> int:
+    """Refuses new work, waits for running requests, unloads, closes the ports. Background responses in a store
+    that stays are not waited for: the next server goes on with them."""
     log.info("shutting down: waiting up to %g s for running requests", timeout_s)
-    is_clean = await in_thread(server.stop, timeout_s)
+    stopping = in_thread(server.stop, timeout_s)
+    await store.suspend()
+    is_clean = await stopping
     await frontends.stop(grace_s=CLOSE_GRACE_S)
+    await store.close()
     if not is_clean:
         log.error("server stopped before all of its work was done")
         exit_now(1)

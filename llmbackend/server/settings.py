@@ -17,6 +17,7 @@ from typing import Any
 from llmbackend.adapter.engine_args import LORA_MODULES, MULTI_LORA_FILE
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, AccessSettings
+from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
 from llmbackend.frontends.limits import FrontendLimits
 from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 
@@ -56,6 +57,7 @@ class ServerSettings:
     openai_max_input_size_bytes: int = 4 << 20
     exit_timeout_s: int = 30
     limits: FrontendLimits = field(default_factory=FrontendLimits)
+    store: StoreSettings = IN_MEMORY
     access: AccessSettings = NO_ACCESS_CONTROL
     log: LogSettings = field(default_factory=LogSettings)
     protocols: ProtocolOptions = DEFAULT_OPTIONS

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from llmbackend.frontends.access.request_identity import REQUEST_IDENTITY
 
@@ -52,6 +53,16 @@ def current_owner() -> str:
     return "" if identity is None else identity.account.name
 
 
+class Producer(Protocol):
+    """What makes live documents."""
+
+    async def take_over(self, document: Document) -> None:
+        """A live document of a server that has ended: goes on with it, or puts it as one that has ended."""
+
+    async def suspend(self) -> None:
+        """Leaves its live documents as they are."""
+
+
 class ResponseStore:
     """Used on one event loop."""
 
@@ -61,6 +72,8 @@ class ResponseStore:
         self.is_persistent = storage.is_persistent
         self._commits = Commits(storage, clock_s)
         self._live: dict[str, LiveLog] = {}
+        self.producer: Producer | None = None
+        """Set before `start`."""
         self._expiry: asyncio.TimerHandle | None = None
         self._expiring: asyncio.Task[None] | None = None
 
@@ -68,11 +81,17 @@ class ResponseStore:
     def num_transactions(self) -> int:
         return self._commits.num_transactions
 
-    async def start(self) -> list[Document]:
-        """The live documents of a server that has ended: each is to be resumed, or put as one that has ended."""
-        found = await self._commits.read(lambda storage, now_s: storage.live())
+    async def start(self) -> None:
+        """Hands the live documents of a server that has ended to the producer. Raises StoreError."""
+        for document in await self._commits.read(lambda storage, now_s: storage.live()):
+            if self.producer is not None:
+                await self.producer.take_over(document)
         await self._expire()
-        return found
+
+    async def suspend(self) -> None:
+        """Before the server ends: leaves what is live in a store that stays to the next server."""
+        if self.producer is not None and self.is_persistent:
+            await self.producer.suspend()
 
     async def close(self) -> None:
         """After the last request. Journals that are still written end where they are."""

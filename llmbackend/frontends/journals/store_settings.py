@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from .documents import Capacity, Storage
 from .memory_storage import MemoryStorage
@@ -28,7 +28,7 @@ class StoreSettings:
     """A store, before it is opened."""
 
     url: str = MEMORY
-    """`memory`, or `sqlite:PATH`."""
+    """One of FORMS."""
     ttl_s: float | None = None
     """None: an hour in memory, 30 days elsewhere."""
     max_bytes: int = 256 << 20
@@ -37,10 +37,12 @@ class StoreSettings:
     resume_grace_s: float = 30.0
     """How long a stream that asked to be resumable goes on without a client."""
 
+    FORMS: ClassVar = "memory, or sqlite:PATH"
+
     def __post_init__(self) -> None:
         """Raises ValueError."""
         if self.url != MEMORY and not self._path:
-            raise ValueError(f"the response store is '{self.url}', expected memory or sqlite:PATH")
+            raise ValueError(f"the response store is '{self.url}', expected {self.FORMS}")
 
     def open(self) -> ResponseStore:
         """Raises StoreError."""

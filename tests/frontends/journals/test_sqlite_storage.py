@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbackend.frontends.journals.documents import Append, Capacity, Put, StoreError
+from llmbackend.frontends.journals.documents import Append, Capacity, Document, Put, StoreError
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 from llmbackend.frontends.journals.store_settings import StoreSettings
@@ -35,6 +35,18 @@ for number in range(100_000):
     storage.commit([Append("a", number, (b"%d" % number,), b"%d" % number)], 1.0)
     print(number, flush=True)
 """
+
+
+class Collecting:
+    """A Producer."""
+
+    def __init__(self) -> None:
+        self.found: list[Document] = []
+
+    async def take_over(self, document: Document) -> None:
+        self.found.append(document)
+
+    async def suspend(self) -> None: ...
 
 
 def test_what_was_committed_is_there_after_a_kill(tmp_path: Path) -> None:
@@ -83,7 +95,9 @@ def test_another_process_goes_on_with_a_log(tmp_path: Path) -> None:
     async def second() -> None:
         storage = SqliteStorage(tmp_path / "store", CAPACITY)
         store = ResponseStore(storage, StoreOptions(ttl_s=100.0), Clock())
-        [found] = await store.start()
+        producer = store.producer = Collecting()
+        await store.start()
+        [found] = producer.found
         assert found == live
         log, progress = await store.resume(found)
         assert progress == [b"first step", b"second step", b"third step"]
@@ -96,7 +110,9 @@ def test_another_process_goes_on_with_a_log(tmp_path: Path) -> None:
 
     async def third() -> None:
         store = ResponseStore(SqliteStorage(tmp_path / "store", CAPACITY), StoreOptions(ttl_s=100.0), Clock())
-        assert await store.start() == []
+        producer = store.producer = Collecting()
+        await store.start()
+        assert producer.found == []
         found = await store.get("", "response", "a")
         assert (found.body, found.is_live) == (b"[]", False)
         assert [part for _, part in await events_of(await store.journal(found), 2)] == [b"3", b"4"]
@@ -176,7 +192,7 @@ def test_a_failed_transaction_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_settings() -> None:
-    with pytest.raises(ValueError, match="'file:x', expected memory or sqlite:PATH"):
+    with pytest.raises(ValueError, match="'file:x', expected memory, or sqlite:PATH"):
         StoreSettings(url="file:x")
     with pytest.raises(ValueError, match="'sqlite:', expected"):
         StoreSettings(url="sqlite:")
