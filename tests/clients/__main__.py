@@ -7,6 +7,7 @@ that explained.toml does not explain. Arguments behind `--` go to pytest.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -46,11 +47,14 @@ def main(
 
 def _make_environments(chosen: list[Suite]) -> dict[str, str]:
     """Why suites cannot run, by what they run in."""
-    if any(suite.runs_in != "project" for suite in chosen):
+    wanted = {suite.runs_in for suite in chosen}
+    if "clients" in wanted:
         environment.make_python()
-    if any(suite.runs_in == "node" for suite in chosen) and (why := environment.make_node()):
-        return {"node": why}
-    return {}
+    if "openai3" in wanted:
+        environment.make_openai3()
+    made: dict[str, Callable[[], str]] = {"node": environment.make_node, "agents": environment.make_agents}
+    whys = {place: make() for place, make in made.items() if place in wanted}
+    return {place: why for place, why in whys.items() if why}
 
 
 def _run(suites: list[Suite], url: str, arguments: list[str] | tuple[str, ...]) -> list[Result]:

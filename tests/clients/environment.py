@@ -16,36 +16,72 @@ from tests.helpers.server_process import ROOT
 HERE = Path(__file__).parent
 DIRECTORY = ROOT / ".venv-clients"
 PYTHON = DIRECTORY / "bin" / "python"
+OPENAI3_DIRECTORY = DIRECTORY / "openai3"
+OPENAI3_PYTHON = OPENAI3_DIRECTORY / "bin" / "python"
 NODE_DIRECTORY = DIRECTORY / "node"
-_PYTHON_FILES = (HERE / "packages.txt", HERE / "constraints.txt")
-_NODE_FILES = (HERE / "node" / "package.json",)
+AGENTS_DIRECTORY = DIRECTORY / "agents"
+"""Programs of npm: Codex and Claude Code."""
+_NPM = ("npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--loglevel=error")
 
 
 def make_python() -> None:
     """Half a gigabyte, three minutes."""
-    if _is_made(DIRECTORY / ".made", _PYTHON_FILES):
+    _make_python(DIRECTORY, "packages.txt", "constraints.txt")
+
+
+def make_openai3() -> None:
+    """Inside the first one, which is made anew when its packages change."""
+    make_python()
+    _make_python(OPENAI3_DIRECTORY, "packages_openai3.txt", "constraints_openai3.txt")
+
+
+def _make_python(directory: Path, packages: str, constraints: str) -> None:
+    files = (HERE / packages, HERE / constraints)
+    if _is_made(directory / ".made", files):
         return
-    print(f"installing the clients into {DIRECTORY.name}: half a gigabyte, some minutes", flush=True)
-    shutil.rmtree(DIRECTORY, ignore_errors=True)
-    _run(sys.executable, "-m", "venv", str(DIRECTORY))
-    packages, constraints = map(str, _PYTHON_FILES)
-    _run(str(PYTHON), "-m", "pip", "install", "--quiet", "--requirement", packages, "--constraint", constraints)
-    _note(DIRECTORY / ".made", _PYTHON_FILES)
+    print(f"installing {packages} into {directory.relative_to(ROOT)}: some minutes", flush=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    _run(sys.executable, "-m", "venv", str(directory))
+    pip = (str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet")
+    _run(*pip, "--requirement", str(files[0]), "--constraint", str(files[1]))
+    _note(directory / ".made", files)
 
 
 def make_node() -> str:
     """Why there is no environment for Node; "" when there is one."""
-    if shutil.which("node") is None or shutil.which("npm") is None:
-        return "no node and npm on this machine"
-    if not _is_made(NODE_DIRECTORY / ".made", _NODE_FILES):
-        shutil.rmtree(NODE_DIRECTORY, ignore_errors=True)
-        NODE_DIRECTORY.mkdir(parents=True)
-        shutil.copy(*_NODE_FILES, NODE_DIRECTORY)
-        npm = ("npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--loglevel=error")
-        _run(*npm, directory=NODE_DIRECTORY)
-        _note(NODE_DIRECTORY / ".made", _NODE_FILES)
+    if why := _make_npm(NODE_DIRECTORY, HERE / "node" / "package.json"):
+        return why
     for suite in (HERE / "node").glob("*.mjs"):  # an import is looked up beside the file that imports
         shutil.copy(suite, NODE_DIRECTORY)
+    return ""
+
+
+def make_agents() -> str:
+    """Why there are no agents; "" when they are installed and run here. 0.6 GB."""
+    if why := _make_npm(AGENTS_DIRECTORY, HERE / "agents" / "package.json"):
+        return why
+    for name in ("codex", "claude"):
+        try:
+            _run(str(AGENTS_DIRECTORY / "node_modules" / ".bin" / name), "--version", directory=AGENTS_DIRECTORY)
+        except (OSError, subprocess.CalledProcessError) as error:
+            return f"{name} does not run on this machine: {error}"
+    return ""
+
+
+def _make_npm(directory: Path, package: Path) -> str:
+    """Why it cannot be made; "" when it is there."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        return "no node and npm on this machine"
+    if _is_made(directory / ".made", (package,)):
+        return ""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    shutil.copy(package, directory)
+    try:
+        _run(*_NPM, directory=directory)
+    except subprocess.CalledProcessError:
+        return f"npm cannot install what {package.relative_to(ROOT)} names"
+    _note(directory / ".made", (package,))
     return ""
 
 

@@ -1,4 +1,5 @@
-"""LangChain's published standard tests of chat models, with ChatOpenAI of langchain-openai.
+"""LangChain's published standard tests of chat models, with ChatOpenAI of langchain-openai, over chat and
+over responses, and with ChatAnthropic of langchain-anthropic.
 
 For: `make clients`. Does not know: what fails by design (explained.toml). Invariant: no test of the standard is
 overridden; what is switched on or off is said by the standard's own properties.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from langchain_anthropic import ChatAnthropic
 from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
@@ -52,3 +54,34 @@ class TestFunctionCalling(TestChatOpenAI):
     @property
     def structured_output_kwargs(self) -> dict[str, Any]:
         return {"method": "function_calling"}
+
+
+class TestResponses(TestChatOpenAI):
+    """The same over /v1/responses, which has no frequency penalty."""
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        params = {key: value for key, value in super().chat_model_params.items() if key != "frequency_penalty"}
+        return params | {"use_responses_api": True}
+
+
+class TestChatAnthropic(ChatModelIntegrationTests):  # type: ignore[misc]
+    @property
+    def chat_model_class(self) -> type[BaseChatModel]:
+        return ChatAnthropic  # type: ignore[no-any-return]
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        url = os.environ["LLMBACKEND_CLIENTS_URL"]
+        return {
+            "model": "demo",
+            "base_url": url,
+            "api_key": "none",
+            "temperature": 0,
+            "max_tokens": 600,
+            "max_retries": 0,
+        }
+
+    @property
+    def model_override_value(self) -> str:
+        return "other"

@@ -1,4 +1,5 @@
-"""LlamaIndex: OpenAILike, chat and completion, programs of pydantic models, and an agent's function call.
+"""LlamaIndex: OpenAILike, chat and completion, programs of pydantic models, and an agent's function call; the same of
+OpenAIResponses and of Anthropic.
 
 For: `make clients`. Does not know: the server. Invariant: every call goes through LlamaIndex's own functions.
 """
@@ -10,6 +11,8 @@ from typing import Any, Literal
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.tools import FunctionTool
+from llama_index.llms.anthropic import Anthropic
+from llama_index.llms.openai import OpenAIResponses
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel
 
@@ -91,3 +94,37 @@ def test_predict_and_call(llm: Any) -> None:
     tool = FunctionTool.from_defaults(get_weather)
     answer = llm.predict_and_call([tool], user_msg=HELLO, tool_required=True)
     assert "sunny" in str(answer)
+
+
+@pytest.fixture(params=["anthropic"])
+def other_llm(request: pytest.FixtureRequest, base_url: str) -> Any:
+    if request.param == "responses":
+        return OpenAIResponses(
+            model="demo", api_base=base_url, api_key="none", context_window=1024, temperature=0, max_retries=0
+        )
+    url = base_url.removesuffix("/v1")
+    return Anthropic(model="demo", base_url=url, api_key="none", temperature=0, max_tokens=200, max_retries=0)
+
+
+def test_other_apis_chat(other_llm: Any) -> None:
+    messages = [ChatMessage(role="user", content=HELLO)]
+    whole = other_llm.chat(messages).message.content
+    assert whole and "".join(piece.delta or "" for piece in other_llm.stream_chat(messages)) == whole
+
+
+async def test_other_apis_asynchronous(other_llm: Any) -> None:
+    messages = [ChatMessage(role="user", content=HELLO)]
+    whole = (await other_llm.achat(messages)).message.content
+    pieces = [piece.delta or "" async for piece in await other_llm.astream_chat(messages)]
+    assert "".join(pieces) == whole
+
+
+def test_other_apis_tools(other_llm: Any) -> None:
+    tool = FunctionTool.from_defaults(get_weather)
+    answer = other_llm.chat_with_tools([tool], user_msg=HELLO, tool_required=True)
+    (call, *_) = other_llm.get_tool_calls_from_response(answer)
+    assert call.tool_name == "get_weather" and call.tool_kwargs["city"] in ("Paris", "Rome")
+
+
+def test_other_apis_structured(other_llm: Any) -> None:
+    assert isinstance(other_llm.as_structured_llm(Mood).complete(HELLO).raw, Mood)

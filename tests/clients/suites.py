@@ -6,6 +6,7 @@ holds no test counts as failed.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -19,33 +20,42 @@ from typing import Literal
 from tests.helpers.server_process import ROOT
 
 from .conftest import URL_VARIABLE
-from .environment import HERE, NODE_DIRECTORY, PYTHON
+from .environment import AGENTS_DIRECTORY, HERE, NODE_DIRECTORY, OPENAI3_PYTHON, PYTHON
 
 SUITE_TIMEOUT_S = 900.0
 
 
+Place = Literal["project", "clients", "openai3", "node", "agents"]
+
+
 @dataclass(frozen=True)
 class Suite:
-    """`package`: whose version is told. `runs_in`: the project's environment, the clients', or Node. `select`: which
-    tests of the file, in pytest's words."""
+    """`package`: whose version is told. `runs_in`: the project's environment; the clients', with openai 2 or with
+    openai 3; Node; or the project's, with agents of npm and servers of the suite's own. `select`: which tests of the
+    file, in pytest's words."""
 
     name: str
     package: str
     file: str
-    runs_in: Literal["project", "clients", "node"] = "clients"
+    runs_in: Place = "clients"
     select: str = ""
 
 
 SUITES = (
     Suite("openai", "openai", "test_openai_client.py", "project"),
     Suite("openai-2", "openai", "test_openai_client.py"),
+    Suite("anthropic", "anthropic", "suite_anthropic.py"),
     Suite("langchain", "langchain-openai", "suite_langchain.py", select="TestChatOpenAI"),
     Suite("langchain-functions", "langchain-openai", "suite_langchain.py", select="TestFunctionCalling and structured"),
+    Suite("langchain-anthropic", "langchain-anthropic", "suite_langchain.py", select="TestChatAnthropic"),
     Suite("litellm", "litellm", "suite_litellm.py"),
-    Suite("llamaindex", "llama-index-llms-openai-like", "suite_llamaindex.py"),
+    Suite("llamaindex", "llama-index-core", "suite_llamaindex.py"),
     Suite("instructor", "instructor", "suite_instructor.py"),
-    Suite("node", "openai (Node)", "openai_suite.mjs", "node"),
+    Suite("node", "openai", "openai_suite.mjs", "node"),
+    Suite("node-anthropic", "@anthropic-ai/sdk", "anthropic_suite.mjs", "node"),
+    Suite("claude-code", "@anthropic-ai/claude-code", "suite_agents.py", "agents", select="claude"),
 )
+_PYTHONS = {"clients": PYTHON, "openai3": OPENAI3_PYTHON}
 
 
 @dataclass(frozen=True)
@@ -92,9 +102,9 @@ def _command(suite: Suite, report: Path, arguments: Sequence[str]) -> list[str]:
     if suite.runs_in == "node":
         reporter = ["--test-reporter=junit", f"--test-reporter-destination={report}"]
         return ["node", "--test", *reporter, str(NODE_DIRECTORY / suite.file)]
-    python = sys.executable if suite.runs_in == "project" else str(PYTHON)
+    python = str(_PYTHONS.get(suite.runs_in, sys.executable))
     settings = ["-c", str(HERE / "suites.ini"), f"--rootdir={ROOT}", f"--confcutdir={HERE}", f"--junitxml={report}"]
-    if suite.runs_in == "project":
+    if suite.runs_in not in _PYTHONS:
         settings += ["-o", "addopts=-ra -p no:cacheprovider -p no:schemathesis"]
     if suite.select:
         settings += ["-k", suite.select]
@@ -102,10 +112,11 @@ def _command(suite: Suite, report: Path, arguments: Sequence[str]) -> list[str]:
 
 
 def _version(suite: Suite) -> str:
-    if suite.runs_in == "node":
-        script = "console.log(JSON.parse(require('fs').readFileSync('node_modules/openai/package.json')).version)"
-        return _output(["node", "-e", script], NODE_DIRECTORY)
-    python = sys.executable if suite.runs_in == "project" else str(PYTHON)
+    if suite.runs_in in ("node", "agents"):
+        folder = NODE_DIRECTORY if suite.runs_in == "node" else AGENTS_DIRECTORY
+        package = json.loads((folder / "node_modules" / suite.package / "package.json").read_text())
+        return f"{package['version']} (npm)"
+    python = str(_PYTHONS.get(suite.runs_in, sys.executable))
     return _output([python, "-c", f"import importlib.metadata as m; print(m.version('{suite.package}'))"], ROOT)
 
 

@@ -1,0 +1,75 @@
+"""The task of every session, what the model says in it, and what must be on the disk after it.
+
+For: tests of agents, of the real programs and of their request forms. Does not know: servers. Invariant: a session
+succeeds only if each tool's result reached the model and each of its calls reached the disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .scripts import CallFormat, Turn
+
+TASK = "Fix the spelling in greet.py and run it."
+SYSTEM = "You change files.\n" * 200
+_NOTES = 'notes with "quotes", \\backslashes\\ and ümlauts'
+_BEFORE = 'import sys\n\n\ndef greet(name: str) -> None:\n    print("helo,", name, end="!\\n")\n\n\ngreet("wörld")\n'
+_PATCH = (
+    "*** Begin Patch\n"
+    "*** Update File: greet.py\n"
+    "@@\n"
+    ' def greet(name: str) -> None:\n-    print("helo,", name, end="!\\n")\n+    print("hello,", name, end="!\\n")\n'
+    "*** Add File: NOTES.md\n"
+    f"+{_NOTES}\n"
+    "*** End Patch\n"
+)
+LAST_WORDS = 'greet.py now prints hello, and NOTES.md says what it means: 1 < 2 & "so on" — ünïcödé.'
+
+
+def prepare(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "greet.py").write_text(_BEFORE)
+    (folder / "README").write_text("A greeting.\n")
+    return folder
+
+
+def check(folder: Path) -> None:
+    assert (folder / "greet.py").read_text() == _BEFORE.replace("helo", "hello")
+    assert (folder / "NOTES.md").read_text() == f"{_NOTES}\n"
+    assert (folder / "out.txt").read_text() == "hello, wörld!\n"
+
+
+def codex_turns(form: CallFormat) -> list[Turn]:
+    """Two commands side by side, a patch by the custom tool, a command, words."""
+    look = form.call("exec_command", {"cmd": "cat greet.py"}) + form.call("exec_command", {"cmd": "cat README"})
+    run = form.call("exec_command", {"cmd": "python3 greet.py > out.txt && cat out.txt"})
+    return [
+        Turn(0, TASK, f"<think>I have to see both files.</think>Reading two files.{look}"),
+        Turn(2, "A greeting.", f'<think>"helo" is wrong.</think>{form.call("apply_patch", {"input": _PATCH})}'),
+        Turn(3, "A NOTES.md", f"Running it.{run}"),
+        Turn(4, "hello, wörld!", f"<think>It works.</think>{LAST_WORDS}"),
+    ]
+
+
+def claude_turns(form: CallFormat, folder: Path) -> list[Turn]:
+    """Two files read side by side, an edit, a new file, a command, words."""
+    script, notes = str(folder / "greet.py"), str(folder / "NOTES.md")
+    read = form.call("Read", {"file_path": script}) + form.call("Read", {"file_path": str(folder / "README")})
+    edit = form.call("Edit", {"file_path": script, "old_string": '"helo,"', "new_string": '"hello,"'})
+    write = form.call("Write", {"file_path": notes, "content": f"{_NOTES}\n"})
+    run = form.call("Bash", {"command": "python3 greet.py > out.txt && cat out.txt", "description": "Run it"})
+    return [
+        Turn(0, TASK, f"<think>I have to see both files.</think>Reading two files.{read}"),
+        Turn(2, "A greeting.", f'<think>"helo" is wrong.</think>{edit}'),
+        Turn(3, "greet.py", write),
+        Turn(4, "NOTES.md", f"Running it.{run}"),
+        Turn(5, "hello, wörld!", f"<think>It works.</think>{LAST_WORDS}"),
+    ]
+
+
+def deaths(turns: Sequence[Turn]) -> list[int]:
+    """After how many tokens of the session its engine dies: in the middle of three of its answers. The scripted model
+    makes one token of each byte and one of each end."""
+    tokens = sum(len(turn.says.encode()) + 1 for turn in turns)
+    return [share * tokens // 4 for share in (1, 2, 3)]
