@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from random import Random
 from typing import Any
 
 import jsonschema
 import pytest
 
-from llmbackend.frontends.openai.call_grammars import required_calls
+from llmbackend.core.errors import TritonError
+from llmbackend.frontends.openai.answer_plan import AnswerPlan
+from llmbackend.frontends.openai.call_grammars import required_calls, voluntary_calls
 from llmbackend.frontends.openai.errors import OpenAIError
 from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS, CallGrammar
-from llmbackend.frontends.openai.tools import Function, ToolUse
+from llmbackend.frontends.openai.tools import INPUT, Function, InputGrammar, ToolUse
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.helpers import byte_grammars
 
@@ -107,3 +110,98 @@ def test_what_tags_cannot_enforce_is_refused_by_name(schema: dict[str, Any], exp
     with pytest.raises(OpenAIError, match=expected) as raised:
         required_calls(use({"now": {}, "f": schema}), grammar_of("qwen3_coder"))
     assert raised.value.param == "tools[1].function.parameters"
+
+
+PATCH = r"""
+start: "*** Begin Patch" LF hunk+ "*** End Patch" LF?
+hunk: "*** Update File: " /(.+)/ LF ("@@" LF)? line+
+line: ("+" | "-" | " ") /(.*)/ LF -> changed
+%import common.LF
+"""
+PATCHED = re.compile(r"\*\*\* Begin Patch\n(\*\*\* Update File: [^\n]+\n(@@\n)?([-+ ][^\n]*\n)+)+\*\*\* End Patch\n?")
+INPUT_SCHEMA = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+REAL_PATCH = (
+    '*** Begin Patch\n*** Update File: a "b".ts\n@@\n-const a = Array<\n+\tif (a && "\\\\n") { ł\n \n*** End Patch'
+)
+HINTS = ("*** Begin Patch\n*** Update File: a\n+<", "</", "\n+x", "\n*** End Patch", "\n", '"', "\\\\")
+
+
+def custom_use(*, syntax: str = "lark", definition: str = PATCH, is_required: bool = True) -> ToolUse:
+    grammar = InputGrammar("regex" if syntax == "regex" else "lark", definition)
+    function = Function("patch", INPUT_SCHEMA, is_strict=False, param="tools[0].format", input_grammar=grammar)
+    return ToolUse(tools=(), functions=(function,), is_required=is_required, max_calls=1, is_legacy=False)
+
+
+def custom_structure(name: str, use: ToolUse) -> dict[str, Any]:
+    table, grammar = TOOL_CALL_FORMATS[name], grammar_of(name)
+    form = required_calls(use, grammar) if use.is_required else voluntary_calls(use, grammar, table.trigger)
+    return {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": form}}}
+
+
+def inputs_read(name: str, text: str) -> list[str]:
+    sample = Sample(text=text, tools=name, special=MARKERS.get(name, ()), schemas={"patch": INPUT_SCHEMA})
+    visible = seen(parse(sample, tokens(sample)))
+    assert all(call.is_complete for call in visible.calls) and not visible.content, (text, visible)
+    return [json.loads(call.arguments)[INPUT] for call in visible.calls]
+
+
+def call_text(name: str, text: str) -> str:
+    grammar = grammar_of(name)
+    arguments = json.dumps({INPUT: text}, ensure_ascii=False)
+    if grammar.key_end:
+        quoted = json.dumps(text, ensure_ascii=False)
+        value = quoted if grammar.text_quote is None else grammar.text_quote + text + grammar.text_quote
+        arguments = f"{grammar.key_begin}{INPUT}{grammar.key_end}{value}{grammar.value_end}"
+    return f"{grammar.begin}{grammar.call_begin}patch{grammar.name_end}{arguments}{grammar.call_end}{grammar.end}"
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_the_input_of_a_custom_tool_follows_its_grammar(name: str) -> None:
+    """What the grammar lets through is read as such an input, and a patch that a person would write is let through."""
+    random, parameters = Random(name), custom_structure(name, custom_use())
+    compiled = byte_grammars.grammar(COMPILER, **parameters)
+    hints = [*HINTS, *(json.dumps(hint)[1:-1] for hint in HINTS), grammar_of(name).value_end or '"']
+    texts = [byte_grammars.walk(COMPILER, random, compiled, 600, hints) for _ in range(12)]
+    whole = [text for text in texts if text is not None]
+    assert len(whole) > 2
+    for text in whole:
+        (found,) = inputs_read(name, text)
+        assert PATCHED.fullmatch(found), (text, found)
+    written = call_text(name, REAL_PATCH)
+    assert byte_grammars.accepts(COMPILER, written, **parameters)
+    assert inputs_read(name, written) == [REAL_PATCH]
+    assert not byte_grammars.accepts(COMPILER, call_text(name, REAL_PATCH.replace("+", "=")), **parameters)
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_the_input_of_a_custom_tool_follows_its_regular_expression(name: str) -> None:
+    parameters = custom_structure(name, custom_use(syntax="regex", definition=r'^"[a-z]+"\n\d{4}(?:-\d\d)?$'))
+    for text, is_right in (('"a"\n2025', True), ('"a"\n2025-08', True), ('"a" 2025', False), ('"a"\n2025-8', False)):
+        written = call_text(name, text)
+        assert byte_grammars.accepts(COMPILER, written, **parameters) == is_right, written
+        assert inputs_read(name, written) == [text]
+
+
+@pytest.mark.parametrize("name", [name for name in ENFORCED if TOOL_CALL_FORMATS[name].trigger])
+def test_a_voluntary_call_of_a_custom_tool_follows_its_grammar(name: str) -> None:
+    parameters = custom_structure(name, custom_use(is_required=False))
+    assert byte_grammars.accepts(COMPILER, "No patch is needed.", **parameters)
+    assert byte_grammars.accepts(COMPILER, call_text(name, REAL_PATCH), **parameters)
+    assert not byte_grammars.accepts(COMPILER, call_text(name, "*** Begin Patch\n"), **parameters)
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize(("syntax", "definition"), [("lark", "start: missing"), ("regex", "(a")])
+def test_a_mistake_in_a_grammar_is_told_of_the_tool(name: str, syntax: str, definition: str) -> None:
+    use = custom_use(syntax=syntax, definition=definition)
+    parameters = custom_structure(name, use)
+    with pytest.raises(TritonError) as raised:
+        byte_grammars.grammar(COMPILER, **parameters)
+    plan = AnswerPlan(
+        tool_use=use, tool_format=TOOL_CALL_FORMATS[name], reasoning_format=None, includes_reasoning=True,
+        shows_special_tokens=False, sampling=parameters,
+    )  # fmt: skip
+    error = OpenAIError.of(raised.value)
+    assert plan.is_about_calls(error)
+    shown = plan.in_own_fields(error)
+    assert shown.param == "tools[0].format" and shown.message.startswith("'tools[0].format': ")

@@ -186,7 +186,7 @@ class _Writer:
             self._lengths[name] = self._length(self.definitions[name])
             self._written[name] = self.rules.terminal(self._text(self.definitions[name]))
         rules = [name for name in self.definitions if name in self._recursive]
-        self._written |= {name: f"e{index}" for index, name in enumerate(rules)}
+        self._written |= {name: self.rules.new_name() for name in rules}
         for name in rules:
             self.rules.define(self._written[name], self._body(self.definitions[name]))
         return self._written[ROOT]

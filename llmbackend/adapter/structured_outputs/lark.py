@@ -29,6 +29,12 @@ class Rules:
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         self._lines: list[str] = []
+        self._num_names = 0
+
+    def new_name(self) -> str:
+        """For `define`: of a rule that is referred to before it is written."""
+        self._num_names += 1
+        return f"n{self._num_names}"
 
     def rule(self, body: str, attributes: str = "") -> str:
         """The name of a new rule."""
@@ -67,16 +73,21 @@ class Rules:
     def text_until(self, end: str, excluded: tuple[str, ...] = ()) -> str:
         """Any text up to the first `end`, with it."""
         alternatives = []
-        token = self._special.match(end) if self._special else None
-        if token:
-            rest = self.marker(end[token.end() :]) if token.end() < len(end) else ""
-            token_id = self._special_tokens[token.group()]
-            alternatives.append(f"{without(excluded)} <[{token_id}]> {rest}")
+        if (marker := self.special_marker(end)) is not None:
+            alternatives.append(f"{without(excluded)} {marker}")
         if not excluded:
             alternatives.append(self.rule(f"{TEXT} {literal(end)}", "[lazy]"))
         else:
             alternatives.append(self.terminal(f"({without((*excluded, end))}) {literal(end)}"))
         return f"({' | '.join(alternatives)})"
+
+    def special_marker(self, text: str) -> str | None:
+        """The text with the special token that it begins with as such; None where it begins with none."""
+        token = self._special.match(text) if self._special else None
+        if token is None:
+            return None
+        rest = self.marker(text[token.end() :]) if token.end() < len(text) else ""
+        return f"<[{self._special_tokens[token.group()]}]> {rest}"
 
     def grammar(self, start: str) -> str:
         lines = (f"start: {start}", f"{TEXT}: {_ANY_TEXT}", *self._lines)

@@ -7,11 +7,16 @@ matches, the client's expression matches under ECMA-262 and under Python's `re`,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
 
 from .bounds import MAX_DEPTH, MAX_REGEX_CHARS, MAX_REGEX_LENGTH, Place
+from .spelling import AS_IT_IS, Spelling, category_holds, character
 
-_LINE_ENDS = r"\n\r\u{2028}\u{2029}"
+_LINE_ENDS = "\n\r\u2028\u2029"
+_ANY = r"[\u{0}-\u{10ffff}]"
 _NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\u{b}\u{c}\r\u{20}"}
 """What every dialect counts as a digit, word character, space."""
 _WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{M}\p{N}\p{Pc}", "s": r"\p{Z}\u{9}-\u{d}\u{1c}-\u{1f}\u{85}\u{feff}"}
@@ -20,12 +25,6 @@ _CONTROL = {"n": 0x0A, "r": 0x0D, "t": 0x09, "v": 0x0B, "f": 0x0C, "0": 0x00}
 _QUANTIFIERS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _MAX_CODE_POINT = 0x10FFFF
 _GROUPS = ("?:", "?<", "?P<")
-
-
-def character(code_point: int) -> str:
-    """One character, wherever it stands."""
-    shown = chr(code_point)
-    return shown if shown.isascii() and shown.isalnum() else f"\\u{{{code_point:x}}}"
 
 
 def searched(pattern: str, place: Place) -> str:
@@ -38,6 +37,26 @@ def whole(pattern: str, place: Place) -> str:
     return _Translation(pattern, place, keep_anchors=False).result()
 
 
+def spelled(
+    pattern: str, place: Place, spelling: Spelling, flags: str = "", watched: frozenset[str] = frozenset()
+) -> tuple[str, frozenset[str]]:
+    """As `whole`, of a text that is spelled in some way, in the dialect of Lark: Python's, where `.` is all but the
+    newline. flags: "i" and "s". Also returns those of the `watched` ASCII characters that the text may hold."""
+    not_dot = "" if "s" in flags else "\n"
+    both_cases = {case for one in watched for case in (one.lower(), one.upper())} if "i" in flags else watched
+    translation = _Translation(pattern, place, keep_anchors=False, spelling=spelling, not_dot=not_dot)
+    translation.watched = frozenset(both_cases)
+    text = translation.result()
+    if "i" not in flags:
+        return text, frozenset(translation.held)
+    lower = {one.lower() for one in translation.held}
+    return f"(?i:{text})", frozenset(one for one in watched if one.lower() in lower)
+
+
+_Item = tuple[str, Callable[[str], bool]]
+"""A set of characters in the compiler's syntax, and whether it has an ASCII character."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     text: str
@@ -46,13 +65,27 @@ class _Part:
 
 
 class _Translation:
-    def __init__(self, pattern: str, place: Place, *, keep_anchors: bool) -> None:
+    def __init__(
+        self,
+        pattern: str,
+        place: Place,
+        *,
+        keep_anchors: bool,
+        spelling: Spelling = AS_IT_IS,
+        not_dot: str = _LINE_ENDS,
+    ) -> None:
+        """not_dot: characters that `.` does not match"""
         place.check_at_most(len(pattern), MAX_REGEX_CHARS, "characters of a regular expression")
         self._pattern = pattern
         self._place = place
         self._keep_anchors = keep_anchors
         self._at = 0
         self._depth = 0
+        self._spelling = spelling
+        self._not_dot = not_dot
+        self.watched: frozenset[str] = frozenset()
+        self.held: set[str] = set()
+        """Those of the watched characters that some part may match."""
 
     def result(self) -> str:
         part = self._alternatives()
@@ -61,7 +94,7 @@ class _Translation:
         self._place.check_at_most(part.length, MAX_REGEX_LENGTH, "characters with repetitions written out")
         return part.text
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str) -> NoReturn:
         self._place.wrong(f"{what} in the regular expression at character {self._at} is not supported")
 
     def _peek(self, length: int = 1) -> str:
@@ -116,13 +149,26 @@ class _Translation:
         if symbol == "[":
             return _Part(self._class(), 1)
         if symbol == ".":
-            return _Part(f"[^{_LINE_ENDS}]", 1)
+            items = "".join(character(ord(one)) for one in self._not_dot)
+            return _Part(self._one_of(f"[^{items}]" if items else _ANY, lambda one: one not in self._not_dot), 1)
         if symbol == "\\":
             return _Part(self._escape(), 1)
         if symbol in "*+?":
             self._at -= 1
             self._refuse(f"'{symbol}' that repeats nothing")
-        return _Part(character(ord(symbol)), 1)
+        return _Part(self._character(ord(symbol)), 1)
+
+    def _character(self, code_point: int) -> str:
+        one = chr(code_point)
+        if not self._spelling.has(one):
+            self._refuse(f"the character {one!r}, which has no short escape in JSON,")
+        self.held |= self.watched & {one}
+        return self._spelling.pattern(one)
+
+    def _one_of(self, items: str, holds: Callable[[str], bool]) -> str:
+        """One character of a class. items: in the compiler's syntax, brackets included; holds: of an ASCII character"""
+        self.held |= {one for one in self.watched if holds(one)}
+        return self._spelling.character_class(items, holds)
 
     def _group(self) -> _Part:
         if self._peek() == "?":
@@ -177,19 +223,27 @@ class _Translation:
         symbol = self._peek()
         if symbol and symbol in "dwsDWS":
             self._at += 1
-            return f"[{_kind(symbol, is_excluded=False)}]"
+            return self._one_of(f"[{_kind(symbol, is_excluded=False)}]", partial(_kind_holds, symbol))
         if symbol and symbol in "pP":
-            return self._property()
-        return character(self._escaped_code_point())
+            text, holds = self._property()
+            return self._one_of(f"[{text}]", holds)
+        return self._character(self._escaped_code_point())
 
-    def _property(self) -> str:
+    def _property(self) -> _Item:
         letter = self._take()
         end = self._pattern.find("}", self._at)
         name = self._pattern[self._at + 1 : end]
         if self._peek() != "{" or end < 0 or not name.replace("_", "").replace("=", "").isalnum():
             self._refuse("a Unicode property without its name in braces")
         self._at = end + 1
-        return f"\\{letter}{{{name}}}"
+
+        def holds(one: str) -> bool:
+            is_member = category_holds(name, one)
+            if is_member is None:
+                self._refuse(f"the Unicode property '{name[:40]}', which is no general category,")
+            return bool(is_member) == (letter == "p")
+
+        return f"\\{letter}{{{name}}}", holds
 
     def _escaped_code_point(self) -> int:
         symbol = self._take()
@@ -232,6 +286,7 @@ class _Translation:
     def _class(self) -> str:
         is_excluded = self._skip("^")
         items: list[str] = []
+        parts: list[Callable[[str], bool]] = []
         while not self._skip("]"):
             low = self._class_item(is_excluded)
             if isinstance(low, int) and self._peek() == "-" and self._peek(2) not in ("-]", "-"):
@@ -239,15 +294,21 @@ class _Translation:
                 high = self._class_item(is_excluded)
                 if not isinstance(high, int) or high < low:
                     self._refuse("a range of characters that is none")
-                items.append(f"{character(low)}-{character(int(high))}")
+                items.append(f"{character(low)}-{character(high)}")
+                parts.append(partial(_is_between, low, high))
+            elif isinstance(low, int):
+                items.append(character(low))
+                parts.append(partial(_is_between, low, low))
             else:
-                items.append(character(low) if isinstance(low, int) else low)
+                items.append(low[0])
+                parts.append(low[1])
         if not items and not is_excluded:
             self._refuse("an empty class of characters")
-        return f"[{'^' if is_excluded else ''}{''.join(items)}]" if items else r"[\u{0}-\u{10ffff}]"
+        whole_class = f"[{'^' if is_excluded else ''}{''.join(items)}]" if items else _ANY
+        return self._one_of(whole_class, lambda one: any(holds(one) for holds in parts) != is_excluded)
 
-    def _class_item(self, is_excluded: bool) -> int | str:
-        """A code point, or a set in the compiler's syntax."""
+    def _class_item(self, is_excluded: bool) -> int | _Item:
+        """A code point, or a set."""
         symbol = self._take()
         if symbol == "[":  # Python warns of it, newer dialects nest classes
             return ord(symbol)
@@ -256,7 +317,7 @@ class _Translation:
         symbol = self._peek()
         if symbol and symbol in "dwsDWS":
             self._at += 1
-            return _kind(symbol, is_excluded)
+            return _kind(symbol, is_excluded), partial(_kind_holds, symbol)
         if symbol and symbol in "pP":
             return self._property()
         if symbol == "b":
@@ -271,3 +332,18 @@ def _kind(letter: str, is_excluded: bool) -> str:
     if letter.islower():
         return (_WIDE if is_excluded else _NARROW)[letter]
     return f"[^{(_NARROW if is_excluded else _WIDE)[letter.lower()]}]"
+
+
+def _kind_holds(letter: str, one: str) -> bool:
+    """Whether it has an ASCII character. All dialects agree on these, but for four separators that nobody asks for."""
+    if letter in "dD":
+        is_member = one.isdigit()
+    elif letter in "wW":
+        is_member = one.isalnum() or one == "_"
+    else:
+        is_member = one in "\t\n\v\f\r "
+    return is_member == letter.islower()
+
+
+def _is_between(low: int, high: int, one: str) -> bool:
+    return low <= ord(one) <= high

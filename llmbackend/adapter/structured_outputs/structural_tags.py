@@ -12,6 +12,7 @@ from typing import Any
 
 from . import regular_expressions
 from .bounds import MAX_DEPTH, MAX_TAGS, Place
+from .embedded_lark import IN_JSON_STRING, as_text, embedded_lark, embedded_regex
 from .json_schema import SchemaOptions, enforceable, parse_schema
 from .lark import NOTHING, TEXT, Rules, without
 
@@ -75,11 +76,33 @@ class _Tags:
         return self._rules.schema(enforceable(parse_schema(fields.get("json_schema"), at), at, self._options))
 
     def _regex(self, fields: dict[str, Any], place: Place) -> str:
+        if _is_embedded(fields):
+            return self._embedded(fields, "", place)
         at = place / "pattern"
         return self._rules.terminal(f"/{regular_expressions.whole(_text(fields, 'pattern', place), at)}/")
 
     def _grammar(self, fields: dict[str, Any], place: Place) -> str:
+        if _is_embedded(fields):
+            return self._embedded(fields, "", place)
+        if (syntax := fields.get("syntax", "ebnf")) != "ebnf":
+            (place / "syntax").refuse(syntax, "'ebnf' or 'lark'")
+        if (name := next((name for name in ("style", *_EXCLUDED) if name in fields), None)) is not None:
+            (place / name).wrong("expected it with the syntax 'lark'")
         return self._read_grammar(_text(fields, "grammar", place), place / "grammar", self._rules)
+
+    def _embedded(self, fields: dict[str, Any], end: str, place: Place) -> str:
+        """A text that keeps to where it stands, with its end."""
+        style, excluded = fields.get("style", "text"), _excluded(fields, place)
+        if style not in ("text", "json_string"):
+            (place / "style").refuse(style, "'text' or 'json_string'")
+        around = as_text(end, excluded) if style == "text" else IN_JSON_STRING
+        if style == "json_string" and excluded:
+            (place / _EXCLUDED[0]).wrong("expected it with the style 'text': a JSON string ends with its quote")
+        if fields["type"] == "regex":
+            body = embedded_regex(_text(fields, "pattern", place), place / "pattern", self._rules, around)
+        else:
+            body = embedded_lark(_text(fields, "grammar", place), place / "grammar", self._rules, around)
+        return body if around.end or not end else f"{body} {self._rules.marker(end)}"
 
     def _any_text(self, fields: dict[str, Any], place: Place) -> str:
         excluded = _excluded(fields, place)
@@ -117,6 +140,9 @@ class _Tags:
         content = fields.get("content")
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
             return self._text_and_end(content, ends, place / "content")
+        if isinstance(content, dict) and _is_embedded(content) and len(ends) == 1 and ends[0]:
+            _check_keys(content, place / "content", ("type", *_FORMATS[content["type"]][0]))
+            return self._embedded(content, ends[0], place / "content")
         body = self.read(content, place / "content")
         return f"{body} ({' | '.join(self._rules.marker(end) for end in ends)})"
 
@@ -180,12 +206,19 @@ class _Tags:
         return f"({several})" if _flag(fields, "at_least_one", place) else f"({several})?"
 
 
+def _is_embedded(fields: dict[str, Any]) -> bool:
+    """Additions of this backend: grammars in Lark's notation, regular expressions beside excluded texts, and both as
+    the content of a JSON string."""
+    kind, is_styled = fields.get("type"), "style" in fields or any(name in fields for name in _EXCLUDED)
+    return (kind == "grammar" and fields.get("syntax") == "lark") or (kind == "regex" and is_styled)
+
+
 _EXCLUDED = ("excludes", "excluded_strs", "excluded_str")
 _FORMATS: dict[str, tuple[tuple[str, ...], Callable[[_Tags, dict[str, Any], Place], str]]] = {
     "const_string": (("value",), _Tags._const_string),
     "json_schema": (("json_schema", "style"), _Tags._json_schema),
-    "regex": (("pattern",), _Tags._regex),
-    "grammar": (("grammar",), _Tags._grammar),
+    "regex": (("pattern", "style", *_EXCLUDED), _Tags._regex),
+    "grammar": (("grammar", "syntax", "style", *_EXCLUDED), _Tags._grammar),
     "any_text": (_EXCLUDED, _Tags._any_text),
     "sequence": (("elements",), _Tags._sequence),
     "or": (("elements",), _Tags._or),

@@ -18,7 +18,8 @@ from .response_format import STRUCTURED_OUTPUTS
 from .tools import ToolUse
 
 _PLACE = re.compile(
-    f"'{STRUCTURED_OUTPUTS}' at /structural_tag/\\S*tags/(?P<index>\\d+)\\S*?/json_schema(?P<path>/[^\\s:]*)?"
+    f"'{STRUCTURED_OUTPUTS}' at /structural_tag/\\S*tags/(?P<index>\\d+)\\S*?"
+    "/(?:grammar|pattern|json_schema(?P<path>/[^\\s:]*)?)"
 )
 """Where in a grammar of calls something is wrong, as the model says it."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from .errors import JsonObject, OpenAIError
 from .parsers import CallGrammar
 from .tagged_parameters import NotTaggedError, tagged_parameters
-from .tools import Function, ToolUse
+from .tools import INPUT, Function, InputGrammar, ToolUse
 
 _ANY_OBJECT: JsonObject = {"type": "object"}
 
@@ -62,11 +62,32 @@ def _section(calls: JsonObject, grammar: CallGrammar) -> JsonObject:
 def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
     begin = f"{grammar.call_begin}{function.name}{grammar.name_end}"
     content: JsonObject
-    if grammar.key_end:
+    if function.input_grammar is not None:
+        content = _input(function.input_grammar, grammar)
+    elif grammar.key_end:
         content = _tagged(function, grammar)
     else:
         content = {"type": "json_schema", "json_schema": schema}
     return {"type": "tag", "begin": begin, "content": content, "end": grammar.call_end}
+
+
+def _input(wanted: InputGrammar, grammar: CallGrammar) -> JsonObject:
+    """The arguments of a custom tool: its one string, by its own grammar, spelled as the format has strings."""
+    form: JsonObject = {"type": "grammar", "syntax": "lark", "grammar": wanted.definition}
+    if wanted.syntax == "regex":
+        form = {"type": "regex", "pattern": wanted.definition}
+    if not grammar.key_end:
+        return _sequence(_text(f'{{"{INPUT}": "'), form | {"style": "json_string"}, _text('"}'))
+    begin = f"{grammar.key_begin}{INPUT}{grammar.key_end}"
+    if grammar.text_quote is None:
+        return _sequence(_text(f'{begin}"'), form | {"style": "json_string"}, _text(f'"{grammar.value_end}'))
+    content = form | {"style": "text", "excludes": list(grammar.text_excludes)}
+    quote = grammar.text_quote
+    return {"type": "tag", "begin": begin + quote, "content": content, "end": quote + grammar.value_end}
+
+
+def _sequence(*elements: JsonObject) -> JsonObject:
+    return {"type": "sequence", "elements": list(elements)}
 
 
 def _closed(schema: JsonObject) -> JsonObject:

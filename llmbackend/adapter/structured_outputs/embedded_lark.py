@@ -1,0 +1,372 @@
+"""A grammar in Lark's notation, or a regular expression, as a part of another grammar: as text up to an end, or as the
+content of a JSON string.
+
+For: structural tags. Does not know: tools. Invariants: what stands there is a text of the client's grammar, spelled as
+its place asks for; as text it never holds what would end it before its end, whether in one terminal or across several.
+What is not recursive is one terminal, so that the compiler's longest match cannot cut it where the grammar would not; a
+recursive grammar that such a cut would make impossible to follow is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from . import regular_expressions
+from .bounds import MAX_REGEX_LENGTH, Place
+from .lark import NOTHING, Rules, literal, without
+from .lark_parser import START, Definitions, Node, is_terminal, names, parse_lark
+from .spelling import AS_IT_IS, IN_JSON, Spelling
+
+NOTHING_NODE: Final = Node("all")
+END: Final = ""
+"""In a set of characters that may follow: the end of the text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a text stands."""
+
+    spelling: Spelling = IN_JSON
+    end: str = ""
+    """What ends it; "" where its spelling tells."""
+    excluded: tuple[str, ...] = ()
+    """What would end it, too."""
+
+    @property
+    def forbidden(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.excluded, *((self.end,) if self.end else ()))))
+
+
+def as_text(end: str, excluded: tuple[str, ...]) -> Surroundings:
+    return Surroundings(AS_IT_IS, end, excluded)
+
+
+IN_JSON_STRING: Final = Surroundings()
+
+
+def embedded_regex(pattern: str, place: Place, rules: Rules, around: Surroundings) -> str:
+    """The body of the text and of its end. Raises TritonError INVALID_ARG."""
+    text, _ = regular_expressions.spelled(pattern, place, around.spelling)
+    return _with_end(f"/{text}/", rules, around)
+
+
+def embedded_lark(text: str, place: Place, rules: Rules, around: Surroundings) -> str:
+    """The body of the text and of its end. Raises TritonError INVALID_ARG."""
+    return _Writer(_with_ignored(parse_lark(text, place)), place, rules, around).write()
+
+
+def _with_end(body: str, rules: Rules, around: Surroundings) -> str:
+    """Of a text that is one terminal: with its end it is one lexeme, which may begin like the end."""
+    name = rules.terminal(body)
+    if not around.forbidden:
+        return name
+    if not around.end:
+        return rules.terminal(f"{name} & ({without(around.forbidden)})")
+    alternatives = [rules.terminal(f"({name} & ({without(around.forbidden)})) {literal(around.end)}")]
+    if (marker := rules.special_marker(around.end)) is not None:
+        before = rules.terminal(f"{name} & ({without(around.excluded)})") if around.excluded else name
+        alternatives.append(f"{before} {marker}")
+    return f"({' | '.join(alternatives)})"
+
+
+def _with_ignored(found: Definitions) -> dict[str, Node]:
+    """All definitions, with what is ignored behind each terminal of the rules and before the first one."""
+    if not found.ignored:
+        return found.terminals | found.rules
+    between = Node("times", parts=(Node("any", parts=found.ignored),), least=0, most=None)
+
+    def spaced(node: Node) -> Node:
+        if node.kind in ("text", "regex") or (node.kind == "name" and is_terminal(node.text)):
+            return Node("all", parts=(node, between))
+        return Node(node.kind, node.text, node.flags, tuple(map(spaced, node.parts)), node.least, node.most)
+
+    rules = {name: spaced(node) for name, node in found.rules.items()}
+    return found.terminals | rules | {START: Node("all", parts=(between, rules[START]))}
+
+
+class _Writer:
+    def __init__(self, definitions: Mapping[str, Node], place: Place, rules: Rules, around: Surroundings) -> None:
+        self.definitions = definitions
+        self.around = around
+        self._place = place
+        self._rules = rules
+        self._recursive = _recursive(definitions)
+        self._watched = frozenset("".join(around.forbidden)) | around.spelling.escapes.keys()
+        self._rule_names: dict[str, str] = {}
+        self._terminals: dict[str, str] = {}
+        """By body."""
+        self._texts: dict[str, str] = {}
+        self._held: dict[str, frozenset[str]] = {}
+        self._constants: dict[str, str | None] = {}
+        self._lengths: dict[str, int] = {}
+        self._followers: _Followers | None = None
+
+    def write(self) -> str:
+        """Writes all that the start reaches; the body of the text and its end."""
+        for name in _reached(START, self.definitions):
+            if name not in self._recursive:
+                self._check_length(Node("name", name))
+            elif is_terminal(name):
+                self._place.wrong(f"the grammar's terminal '{name[:40]}' uses itself, expected a rule")
+        if START not in self._recursive:
+            return _with_end(self._text(Node("name", START)), self._rules, self.around)
+        recursive = [name for name in _reached(START, self.definitions) if name in self._recursive]
+        self._followers = _Followers({name: self.definitions[name] for name in recursive}, self)
+        self._rule_names = {name: self._rules.new_name() for name in recursive}
+        for name in recursive:
+            self._rules.define(self._rule_names[name], self._body(self.definitions[name]))
+        end = self._rules.marker(self.around.end) if self.around.end else ""
+        return f"{self._rule_names[START]} {end}"
+
+    def is_text(self, node: Node) -> bool:
+        """Whether it is a terminal: nothing in it is recursive."""
+        if node.kind == "name":
+            return node.text not in self._recursive
+        return all(map(self.is_text, node.parts))
+
+    # --- rules --------------------------------------------------------------------------------------------------------
+
+    def _body(self, node: Node) -> str:
+        if self.is_text(node):
+            return self._use(node) if node != NOTHING_NODE else NOTHING
+        if node.kind == "name":
+            return self._rule_names[node.text]
+        return _joined(node, [self._body(part) for part in self.parts(node)])
+
+    def parts(self, node: Node) -> tuple[Node, ...]:
+        """Those of a row with each run of terminals as one."""
+        if node.kind != "all":
+            return node.parts
+        parts: list[Node] = []
+        for part in node.parts:
+            if parts and self.is_text(part) and self.is_text(parts[-1]):
+                parts[-1] = Node("all", parts=(parts[-1], part))
+            else:
+                parts.append(part)
+        return tuple(parts)
+
+    def _use(self, node: Node) -> str:
+        """A terminal where a rule has it."""
+        self._check_length(node)
+        body = self._text(node)
+        assert self._followers is not None
+        followers = self._followers.behind(node)
+        if (text := self.constant(node)) is not None:
+            self._check_constant(text, followers)
+            return self._named(body)
+        self._check_goes_on(node, followers)
+        return self._limited(body, tuple(_bad_endings(self.around.forbidden, followers)))
+
+    def _check_goes_on(self, node: Node, followers: frozenset[str]) -> None:
+        """A terminal is matched as far as it goes. Where it holds what the next text begins with, and that is more than
+        one character, it would go on over it."""
+        end, escaped = self.around.end, self.around.spelling.escapes.keys()
+        if END in followers and end and end[0] in self.held(node) and self._rules.special_marker(end) is None:
+            self._place.wrong(
+                f"it is recursive, and its text can end with {_shown(node)}, which may hold {end[0]!r}, and {end!r} is "
+                "what ends it here: expected a grammar whose last part cannot hold what begins the end"
+            )
+        if self.held(node) & escaped and followers & escaped:
+            self._place.wrong(
+                f"it is recursive, and {_shown(node)} may hold characters that JSON escapes, as may what follows it: "
+                "expected a grammar in which one of them cannot, or one without recursion"
+            )
+
+    def _check_constant(self, text: str, followers: frozenset[str]) -> None:
+        for forbidden in self.around.forbidden:
+            if forbidden in text:
+                self._place.wrong(f"its text {text[:40]!r} holds {forbidden!r}, which would end it")
+        ending = next((one for one in _bad_endings(self.around.forbidden, followers) if text.endswith(one)), None)
+        if ending is not None:
+            self._place.wrong(f"its text {text[:40]!r} ends with {ending!r}, which may go on to what would end it")
+
+    def _named(self, body: str) -> str:
+        """The name of a terminal."""
+        if body not in self._terminals:
+            self._terminals[body] = self._rules.terminal(body)
+        return self._terminals[body]
+
+    def _limited(self, body: str, bad_endings: tuple[str, ...]) -> str:
+        """A terminal of those of its texts that neither hold what ends a text, nor end with one of `bad_endings`."""
+        if not self.around.forbidden:
+            return self._named(body)
+        inside = " | ".join(map(literal, self.around.forbidden))
+        forbidden = f"/(?s:.*)/ ({inside}) /(?s:.*)/"
+        if bad_endings:
+            forbidden += f" | /(?s:.*)/ ({' | '.join(map(literal, bad_endings))})"
+        return self._named(f"{self._named(body)} & ~({forbidden})")
+
+    # --- terminals ----------------------------------------------------------------------------------------------------
+
+    def _text(self, node: Node) -> str:
+        """The body of a terminal."""
+        if node.kind == "name":
+            if node.text not in self._texts:
+                self._texts[node.text] = self._named(self._text(self.definitions[node.text]))
+            return self._texts[node.text]
+        if node.kind == "regex":
+            return f"/{self._spelled(node, frozenset())[0]}/"
+        if node.kind != "text":
+            return _joined(node, [self._text(part) for part in node.parts])
+        if not self.around.spelling.has(node.text):
+            self._place.wrong(f"its text {node.text[:40]!r} holds a control character that has no short escape in JSON")
+        if not node.flags or not node.text:
+            return literal(self.around.spelling.text(node.text))
+        return f"/(?i:{self.around.spelling.pattern(node.text)})/"
+
+    def _spelled(self, node: Node, watched: frozenset[str]) -> tuple[str, frozenset[str]]:
+        return regular_expressions.spelled(node.text, self._place, self.around.spelling, node.flags, watched)
+
+    def _check_length(self, node: Node) -> int:
+        """Characters of a terminal with its repetitions written out; the compiler builds a state for each."""
+        if node.kind == "name":
+            if node.text not in self._lengths:
+                self._lengths[node.text] = self._check_length(self.definitions[node.text])
+            return self._lengths[node.text]
+        length = max(sum(map(self._check_length, node.parts)), len(node.text), 1)
+        if node.kind == "times":
+            length *= max(node.least, node.most or 1, 1)
+        self._place.check_at_most(length, MAX_REGEX_LENGTH, "characters with repetitions written out")
+        return length
+
+    def held(self, node: Node) -> frozenset[str]:
+        """Characters that a terminal may hold, of those that matter beside another."""
+        if node.kind == "name":
+            if node.text not in self._held:
+                self._held[node.text] = self.held(self.definitions[node.text])
+            return self._held[node.text]
+        if node.kind == "text":
+            return self._watched.intersection(node.text + (node.text.swapcase() if node.flags else ""))
+        if node.kind == "regex":
+            return self._spelled(node, self._watched)[1]
+        return frozenset().union(*map(self.held, node.parts))
+
+    def constant(self, node: Node) -> str | None:
+        """The only text of a terminal; None where it has several."""
+        if node.kind == "name":
+            if node.text not in self._constants:
+                self._constants[node.text] = self.constant(self.definitions[node.text])
+            return self._constants[node.text]
+        if node.kind == "all":
+            parts = [self.constant(part) for part in node.parts]
+            return None if None in parts else "".join(part or "" for part in parts)
+        return node.text if node.kind == "text" and not node.flags else None
+
+    def first(self, node: Node) -> tuple[frozenset[str], bool]:
+        """What a terminal may begin with, and whether it may be empty; more than that where it is not a fixed text."""
+        text = self.constant(node)
+        return (self.held(node), True) if text is None else (frozenset(text[:1]), not text)
+
+
+class _Followers:
+    """Which characters may come behind each terminal of a grammar's rules, its end among them. Computed until nothing
+    is added; more than can come, but never less."""
+
+    def __init__(self, rules: Mapping[str, Node], writer: _Writer) -> None:
+        self._rules = rules
+        self._writer = writer
+        self._first: dict[str, tuple[frozenset[str], bool]] = dict.fromkeys(rules, (frozenset(), False))
+        self._behind_rule: dict[str, frozenset[str]] = dict.fromkeys(rules, frozenset())
+        self._behind: dict[Node, frozenset[str]] = {}
+        while self._grow_first():
+            pass
+        self._behind_rule[START] = frozenset((END, writer.around.end[:1]))
+        while self._grow_followers():
+            pass
+
+    def behind(self, node: Node) -> frozenset[str]:
+        """Wherever the same terminal stands in the rules."""
+        return self._behind[node]
+
+    def _grow_first(self) -> bool:
+        before = dict(self._first)
+        self._first = {name: self._first_of(node) for name, node in self._rules.items()}
+        return self._first != before
+
+    def _first_of(self, node: Node) -> tuple[frozenset[str], bool]:
+        if self._writer.is_text(node):
+            return self._writer.first(node)
+        if node.kind == "name":
+            return self._first[node.text]
+        parts = [self._first_of(part) for part in self._writer.parts(node)]
+        if node.kind == "any":
+            return frozenset().union(*(first for first, _ in parts)), any(empty for _, empty in parts)
+        if node.kind == "times":
+            return parts[0][0], parts[0][1] or not node.least
+        found: frozenset[str] = frozenset()
+        for first, may_be_empty in parts:
+            found |= first
+            if not may_be_empty:
+                return found, False
+        return found, True
+
+    def _grow_followers(self) -> bool:
+        before = dict(self._behind_rule), dict(self._behind)
+        for name, node in self._rules.items():
+            self._visit(node, self._behind_rule[name])
+        return (self._behind_rule, self._behind) != before
+
+    def _visit(self, node: Node, behind: frozenset[str]) -> None:
+        if self._writer.is_text(node):
+            self._behind[node] = self._behind.get(node, frozenset()) | behind
+        elif node.kind == "name":
+            self._behind_rule[node.text] |= behind
+        elif node.kind == "all":
+            for part in reversed(self._writer.parts(node)):
+                self._visit(part, behind)
+                first, may_be_empty = self._first_of(part)
+                behind = first | behind if may_be_empty else first
+        else:
+            again = self._first_of(node.parts[0])[0] if node.kind == "times" and node.most != 1 else frozenset[str]()
+            for part in node.parts:
+                self._visit(part, behind | again)
+
+
+def _recursive(definitions: Mapping[str, Node]) -> set[str]:
+    """The definitions that reach themselves, or one that does."""
+    looped = {
+        name for name in definitions if any(name in names(definitions[one]) for one in _reached(name, definitions))
+    }
+    return {name for name in definitions if not looped.isdisjoint(_reached(name, definitions))}
+
+
+def _bad_endings(forbidden: tuple[str, ...], followers: frozenset[str]) -> Iterator[str]:
+    """Beginnings of forbidden texts that what follows may go on with."""
+    for text in forbidden:
+        for length in range(1, len(text)):
+            if text[length] in followers:
+                yield text[:length]
+
+
+def _reached(name: str, definitions: Mapping[str, Node]) -> Iterator[str]:
+    seen, waiting = {name}, [name]
+    while waiting:
+        current = waiting.pop()
+        yield current
+        for used in names(definitions[current]):
+            if used in definitions and used not in seen:
+                seen.add(used)
+                waiting.append(used)
+
+
+def _joined(node: Node, parts: list[str]) -> str:
+    if node.kind == "times":
+        return f"({parts[0]}){_count(node)}"
+    if node.kind == "any":
+        return f"({' | '.join(part or NOTHING for part in parts)})"
+    return f"({' '.join(parts)})" if parts else NOTHING
+
+
+def _count(node: Node) -> str:
+    if node.most is None:
+        return {0: "*", 1: "+"}.get(node.least, f"{{{node.least},}}")
+    return "?" if (node.least, node.most) == (0, 1) else f"{{{node.least},{node.most}}}"
+
+
+def _shown(node: Node) -> str:
+    """Its last part that has a text or a name."""
+    if node.kind == "regex":
+        return f"/{node.text[:40]}/"
+    return _shown(node.parts[-1]) if node.parts else f"'{node.text[:40]}'"
