@@ -15,6 +15,8 @@ from pydantic_core import core_schema
 
 from ..http.openapi_parts import array, body, closed, json_response, operation, optional, ref, refusals
 from .errors import JsonObject
+from .responses_api.openapi import RESPONSE
+from .responses_api.schema import ResponsesBody
 from .schema import ChatCompletionRequest, CompletionRequest
 from .tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
@@ -36,6 +38,7 @@ _USAGE: Final = closed(
 _REQUESTS: Final = (
     ChatCompletionRequest,
     CompletionRequest,
+    ResponsesBody,
     TokenizeTextRequest,
     TokenizeChatRequest,
     DetokenizeRequest,
@@ -139,6 +142,7 @@ _RESPONSES: Final[JsonObject] = {
         [*_FINISH_REASONS, "tool_calls", "function_call"],
     ),
     "Completion": _completion("text_completion", {"text": _STRING}, _FINISH_REASONS),
+    "Response": RESPONSE,
     "TokenizeRequest": {"anyOf": [ref("TokenizeTextRequest"), ref("TokenizeChatRequest")]},
     "Tokens": closed(
         {"count": _COUNT, "max_model_len": _COUNT, "tokens": array(_COUNT), "token_strs": optional(array(_STRING))}
@@ -170,6 +174,9 @@ OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
     ),
     ("POST", "/v1/completions"): operation(
         "Continue a text", _answer("Completion") | _REFUSED, body=body("CompletionRequest")
+    ),
+    ("POST", "/v1/responses"): operation(
+        "Answer a conversation, with items", _answer("Response") | _REFUSED, body=body("ResponsesBody")
     ),
     ("POST", "/tokenize"): operation(
         "The tokens of a text or of a conversation",

@@ -1,9 +1,9 @@
-"""The endpoints under /v1: models, chat completions, completions.
+"""The endpoints under /v1: models, chat completions, completions, responses.
 
 For: the HTTP application (`app.include_router(create_openai_router(server))`). Does not know: any
 backend. Invariant: every path under /v1 answers in OpenAI's shapes, errors included, and no request outlives its
 client. Routes are plain Starlette ones, not FastAPI's: a body is read within the server's bounds, and its errors have
-OpenAI's shape (see requests.py). The Responses API is a further route here.
+OpenAI's shape (see requests.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.http.request_scope import LABELS
 from llmbackend.frontends.http.tracing import received, sampled, traced
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams, is_resumable, last_event_id
 from llmbackend.frontends.operations.metrics import load_headers
 
@@ -45,7 +46,9 @@ from .requests import (
     read_body,
 )
 from .responses import Identity, whole_response
+from .responses_api.create import ResponseCreation
 from .schema import REQUEST_ID, StreamOptions
+from .sealed_reasoning import FIXED_KEY, SealingKey
 from .stream_interval import IntervalWriter
 from .streams import EventStream, events, first_arrival, unless_disconnected
 from .tokenization_endpoints import TokenizationEndpoints
@@ -63,9 +66,12 @@ def create_openai_router(
     gate: InferenceGate | None = None,
     lora_separator: str = "",
     streams: ResumableStreams | None = None,
+    store: ResponseStore | None = None,
+    sealing_key: SealingKey = FIXED_KEY,
 ) -> APIRouter:
     """A router with all of /v1. Include it before any other route under /v1: it answers unknown paths there
-    itself. `gate` and `streams` are those that other frontends of `server` use."""
+    itself. `gate` and `streams` are those that other frontends of `server` use. store: keeps responses; sealing_key:
+    see sealed_reasoning.py."""
     gate = gate or InferenceGate(server)
     catalog = ModelCatalog(server, lora_separator)
     service = _OpenAIService(gate, catalog, max_body_bytes, streams or ResumableStreams())
@@ -77,6 +83,8 @@ def create_openai_router(
     router.add_route("/v1/completions", _guarded(service.completions), methods=["POST"])
     for path, endpoint in TokenizationEndpoints(gate, catalog, max_body_bytes).routes().items():
         router.add_route(path, _guarded(endpoint), methods=["POST"])
+    responses = ResponseCreation(gate, catalog, max_body_bytes, store, sealing_key)
+    router.add_route("/v1/responses", _guarded(responses.create), methods=["POST"])
     router.routes.append(Route("/v1/{path:path}", _UnknownPath()))
     return router
 
@@ -193,7 +201,7 @@ class _UnknownPath:
 
 async def _refuse(request: Request) -> Response:
     path = request.url.path
-    posts = path in ("/v1/chat/completions", "/v1/completions")
+    posts = path in ("/v1/chat/completions", "/v1/completions", "/v1/responses")
     if posts or path.startswith("/v1/models"):
         allowed = "POST" if posts else "GET"
         error = OpenAIError(f"{request.method} is not allowed on {path}", status=405, code="method_not_allowed")

@@ -13,7 +13,7 @@ ChunkWriter.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -144,9 +144,14 @@ async def first_arrival(receive: Receive, generation: Generation) -> Arrival | N
     return generation.pop()
 
 
-async def events(generation: Generation, arrival: Arrival | None, writer: Writer) -> AsyncGenerator[bytes, None]:
+async def events(
+    generation: Generation,
+    arrival: Arrival | None,
+    writer: Writer,
+    before_end: Callable[[], Awaitable[None]] | None = None,
+) -> AsyncGenerator[bytes, None]:
     """The stream's events; all that are ready go into one write. An error is the last event, without [DONE] after
-    it."""
+    it. before_end: awaited when the last events are made, before they are sent; its failure is the answer's."""
     parts = [writer.begin()]
     try:
         while True:
@@ -162,10 +167,15 @@ async def events(generation: Generation, arrival: Arrival | None, writer: Writer
                 yield b"".join(parts)
             parts = [] if await generation.wait(QUIET_S) else [writer.ping()]
             arrival = generation.pop()
-        parts.append(writer.end())
+        end = writer.end()
     except Exception as error:
-        parts.append(writer.fail(OpenAIError.of(error)))
-    yield b"".join(parts)
+        end = writer.fail(OpenAIError.of(error))
+    if before_end is not None:
+        try:
+            await before_end()
+        except Exception as error:
+            end = writer.fail(OpenAIError.of(error))
+    yield b"".join([*parts, end])
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -28,6 +28,7 @@ class ResponseWriter:
         self._state = state
         self._cuts_at_tokens = cuts_at_tokens
         self._next_number = 0
+        self._end_number: int | None = None
         self._delta_head = self._delta_middle = self._delta_tail = b""
         """Of the events that add text to the item that is open; between them stand the number and the text."""
 
@@ -66,10 +67,14 @@ class ResponseWriter:
         return b"".join(self.fail_events(error))
 
     def end_events(self) -> list[bytes]:
+        self._end_number = self._next_number
         self._state.end()
         return [self._of_response(f"response.{self._state.status}")]
 
     def fail_events(self, error: OpenAIError) -> list[bytes]:
+        if self._end_number is not None:
+            self._next_number = self._end_number  # in place of an end that was not sent
+        self._end_number = self._next_number
         self._state.fail(error)
         told = {"code": error.code or error.kind, "message": error.message, "param": error.param}
         return [self._event("error", told), self._of_response("response.failed")]

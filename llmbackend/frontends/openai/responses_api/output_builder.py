@@ -20,7 +20,8 @@ from ..parsers import ContentDelta, Event, ReasoningDelta, ToolCallArguments, To
 from ..responses import DEFAULT_FINISH_REASON
 from ..tensors import Delta, TokenEntries
 from .custom_input import CustomInput
-from .output_items import CALLS, MESSAGE, REASONING, ItemKind, OutputItem, item_id
+from .item_ids import item_id
+from .output_items import CALLS, MESSAGE, REASONING, ItemKind, OutputItem
 from .request import NamedTool
 
 
@@ -141,7 +142,7 @@ class OutputBuilder:
     def _begin(self, kind: ItemKind, tool: NamedTool | None = None, call_id: str = "") -> None:
         self._end()
         index = len(self.items)
-        item = OutputItem(kind, item_id(kind, self._response_id, index), index, tool, call_id, self._seal)
+        item = OutputItem(kind, item_id(kind.type, self._response_id, "o", index), index, tool, call_id, self._seal)
         self._open = item
         self.items.append(item)
         self._happenings.append(ItemAdded(item))

@@ -7,7 +7,6 @@ of the response's id and its place.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,7 +24,6 @@ class ItemKind:
     """How OpenAI names an item, its text and the events of its text."""
 
     type: str
-    id_prefix: str
     delta_event: str
     """"" for a kind whose text no events tell, as `done_event`."""
     done_event: str
@@ -36,11 +34,10 @@ class ItemKind:
 
 
 MESSAGE = ItemKind(
-    "message", "msg", "response.output_text.delta", "response.output_text.done", "text", part_type="output_text"
+    "message", "response.output_text.delta", "response.output_text.done", "text", part_type="output_text"
 )
 REASONING = ItemKind(
     "reasoning",
-    "rs",
     "response.reasoning_text.delta",
     "response.reasoning_text.done",
     "text",
@@ -48,29 +45,23 @@ REASONING = ItemKind(
 )
 FUNCTION_CALL = ItemKind(
     "function_call",
-    "fc",
     "response.function_call_arguments.delta",
     "response.function_call_arguments.done",
     "arguments",
 )
 CUSTOM_CALL = ItemKind(
     "custom_tool_call",
-    "ctc",
     "response.custom_tool_call_input.delta",
     "response.custom_tool_call_input.done",
     "input",
 )
-TOOL_SEARCH_CALL = ItemKind("tool_search_call", "tsc", "", "", "arguments")
+TOOL_SEARCH_CALL = ItemKind("tool_search_call", "", "", "arguments")
 CALLS: Mapping[ToolKind, ItemKind] = {
     "function": FUNCTION_CALL,
     "custom": CUSTOM_CALL,
     "tool_search": TOOL_SEARCH_CALL,
 }
 """What calls of each kind of tool become."""
-
-
-def item_id(kind: ItemKind, response_id: str, index: int) -> str:
-    return f"{kind.id_prefix}_{hashlib.sha256(f'{response_id}/output/{index}'.encode()).hexdigest()[:32]}"
 
 
 @dataclass(slots=True)

@@ -23,13 +23,13 @@ from ..sealed_reasoning import FIXED_KEY, SealingKey
 from ..tensors import messages_tensor
 from ..validation import read
 from .conversation import Conversation, is_unfinished, without_former_reasoning
+from .item_ids import ID_PREFIX
 from .items import check_fields, item_type
 from .request import NO_HISTORY, OUTPUT_LOGPROBS, History, ResponsesRequest, WantedHistory
 from .schema import TEXT_FORMAT, ResponsesBody
 from .tool_fields import Tools
 from .tools import OfferedTools, shown_tools
 
-ID_PREFIX = "resp_"
 _FIELD_NAMES = {
     "logprobs": "include",
     "reasoning_effort": "reasoning.effort",

@@ -1,0 +1,195 @@
+"""POST /v1/responses: a response, whole or streamed, which is stored where the request asks for it.
+
+For: the OpenAI router. Does not know: any backend, how a store keeps what it gets. Invariant: one request path: a
+response is read from the same generation and answer plan as a chat. A stored response can be retrieved as soon as its
+client has its end.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmbackend.core.tracing.trace import RequestTrace
+from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.http.request_scope import LABELS
+from llmbackend.frontends.http.tracing import received, sampled, traced
+from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.documents import Document
+from llmbackend.frontends.journals.response_store import ResponseStore, current_owner
+from llmbackend.frontends.operations.metrics import load_headers
+
+from ..answer_plan import AnswerPlan, plan_answer
+from ..answering import streamed_answer, whole_answer
+from ..errors import JsonObject, OpenAIError
+from ..generation import Generation, check_fields_taken
+from ..labels import logged
+from ..models import ModelCatalog, Target
+from ..requests import check_content_type, decode_cost, json_object, read_body
+from ..responses import Identity
+from ..sealed_reasoning import FIXED_KEY, SealingKey
+from .event_writer import ResponseWriter
+from .item_ids import ID_PREFIX
+from .parsing import ReadBody, parse_responses, read_responses
+from .request import History, ResponsesRequest
+from .response_state import ResponseState
+from .stored_history import fetch_history, with_ids
+
+_MAX_HISTORY_BYTES = 8 << 20
+"""Of the stored responses that a request goes on behind: twice the largest body by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedResponse:
+    """A request whose work in proportion to its body has been done."""
+
+    request: ResponsesRequest
+    body: JsonObject
+    identity_suffix: str
+    """Drawn: what the response's id has behind its prefix."""
+    echo: bytes
+    """JSON of what the response repeats of its request."""
+    items: bytes
+    """JSON of the input items as they are stored."""
+
+    @property
+    def id(self) -> str:
+        return ID_PREFIX + self.identity_suffix
+
+    def state(self, identity: Identity, plan: AnswerPlan | None, key: SealingKey) -> ResponseState:
+        request = self.request
+        return ResponseState(
+            identity,
+            plan,
+            echo=self.echo,
+            tools=request.tools,
+            logprobs=request.generation.logprobs,
+            seal=key.seal if request.includes_encrypted_reasoning else None,
+            is_queued=request.background,
+        )
+
+
+class Background(Protocol):
+    """Makes responses without their clients."""
+
+    async def create(
+        self, http: Request, prepared: PreparedResponse, target: Target, trace: RequestTrace | None
+    ) -> Response: ...
+
+
+class ResponseCreation:
+    """The endpoint."""
+
+    def __init__(
+        self,
+        gate: InferenceGate,
+        catalog: ModelCatalog,
+        max_body_bytes: int,
+        store: ResponseStore | None = None,
+        key: SealingKey = FIXED_KEY,
+        background: Background | None = None,
+    ) -> None:
+        """store: None: no response is kept
+        key: seals reasoning that clients send back
+        """
+        self._gate = gate
+        self._catalog = catalog
+        self._max_body_bytes = max_body_bytes
+        self._store = store
+        self._key = key
+        self._background = background
+
+    async def create(self, http: Request) -> Response:
+        start_ns = time.monotonic_ns()
+        self._gate.check_room()
+        check_content_type(http)
+        prepared = await self._prepared(await read_body(self._gate, http, self._max_body_bytes))
+        generation = prepared.request.generation
+        target = self._catalog.require(generation.model, generation.prompts[0].name)
+        check_fields_taken(generation, target)
+        if generation.labels:
+            http.scope[LABELS] = logged(generation.labels)
+        trace = sampled(self._gate.server, target.name, http, start_ns)
+        received(trace)
+        return await traced(trace, self._answer(http, prepared, target, trace))
+
+    async def _prepared(self, body: bytes) -> PreparedResponse:
+        cost = decode_cost(body)
+        read = await self._gate.decode_in_thread(cost, lambda: read_responses(json_object(body)))
+        history = await fetch_history(self._store, read.wanted, self._gate, _MAX_HISTORY_BYTES)
+        cost += _HISTORY_ITEM_COST * len(history.items)
+        return await self._gate.decode_in_thread(cost, partial(_prepare, read, history, self._key))
+
+    async def _answer(
+        self, http: Request, prepared: PreparedResponse, target: Target, trace: RequestTrace | None
+    ) -> Response:
+        if prepared.request.background:
+            if self._background is None:
+                message = "'background' is not supported: this server keeps no responses"
+                raise OpenAIError(message, param="background", code="unsupported_parameter")
+            return await self._background.create(http, prepared, target, trace)
+        asked = prepared.request.generation
+        identity = Identity.of(asked, target.model.fingerprint, prepared.identity_suffix)
+        plan = plan_answer(asked, target)
+        state = prepared.state(identity, plan, self._key)
+        generation = Generation(self._gate, asked, target, identity.id, plan=plan, trace=trace)
+        release_body(http)
+        keep = self._keeper(prepared, identity, state)
+        headers = partial(load_headers, self._gate.server, http, target.name)
+        if asked.stream is None:
+            return await whole_answer(http, generation, _whole(generation, state, keep), headers)
+        return await streamed_answer(http, generation, ResponseWriter(state), headers, keep)
+
+    def _keeper(self, prepared: PreparedResponse, identity: Identity, state: ResponseState) -> Keep | None:
+        """Puts the response into the store; None where it is not to be kept."""
+        store, request = self._store, prepared.request
+        if store is None or not request.store:
+            return None
+        owner = current_owner()
+
+        async def keep() -> None:
+            await store.put(
+                Document(
+                    owner=owner,
+                    kind="response",
+                    id=identity.id,
+                    body=state.json(),
+                    created_s=identity.created_s,
+                    expires_s=store.expires_s(identity.created_s),
+                    items=prepared.items,
+                    parent=request.previous_response_id or "",
+                )
+            )
+
+        return keep
+
+
+Keep = Callable[[], Coroutine[Any, Any, None]]
+_HISTORY_ITEM_COST = 256
+"""As how many bytes of a body an item of the history counts: see `decode_cost`."""
+
+
+def _prepare(read: ReadBody, history: History, key: SealingKey) -> PreparedResponse:
+    request = parse_responses(read, history, key)
+    suffix = uuid.uuid4().hex
+    items = orjson.dumps(with_ids(request.input_items, ID_PREFIX + suffix)) if request.store else b"[]"
+    return PreparedResponse(request, read.body, suffix, orjson.dumps(request.echo), items)
+
+
+async def _whole(generation: Generation, state: ResponseState, keep: Keep | None) -> bytes:
+    """The response, once it is over. Raises OpenAIError where its generation failed."""
+    while not generation.is_over:
+        _, delta = await generation.next()
+        state.add(delta)
+    state.end()
+    if keep is not None:
+        await keep()
+    return state.json()

@@ -1,0 +1,96 @@
+"""What a request goes on from, out of the store: the items of earlier responses, and items that it refers to.
+
+For: the endpoint that creates responses. Does not know: how items become a prompt. Invariant: a client gets at its own
+responses only; documents are parsed off the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import orjson
+
+from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.documents import Document
+from llmbackend.frontends.journals.response_store import (
+    LineageTooLongError,
+    NotStoredError,
+    ResponseStore,
+    current_owner,
+)
+
+from ..errors import JsonObject, OpenAIError
+from .item_ids import item_id, response_of
+from .request import NO_HISTORY, History, WantedHistory
+
+_PREVIOUS = "previous_response_id"
+_MAX_REFERENCES = 256
+
+
+async def fetch_history(
+    store: ResponseStore | None, wanted: WantedHistory, gate: InferenceGate, max_bytes: int
+) -> History:
+    """max_bytes: of all that is read. Raises OpenAIError naming what is not there."""
+    if wanted.is_empty:
+        return NO_HISTORY
+    if wanted.conversation is not None:
+        message = (
+            "'conversation' is not supported: this server keeps no conversations; previous_response_id chains responses"
+        )
+        raise OpenAIError(message, param="conversation", code="unsupported_parameter")
+    if store is None:
+        field = _PREVIOUS if wanted.previous_response_id else "input"
+        raise OpenAIError(
+            f"'{field}' is not supported: this server keeps no responses", param=field, code="unsupported"
+        )
+    previous = await _lineage(store, wanted.previous_response_id, max_bytes)
+    referred = await _referred(store, wanted.item_ids)
+    items, found = await gate.run_in_thread(lambda: (tuple(_items(previous)), list(_items(referred))))
+    by_id = {item["id"]: item for item in (*items, *found) if "id" in item}
+    return History(items, {id: by_id[id] for id in wanted.item_ids if id in by_id})
+
+
+async def _lineage(store: ResponseStore, id: str | None, max_bytes: int) -> list[Document]:
+    if id is None:
+        return []
+    try:
+        found = await store.lineage(current_owner(), "response", id, max_bytes)
+    except NotStoredError as error:
+        message = f"Previous response with id '{error}' not found."
+        raise OpenAIError(message, param=_PREVIOUS, code="previous_response_not_found") from None
+    except LineageTooLongError as error:
+        message = f"'{_PREVIOUS}': what the response goes on behind is too long, expected {error}"
+        raise OpenAIError(message, param=_PREVIOUS, code="invalid_value") from None
+    if found[-1].is_live:
+        message = f"'{_PREVIOUS}': the response '{id}' is still being made"
+        raise OpenAIError(message, param=_PREVIOUS, code="invalid_value")
+    return found
+
+
+async def _referred(store: ResponseStore, item_ids: tuple[str, ...]) -> list[Document]:
+    if len(item_ids) > _MAX_REFERENCES:
+        message = f"'input' refers to {len(item_ids)} items, expected at most {_MAX_REFERENCES}"
+        raise OpenAIError(message, param="input", code="invalid_value")
+    found: list[Document] = []
+    for id in dict.fromkeys(map(response_of, item_ids)):
+        if id is not None:
+            try:
+                found.append(await store.get(current_owner(), "response", id))
+            except NotStoredError:
+                continue  # the parser names the item
+    return found
+
+
+def _items(documents: Iterable[Document]) -> Iterable[JsonObject]:
+    for document in documents:
+        yield from orjson.loads(document.items)
+        yield from orjson.loads(document.body).get("output", ())
+
+
+def with_ids(items: Iterable[JsonObject], response_id: str) -> list[JsonObject]:
+    """Input items as they are stored and listed."""
+    named = partial(item_id, response_id=response_id, side="i")
+    return [
+        item if item.get("id") else {"id": named(item["type"], index=index), **item} for index, item in enumerate(items)
+    ]

@@ -1,0 +1,198 @@
+"""Responses through the real `openai` client, over the real host and a model that says what it is told to: whole,
+streamed and parsed, with calls and reasoning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from openai.types.responses import Response
+from pydantic import BaseModel, TypeAdapter
+
+from llmbackend.frontends.openai.responses_api.openapi import RESPONSE as DOCUMENTED
+from tests.helpers.scripted_text import SAY
+
+from .conftest import MODEL
+from .event_reader import EventReader, events_of
+
+RESPONSE: TypeAdapter[Any] = TypeAdapter(Response)
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": False,
+}
+PATCH: dict[str, Any] = {"type": "custom", "name": "apply_patch", "description": "Changes files."}
+PARIS, ROME = '{"city": "Paris é"}', '{"city":"Rome"}'
+
+
+def call(arguments: str, name: str = "get_weather") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def both(client: openai.OpenAI, script: str, **fields: Any) -> tuple[dict[str, Any], list[str]]:
+    """The whole response and the kinds of the stream's events; the stream is found to be a right one, and equal."""
+    body = {"model": MODEL, "input": SAY + script, "temperature": 0, "store": False, **fields}
+    whole: dict[str, Any] = ask(client, body).json()
+    RESPONSE.validate_python(whole, strict=True)
+    jsonschema.validate(whole, DOCUMENTED)
+    reader = EventReader()
+    streamed = reader.read_all(events_of(ask(client, body | {"stream": True}).content))
+    for response in (streamed, whole):
+        text = json.dumps(response["output"]).replace(response["id"].removeprefix("resp_"), "ID")
+        response["output"] = json.loads(text)
+        response["usage"].pop("input_tokens_details")  # the second one finds the first one's prompt in the cache
+        del response["id"], response["created_at"]
+        assert (response.pop("completed_at") is None) == (response["status"] != "completed")
+        for item in response["output"]:
+            item.pop("call_id", None)
+    assert streamed == whole
+    return whole, reader.kinds
+
+
+def ask(client: openai.OpenAI, body: dict[str, Any]) -> httpx.Response:
+    answer = httpx.post(f"{client.base_url}responses", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def test_a_text(client: openai.OpenAI) -> None:
+    whole, _ = both(client, "Hello é🌦", metadata={"a": "b"})
+    assert [(one["type"], one["content"][0]["text"]) for one in whole["output"]] == [("message", "Hello é🌦")]
+    assert (whole["status"], whole["metadata"], whole["error"]) == ("completed", {"a": "b"}, None)
+    assert whole["usage"]["output_tokens"] == len("Hello é🌦".encode()) + 1
+
+
+def test_reasoning_text_and_parallel_calls(client: openai.OpenAI) -> None:
+    script = f"<think>Well.</think>Let me see. {call(PARIS)}\n{call(ROME)}"
+    whole, kinds = both(client, script, tools=[WEATHER], include=["reasoning.encrypted_content"])
+    reasoning, message, *calls = whole["output"]
+    assert reasoning["content"][0]["text"] == "Well." and len(reasoning["encrypted_content"]) > 40
+    assert message["content"][0]["text"] == "Let me see. "
+    assert [(one["name"], one["arguments"], one["status"]) for one in calls] == [
+        ("get_weather", PARIS, "completed"),
+        ("get_weather", ROME, "completed"),
+    ]
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == len("<think>Well.</think>")
+    assert kinds.count("response.function_call_arguments.done") == 2
+
+
+def test_one_call_where_no_more_are_wanted(client: openai.OpenAI) -> None:
+    for fields in ({"parallel_tool_calls": False}, {"max_tool_calls": 1}):
+        whole, _ = both(client, f"{call(PARIS)}\n{call(ROME)}", tools=[WEATHER], **fields)
+        assert [one["arguments"] for one in whole["output"]] == [PARIS]
+
+
+def test_the_input_of_a_custom_tool(client: openai.OpenAI) -> None:
+    patch = '*** Begin Patch\n+x = "é🌦"\t\\n\n*** End Patch\n'
+    whole, kinds = both(client, call(json.dumps({"input": patch}), "apply_patch"), tools=[WEATHER, PATCH])
+    (item,) = whole["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", patch)
+    assert kinds.count("response.custom_tool_call_input.delta") > 20
+
+
+def test_what_is_longer_than_it_may_be(client: openai.OpenAI) -> None:
+    whole, kinds = both(client, "Hello", max_output_tokens=3)
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert kinds[-1] == "response.incomplete"
+    whole, _ = both(client, call(PARIS), tools=[WEATHER], max_output_tokens=60)
+    assert whole["output"][0]["status"] == "incomplete"
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    include: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    for fields in ({}, {"tools": [WEATHER]}):
+        whole, _ = both(client, "<think>A</think>Hi", **include, **fields)
+        (part,) = whole["output"][-1]["content"]
+        assert [one["token"] for one in part["logprobs"]][:2] == ["H", "i"]
+        assert len(part["logprobs"][0]["top_logprobs"]) == 2
+
+
+class City(BaseModel):
+    name: str
+    inhabitants: int
+
+
+def test_the_client_parses(client: openai.OpenAI) -> None:
+    script = SAY + '{"name":"Zürich","inhabitants":7}'
+    parsed = client.responses.parse(model=MODEL, input=script, text_format=City, store=False)
+    assert parsed.output_parsed == City(name="Zürich", inhabitants=7)
+    with client.responses.stream(model=MODEL, input=script, text_format=City, store=False) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert final.output_parsed == parsed.output_parsed
+    assert "".join(deltas) == final.output_text == script.removeprefix(SAY)
+
+
+def test_a_loop_of_tools_with_the_items_sent_back(client: openai.OpenAI) -> None:
+    tools: list[Any] = [WEATHER]
+    include: list[Any] = ["reasoning.encrypted_content"]
+    question: list[Any] = [{"role": "user", "content": f"{SAY}<think>Hm.</think>{call(PARIS)}"}]
+    first = client.responses.create(model=MODEL, input=question, tools=tools, store=False, include=include)
+    asked = next(one for one in first.output if one.type == "function_call")
+    outputs: list[Any] = [{"type": "function_call_output", "call_id": asked.call_id, "output": f"{SAY}sunny"}]
+    sent_back: list[Any] = [*question, *(one.to_dict() for one in first.output), *outputs]
+    second = client.responses.create(model=MODEL, input=sent_back, tools=tools, store=False)
+    assert second.output_text == f"sunny{asked.call_id}", "the template shows the id of the call"
+
+
+def test_a_stored_response_is_gone_on_from(client: openai.OpenAI) -> None:
+    tools: list[Any] = [WEATHER]
+    first = client.responses.create(model=MODEL, input=f"{SAY}{call(PARIS)}", tools=tools)
+    asked: Any = first.output[0]
+    with client.responses.stream(
+        model=MODEL,
+        previous_response_id=first.id,
+        input=[{"type": "function_call_output", "call_id": asked.call_id, "output": f"{SAY}sunny"}],
+    ) as stream:
+        second = stream.get_final_response()
+    assert second.output_text == f"sunny{asked.call_id}" and second.previous_response_id == first.id
+    referring: list[Any] = [
+        {"type": "item_reference", "id": asked.id},
+        {"type": "function_call_output", "call_id": asked.call_id, "output": f"{SAY}cloudy"},
+    ]
+    third = client.responses.create(model=MODEL, previous_response_id=second.id, input=f"{SAY}fine")
+    assert third.output_text == "fine"
+    fourth = client.responses.create(model=MODEL, input=referring, tools=tools)
+    assert fourth.output_text == f"cloudy{asked.call_id}"
+
+
+def test_what_is_not_stored_is_not_found(client: openai.OpenAI) -> None:
+    hidden = client.responses.create(model=MODEL, input=f"{SAY}a", store=False)
+    for id in (hidden.id, "resp_" + 32 * "0"):
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.responses.create(model=MODEL, input=f"{SAY}a", previous_response_id=id)
+        assert raised.value.code == "previous_response_not_found" and id in raised.value.message
+    reference: list[Any] = [{"type": "item_reference", "id": hidden.output[0].id}]
+    with pytest.raises(openai.NotFoundError) as not_found:
+        client.responses.create(model=MODEL, input=reference)
+    assert not_found.value.param == "input[0].id"
+
+
+def test_errors_name_the_clients_fields(client: openai.OpenAI) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"input": "a" * 5000}, "input"),
+        ({"input": "a", "max_output_tokens": 5000}, "max_output_tokens"),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": 7}}}},
+            "text.format",
+        ),
+        ({"input": "a", "conversation": "conv_1"}, "conversation"),
+        ({"input": "a", "unheard_of": 1}, "unheard_of"),
+        ({}, "input"),
+    ]
+    for fields, param in wrong:
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as raised:
+                client.post("/responses", body={"model": MODEL, "stream": stream, **fields}, cast_to=httpx.Response)
+            assert (raised.value.param or "").startswith(param), raised.value
