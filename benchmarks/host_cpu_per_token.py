@@ -28,7 +28,10 @@ ENDPOINTS: dict[str, dict[str, Any]] = {
     "/v2/models/mock/generate_stream": {"text_input": "prompt", "stream": True},
     "/v1/completions": {"model": "mock", "prompt": "prompt", "stream": True},
     "/v1/chat/completions": {"model": "mock", "messages": [{"role": "user", "content": "prompt"}], "stream": True},
+    "/v1/responses": {"model": "mock", "input": "prompt", "store": False, "stream": True},
 }
+MAX_TOKENS = {"/v1/responses": "max_output_tokens"}
+"""The field that limits an answer, where it is not `max_tokens`."""
 
 
 def start(tree: Path, repository: Path) -> tuple[subprocess.Popen[str], str, int]:
@@ -46,7 +49,7 @@ def start(tree: Path, repository: Path) -> tuple[subprocess.Popen[str], str, int
 
 
 async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> int:
-    """Runs one stream to its end; returns the number of its events."""
+    """Runs one stream to its end; returns the number of its events, 0 where it was refused."""
     reader, writer = await asyncio.open_connection(host, port)
     content = json.dumps(body).encode()
     head = (
@@ -63,17 +66,19 @@ async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> int:
 
 
 async def run_streams(host: str, port: int, path: str, num_tokens: int) -> int:
-    body = ENDPOINTS[path] | {"max_tokens": num_tokens, "ignore_eos": True}
+    body = ENDPOINTS[path] | {MAX_TOKENS.get(path, "max_tokens"): num_tokens, "ignore_eos": True}
     return sum(await asyncio.gather(*(stream(host, port, path, body | {"seed": i}) for i in range(NUM_STREAMS))))
 
 
-def measure(process: subprocess.Popen[str], host: str, port: int, path: str, num_tokens: int) -> float:
-    """µs of the server process per event."""
+def measure(process: subprocess.Popen[str], host: str, port: int, path: str, num_tokens: int) -> float | None:
+    """µs of the server process per token; None where it does not have the endpoint."""
     server = psutil.Process(process.pid)
     before = server.cpu_times()
     events = asyncio.run(run_streams(host, port, path, num_tokens))
     after = server.cpu_times()
-    return float(after.user + after.system - before.user - before.system) / events * 1e6
+    if not events:
+        return None
+    return float(after.user + after.system - before.user - before.system) / (NUM_STREAMS * num_tokens) * 1e6
 
 
 def main() -> None:
@@ -102,11 +107,16 @@ def report(trees: list[Path], servers: list[Any], num_tokens: int, rounds: int) 
         figures: list[list[float]] = [[] for _ in trees]
         for _ in range(rounds + 1):
             for of_tree, (process, host, port) in zip(figures, servers, strict=True):
-                of_tree.append(measure(process, host, port, path, num_tokens))
-        least = [min(of_tree[1:]) for of_tree in figures]  # the first round warms up
+                found = measure(process, host, port, path, num_tokens)
+                of_tree += [] if found is None else [found]
+        least = [min(of_tree[1:], default=0.0) for of_tree in figures]  # the first round warms up
+        base = next((one for one in least if one), 0.0)
         for tree, of_tree, best in zip(trees, figures, least, strict=True):
+            if not of_tree:
+                print(f"{path} {tree}: has no such endpoint")
+                continue
             median = statistics.median(of_tree[1:])
-            print(f"{path} {tree}: least {best:.1f} µs, median {median:.1f} µs, {best / least[0]:.2f} of the first")
+            print(f"{path} {tree}: least {best:.1f} µs, median {median:.1f} µs, {best / base:.2f} of the first")
 
 
 if __name__ == "__main__":

@@ -59,6 +59,8 @@ class PreparedResponse:
     """JSON of what the response repeats of its request."""
     items: bytes
     """JSON of the input items as they are stored."""
+    history: History
+    """What it goes on from."""
 
     @property
     def id(self) -> str:
@@ -181,7 +183,7 @@ def _prepare(read: ReadBody, history: History, key: SealingKey) -> PreparedRespo
     request = parse_responses(read, history, key)
     suffix = uuid.uuid4().hex
     items = orjson.dumps(with_ids(request.input_items, ID_PREFIX + suffix)) if request.store else b"[]"
-    return PreparedResponse(request, read.body, suffix, orjson.dumps(request.echo), items)
+    return PreparedResponse(request, read.body, suffix, orjson.dumps(request.echo), items, history)
 
 
 async def _whole(generation: Generation, state: ResponseState, keep: Keep | None) -> bytes:
