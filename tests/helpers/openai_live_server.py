@@ -13,15 +13,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from llmbackend.frontends.anthropic import create_anthropic_router
+from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.openai import create_openai_router
 
 
 @contextlib.contextmanager
-def serve_openai(server: Any, **options: Any) -> Iterator[str]:
-    """Yields the base URL (without /v1)."""
+def serve_openai(server: Any, store: ResponseStore | None = None, **options: Any) -> Iterator[str]:
+    """Yields the base URL (without /v1). options: of both routers"""
     app = FastAPI()
     app.include_router(create_anthropic_router(server, **options))
-    app.include_router(create_openai_router(server, **options))
+    app.include_router(create_openai_router(server, store=store, **options))
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2)
     http_server = uvicorn.Server(config)
