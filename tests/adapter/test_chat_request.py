@@ -76,6 +76,14 @@ def rendered(template: str, *messages: dict[str, Any], **options: Any) -> str:
     return ChatTemplate(template, {}).render(list(messages) or [HI], tools=tools, options=options)
 
 
+def test_an_effort_that_is_a_hint_is_no_reason_to_refuse() -> None:
+    hint = {"reasoning_effort_is_hint": True}
+    assert rendered("{{ messages | length }}", reasoning_effort="high", **hint) == "1"
+    assert rendered("{{ enable_thinking }}", reasoning_effort="high", **hint) == "True"
+    with pytest.raises(TritonError, match="reasoning_effort"):
+        rendered("<think>", reasoning_effort="none", **hint)
+
+
 @pytest.mark.parametrize(
     ("template", "effort", "expected"),
     [

@@ -19,7 +19,7 @@ from llmbackend.frontends.openai import create_openai_router
 
 @contextlib.contextmanager
 def serve_openai(server: Any, store: ResponseStore | None = None, **options: Any) -> Iterator[str]:
-    """Yields the base URL (without /v1). options: of both routers"""
+    """Yields the base URL (without /v1). store: of responses and conversations; options: of both routers"""
     app = FastAPI()
     app.include_router(create_anthropic_router(server, **options))
     app.include_router(create_openai_router(server, store=store, **options))

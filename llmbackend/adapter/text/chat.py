@@ -34,6 +34,8 @@ MAX_TEMPLATE_CHARS = 64 << 10
 MAX_TEMPLATE_KWARGS_BYTES = 64 << 10
 MAX_TEMPLATE_KWARGS_DEPTH = 32
 
+_EFFORT_IS_HINT = "reasoning_effort_is_hint"
+"""true: a template that can only answer in one way, without an effort or a switch, takes no notice of it."""
 _FIELDS = (
     "messages",
     "tools",
@@ -42,6 +44,7 @@ _FIELDS = (
     "chat_template_kwargs",
     "documents",
     "reasoning_effort",
+    _EFFORT_IS_HINT,
     "chat_template",
 )
 _INPUT = "input 'messages'"
@@ -98,7 +101,7 @@ def read_chat(text: bytes, bounds: ChatBounds) -> ChatRequest:
         if chat.get(name):
             num_chars = len(json.dumps(chat[name], ensure_ascii=False))
             check_at_most(f"'{name}' of {_INPUT}", num_chars, bounds.max_chars, "characters of JSON", param=name)
-    own = ("add_generation_prompt", "documents", "reasoning_effort")
+    own = ("add_generation_prompt", "documents", "reasoning_effort", _EFFORT_IS_HINT)
     options = kwargs | {name: chat[name] for name in own if name in chat}
     continues = _continues(chat)
     if continues:
@@ -280,14 +283,17 @@ class ChatTemplate:
 
     def _with_effort(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """`options` with `reasoning_effort` as the template reads it: by its name, or as the switch of a template that
-        can only think or not. Raises for one that reads neither."""
+        can only think or not. Raises for one that reads neither, unless the effort is a hint."""
+        is_hint = options.get(_EFFORT_IS_HINT) is True
+        options = {name: value for name, value in options.items() if name != _EFFORT_IS_HINT}
         effort = options.get("reasoning_effort")
         if effort is None:
             return options
         switch = next((name for name in _THINKING_SWITCHES if name in self._variables), None)
         if "reasoning_effort" in self._variables:
             return {switch: False, **options} if effort == "none" and switch else options
-        if switch is None and (effort != "none" or "think" in self.source):
+        is_unmet = "think" in self.source if effort == "none" else not is_hint
+        if switch is None and is_unmet:
             raise _not_read("'reasoning_effort'", "reasoning_effort")
         switched = {switch: effort != "none"} if switch else {}
         return switched | {name: value for name, value in options.items() if name != "reasoning_effort"}

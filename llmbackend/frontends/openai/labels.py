@@ -39,7 +39,9 @@ _JSON_SCHEMA: JsonObject = {
     "propertyNames": {"maxLength": _MAX_KEY_CHARS},
     "additionalProperties": {"type": "string", "maxLength": _MAX_VALUE_CHARS},
 }
-_Metadata = Annotated[AnyObject, Field(json_schema_extra=_JSON_SCHEMA)]
+Metadata = Annotated[
+    Annotated[AnyObject, Field(json_schema_extra=_JSON_SCHEMA)] | None, BeforeValidator(_check_metadata)
+]
 
 
 class Labels(ClosedObject):
@@ -50,7 +52,7 @@ class Labels(ClosedObject):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     session_id: str | None = None
-    metadata: Annotated[_Metadata | None, BeforeValidator(_check_metadata)] = None
+    metadata: Metadata = None
 
     def sent_labels(self) -> dict[str, Any]:
         fields = self.__dict__

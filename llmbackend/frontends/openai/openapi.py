@@ -15,6 +15,7 @@ from pydantic_core import core_schema
 
 from ..http.openapi_parts import array, body, closed, json_response, operation, optional, ref, refusals
 from .errors import JsonObject
+from .responses_api import conversation_openapi
 from .responses_api.openapi import RESPONSE
 from .responses_api.schema import ResponsesBody
 from .schema import ChatCompletionRequest, CompletionRequest
@@ -42,6 +43,7 @@ _REQUESTS: Final = (
     TokenizeTextRequest,
     TokenizeChatRequest,
     DetokenizeRequest,
+    *conversation_openapi.REQUESTS,
 )
 
 
@@ -67,7 +69,7 @@ def request_schemas(*models: type[BaseModel]) -> JsonObject:
 
 def schemas() -> JsonObject:
     """All components of the document, by name."""
-    return _RESPONSES | request_schemas(*_REQUESTS)
+    return _RESPONSES | conversation_openapi.SCHEMAS | request_schemas(*_REQUESTS)
 
 
 _FINISH_REASONS: Final = ("stop", "length")
@@ -186,4 +188,4 @@ OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
     ("POST", "/detokenize"): operation(
         "The text of tokens", {"200": json_response("Text")} | _REFUSED, body=body("DetokenizeRequest")
     ),
-}
+} | conversation_openapi.OPERATIONS

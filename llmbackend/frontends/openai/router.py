@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import orjson
 from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
@@ -46,6 +46,8 @@ from .requests import (
     read_body,
 )
 from .responses import Identity, whole_response
+from .responses_api.conversation_endpoints import ConversationEndpoints
+from .responses_api.conversations import Conversations
 from .responses_api.create import ResponseCreation
 from .schema import REQUEST_ID, StreamOptions
 from .sealed_reasoning import FIXED_KEY, SealingKey
@@ -81,11 +83,14 @@ def create_openai_router(
     router.add_route("/v1/models/{model:path}", one, methods=["GET"])
     router.add_route("/v1/chat/completions", _guarded(service.chat), methods=["POST"])
     router.add_route("/v1/completions", _guarded(service.completions), methods=["POST"])
+    conversations = Conversations(store, gate, max_body_bytes) if store is not None else None
+    for method, path, endpoint in ConversationEndpoints(gate, conversations, max_body_bytes).routes():
+        router.add_route(path, _guarded(endpoint), methods=[method])
     for path, endpoint in TokenizationEndpoints(gate, catalog, max_body_bytes).routes().items():
         router.add_route(path, _guarded(endpoint), methods=["POST"])
     responses = ResponseCreation(gate, catalog, max_body_bytes, store, sealing_key)
     router.add_route("/v1/responses", _guarded(responses.create), methods=["POST"])
-    router.routes.append(Route("/v1/{path:path}", _UnknownPath()))
+    router.routes.append(Route("/v1/{path:path}", _UnknownPath(tuple(router.routes))))
     return router
 
 
@@ -194,21 +199,26 @@ def _guarded(handler: Endpoint) -> Endpoint:
 class _UnknownPath:
     """Answers requests that no route takes. An ASGI application: a route to a function must name its methods."""
 
+    def __init__(self, known: Sequence[BaseRoute]) -> None:
+        self._known = known
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await _guarded(_refuse)(Request(scope, receive))
+        response = await _guarded(self._refuse)(Request(scope, receive))
         await response(scope, receive, send)
 
+    async def _refuse(self, request: Request) -> Response:
+        path = request.url.path
+        if allowed := self._methods(request.scope):
+            error = OpenAIError(f"{request.method} is not allowed on {path}", status=405, code="method_not_allowed")
+            response = error.response()
+            response.headers["Allow"] = ", ".join(allowed)
+            return response
+        raise OpenAIError(f"unknown URL: {request.method} {path}", status=404, code="unknown_url")
 
-async def _refuse(request: Request) -> Response:
-    path = request.url.path
-    posts = path in ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-    if posts or path.startswith("/v1/models"):
-        allowed = "POST" if posts else "GET"
-        error = OpenAIError(f"{request.method} is not allowed on {path}", status=405, code="method_not_allowed")
-        response = error.response()
-        response.headers["Allow"] = allowed
-        return response
-    raise OpenAIError(f"unknown URL: {request.method} {path}", status=404, code="unknown_url")
+    def _methods(self, scope: Scope) -> list[str]:
+        """Those that the path takes."""
+        routes = [route for route in self._known if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE]
+        return sorted({method for route in routes for method in route.methods or ()} - {"HEAD"})
 
 
 def _writer(request: GenerationRequest, identity: Identity, options: StreamOptions, plan: AnswerPlan | None) -> Writer:

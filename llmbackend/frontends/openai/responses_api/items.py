@@ -282,13 +282,29 @@ _PART_FIELDS = {
 _PART_LISTS = ("content", "summary", "output")
 
 
-def check_fields(items: Sequence[JsonObject]) -> None:
-    """Raises OpenAIError for a field that an item of `input`, or a part of it, does not have."""
+def check_fields(items: Sequence[JsonObject], field: str = "input") -> None:
+    """Raises OpenAIError for a field that an item of `field`, or a part of it, does not have."""
     for index, item in enumerate(items):
         kind = item_type(item)
-        refuse_unknown(item, _FIELDS[str(kind)], f"input[{index}]", may_be_null=True)
-        for field in _PART_LISTS:
-            if isinstance(parts := item.get(field), list):
+        refuse_unknown(item, _FIELDS[str(kind)], f"{field}[{index}]", may_be_null=True)
+        for name in _PART_LISTS:
+            if isinstance(parts := item.get(name), list):
                 for number, part in enumerate(parts):
-                    param = f"input[{index}].{field}[{number}]"
+                    param = f"{field}[{index}].{name}[{number}]"
                     refuse_unknown(part, _PART_FIELDS[part["type"]], param, may_be_null=True)
+
+
+_WITHOUT_STATUS = ("reasoning", "additional_tools")
+
+
+def full_item(item: JsonObject) -> JsonObject:
+    """A valid item as it is stored and listed: with its type and status, a message's text as a part."""
+    kind = item_type(item)
+    full = {"type": kind, **item}
+    if kind not in _WITHOUT_STATUS and item.get("status") is None:
+        full["status"] = "completed"
+    if kind == "message" and isinstance(text := item["content"], str):
+        is_answer = item["role"] == "assistant"
+        form: JsonObject = {"type": "output_text", "annotations": []} if is_answer else {"type": "input_text"}
+        full["content"] = [form | {"text": text}]
+    return full

@@ -24,7 +24,7 @@ from ..tensors import messages_tensor
 from ..validation import read
 from .conversation import Conversation, is_unfinished, without_former_reasoning
 from .item_ids import ID_PREFIX
-from .items import check_fields, item_type
+from .items import check_fields, full_item, item_type
 from .request import NO_HISTORY, OUTPUT_LOGPROBS, History, ResponsesRequest, WantedHistory
 from .schema import TEXT_FORMAT, ResponsesBody
 from .tool_fields import Tools
@@ -92,13 +92,12 @@ def _own_items(read: ReadBody, history: History) -> list[JsonObject]:
     there."""
     text = read.body.get("input")
     if isinstance(text, str):
-        content = [{"type": "input_text", "text": text}]
-        return [{"type": "message", "role": "user", "content": content, "status": "completed"}]
+        return [full_item({"role": "user", "content": text})]
     own: list[JsonObject] = []
     for index, item in enumerate(_items(read.body)):
         kind = item_type(item)
         if kind != "item_reference":
-            own.append(item if "type" in item else {"type": kind, **item})
+            own.append(full_item(item))
         elif (found := history.by_id.get(item["id"])) is not None:
             own.append(found)
         else:
@@ -146,7 +145,7 @@ def _template_options(fields: ResponsesBody, items: Sequence[JsonObject]) -> Jso
     if kwargs:
         options["chat_template_kwargs"] = kwargs
     if fields.reasoning is not None and fields.reasoning.effort is not None:
-        options["reasoning_effort"] = fields.reasoning.effort
+        options |= {"reasoning_effort": fields.reasoning.effort, "reasoning_effort_is_hint": True}
     if is_unfinished(items):
         options["continue_final_message"] = True
     return options
