@@ -88,7 +88,7 @@ def create_openai_router(
         router.add_route(path, _guarded(endpoint), methods=[method])
     for path, endpoint in TokenizationEndpoints(gate, catalog, max_body_bytes).routes().items():
         router.add_route(path, _guarded(endpoint), methods=["POST"])
-    responses = ResponseCreation(gate, catalog, max_body_bytes, store, sealing_key)
+    responses = ResponseCreation(gate, catalog, max_body_bytes, store, conversations, sealing_key)
     router.add_route("/v1/responses", _guarded(responses.create), methods=["POST"])
     router.routes.append(Route("/v1/{path:path}", _UnknownPath(tuple(router.routes))))
     return router

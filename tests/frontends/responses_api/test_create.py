@@ -187,7 +187,6 @@ def test_errors_name_the_clients_fields(client: openai.OpenAI) -> None:
             {"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": 7}}}},
             "text.format",
         ),
-        ({"input": "a", "conversation": "conv_1"}, "conversation"),
         ({"input": "a", "unheard_of": 1}, "unheard_of"),
         ({}, "input"),
     ]
@@ -196,3 +195,27 @@ def test_errors_name_the_clients_fields(client: openai.OpenAI) -> None:
             with pytest.raises(openai.BadRequestError) as raised:
                 client.post("/responses", body={"model": MODEL, "stream": stream, **fields}, cast_to=httpx.Response)
             assert (raised.value.param or "").startswith(param), raised.value
+
+
+def test_a_conversation_goes_on_from_response_to_response(client: openai.OpenAI) -> None:
+    id = client.conversations.create(items=[{"role": "user", "content": "Earlier."}]).id
+    first = client.responses.create(model=MODEL, input=SAY + "One.", conversation=id, temperature=0)
+    assert first.conversation is not None and first.conversation.id == id
+    stream = client.responses.create(
+        model=MODEL, input=SAY + "Two.", conversation={"id": id}, temperature=0, store=False, stream=True
+    )
+    assert [event.type for event in stream][-1] == "response.completed"
+    listed: list[Any] = list(client.conversations.items.list(id, order="asc"))
+    texts = [item.content[0].text for item in listed]
+    assert texts == ["Earlier.", SAY + "One.", "One.", SAY + "Two.", "Two."]
+    assert [item.role for item in listed] == ["user", "user", "assistant", "user", "assistant"]
+    assert len({item.id for item in listed}) == 5 and listed[2].id == first.output[0].id
+    referring: list[Any] = [{"type": "item_reference", "id": listed[2].id}, {"role": "user", "content": SAY + "Three."}]
+    longer = client.responses.create(model=MODEL, input=referring, conversation=id)
+    assert first.usage and longer.usage and longer.usage.input_tokens > first.usage.input_tokens
+
+
+def test_a_conversation_that_is_not_there(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(model=MODEL, input="Hi!", conversation="conv_1")
+    assert caught.value.param == "conversation"

@@ -60,7 +60,7 @@ class Conversations:
 
     async def items(self, id: str) -> Items:
         """All of them, the oldest first."""
-        return await self._read(await self.get(id))
+        return await self.read(await self.get(id))
 
     async def update(self, id: str, metadata: JsonObject) -> Document:
         async with self._lock(id):
@@ -123,7 +123,8 @@ class Conversations:
         except NotStoredError:
             raise _not_found(id) from None
 
-    async def _read(self, document: Document) -> Items:
+    async def read(self, document: Document) -> Items:
+        """The items of a document that `get` gave."""
         items: Items = await self._gate.decode_in_thread(len(document.items), lambda: orjson.loads(document.items))
         return items
 

@@ -36,6 +36,7 @@ from ..models import ModelCatalog, Target
 from ..requests import check_content_type, decode_cost, json_object, read_body
 from ..responses import Identity
 from ..sealed_reasoning import FIXED_KEY, SealingKey
+from .conversations import Conversations
 from .event_writer import ResponseWriter
 from .item_ids import ID_PREFIX
 from .parsing import ReadBody, parse_responses, read_responses
@@ -65,6 +66,14 @@ class PreparedResponse:
     @property
     def id(self) -> str:
         return ID_PREFIX + self.identity_suffix
+
+    async def tell_conversation(self, conversations: Conversations | None, owner: str, state: ResponseState) -> None:
+        """Adds what was asked and answered to the conversation that the response belongs to, if it has an end."""
+        id = self.request.conversation
+        if conversations is not None and id is not None and state.status in ("completed", "incomplete"):
+            answered = orjson.dumps(state.output())
+            parts = [part[1:-1] for part in (self.items, answered) if len(part) > len(b"[]")]
+            await conversations.append_answer(owner, id, b"[" + b",".join(parts) + b"]")
 
     def state(self, identity: Identity, plan: AnswerPlan | None, key: SealingKey) -> ResponseState:
         request = self.request
@@ -96,16 +105,18 @@ class ResponseCreation:
         catalog: ModelCatalog,
         max_body_bytes: int,
         store: ResponseStore | None = None,
+        conversations: Conversations | None = None,
         key: SealingKey = FIXED_KEY,
         background: Background | None = None,
     ) -> None:
-        """store: None: no response is kept
+        """store, conversations: None: no response is kept
         key: seals reasoning that clients send back
         """
         self._gate = gate
         self._catalog = catalog
         self._max_body_bytes = max_body_bytes
         self._store = store
+        self._conversations = conversations
         self._key = key
         self._background = background
 
@@ -126,7 +137,7 @@ class ResponseCreation:
     async def _prepared(self, body: bytes) -> PreparedResponse:
         cost = decode_cost(body)
         read = await self._gate.decode_in_thread(cost, lambda: read_responses(json_object(body)))
-        history = await fetch_history(self._store, read.wanted, self._gate, _MAX_HISTORY_BYTES)
+        history = await fetch_history(self._store, self._conversations, read.wanted, self._gate, _MAX_HISTORY_BYTES)
         cost += _HISTORY_ITEM_COST * len(history.items)
         return await self._gate.decode_in_thread(cost, partial(_prepare, read, history, self._key))
 
@@ -151,13 +162,16 @@ class ResponseCreation:
         return await streamed_answer(http, generation, ResponseWriter(state), headers, keep)
 
     def _keeper(self, prepared: PreparedResponse, identity: Identity, state: ResponseState) -> Keep | None:
-        """Puts the response into the store; None where it is not to be kept."""
+        """Puts the response into the store and into its conversation; None where it is not to be kept."""
         store, request = self._store, prepared.request
-        if store is None or not request.store:
+        if store is None or not (request.store or request.conversation):
             return None
         owner = current_owner()
 
         async def keep() -> None:
+            await prepared.tell_conversation(self._conversations, owner, state)
+            if not request.store:
+                return
             await store.put(
                 Document(
                     owner=owner,
@@ -182,7 +196,8 @@ _HISTORY_ITEM_COST = 256
 def _prepare(read: ReadBody, history: History, key: SealingKey) -> PreparedResponse:
     request = parse_responses(read, history, key)
     suffix = uuid.uuid4().hex
-    items = orjson.dumps(with_ids(request.input_items, ID_PREFIX + suffix)) if request.store else b"[]"
+    is_kept = request.store or request.conversation is not None
+    items = orjson.dumps(with_ids(request.input_items, ID_PREFIX + suffix)) if is_kept else b"[]"
     return PreparedResponse(request, read.body, suffix, orjson.dumps(request.echo), items, history)
 
 

@@ -21,34 +21,49 @@ from llmbackend.frontends.journals.response_store import (
 )
 
 from ..errors import JsonObject, OpenAIError
+from .conversations import Conversations
 from .item_ids import item_id, response_of
 from .request import NO_HISTORY, History, WantedHistory
 
 _PREVIOUS = "previous_response_id"
+_CONVERSATION = "conversation"
 _MAX_REFERENCES = 256
 
 
 async def fetch_history(
-    store: ResponseStore | None, wanted: WantedHistory, gate: InferenceGate, max_bytes: int
+    store: ResponseStore | None,
+    conversations: Conversations | None,
+    wanted: WantedHistory,
+    gate: InferenceGate,
+    max_bytes: int,
 ) -> History:
     """max_bytes: of all that is read. Raises OpenAIError naming what is not there."""
     if wanted.is_empty:
         return NO_HISTORY
-    if wanted.conversation is not None:
-        message = (
-            "'conversation' is not supported: this server keeps no conversations; previous_response_id chains responses"
-        )
-        raise OpenAIError(message, param="conversation", code="unsupported_parameter")
-    if store is None:
-        field = _PREVIOUS if wanted.previous_response_id else "input"
+    if store is None or conversations is None:
+        field = _CONVERSATION if wanted.conversation else _PREVIOUS if wanted.previous_response_id else "input"
         raise OpenAIError(
             f"'{field}' is not supported: this server keeps no responses", param=field, code="unsupported"
         )
     previous = await _lineage(store, wanted.previous_response_id, max_bytes)
     referred = await _referred(store, wanted.item_ids)
     items, found = await gate.run_in_thread(lambda: (tuple(_items(previous)), list(_items(referred))))
+    if wanted.conversation is not None:
+        items = tuple(await _conversation(conversations, wanted.conversation, max_bytes))
     by_id = {item["id"]: item for item in (*items, *found) if "id" in item}
     return History(items, {id: by_id[id] for id in wanted.item_ids if id in by_id})
+
+
+async def _conversation(conversations: Conversations, id: str, max_bytes: int) -> list[JsonObject]:
+    try:
+        document = await conversations.get(id)
+    except OpenAIError as error:
+        error.param = error.param or _CONVERSATION
+        raise
+    if len(document.items) > max_bytes:
+        message = f"'{_CONVERSATION}': the conversation has {len(document.items)} bytes, expected at most {max_bytes}"
+        raise OpenAIError(message, param=_CONVERSATION, code="invalid_value")
+    return await conversations.read(document)
 
 
 async def _lineage(store: ResponseStore, id: str | None, max_bytes: int) -> list[Document]:
