@@ -59,13 +59,11 @@ class Blocks:
         """The text of the thinking that is open."""
         self._num_blocks = 0
         self._usage = Usage(1)
-        self._num_output_tokens = 0
         self._finish_reason = ""
         self._stop: str | int | None = None
 
     def add(self, delta: Delta) -> None:
         self._usage.add(0, delta)
-        self._num_output_tokens += delta.num_output_tokens
         self._finish_reason = delta.finish_reason or self._finish_reason
         if delta.stop_reason is not None:
             self._stop = delta.stop_reason
@@ -89,8 +87,8 @@ class Blocks:
         """Why the answer ended; after `close`."""
         reason = "end_turn"
         if self._finish_reason == "length":
-            is_counted = self._usage.total() is not None
-            had_room = is_counted and self._num_output_tokens < self._request.max_tokens
+            counts = self._usage.total()
+            had_room = counts is not None and counts["completion_tokens"] < self._request.max_tokens
             reason = "model_context_window_exceeded" if had_room else "max_tokens"
         elif isinstance(self._stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self._stop}

@@ -32,7 +32,8 @@ _FIELD_NAMES: Final = {
     "reasoning_effort": "output_config.effort",
 }
 """Chat's names and those of sampling parameters → Anthropic's."""
-_WITH_USAGE: Final = StreamOptions.model_construct(include_usage=True)
+_WITH_USAGE: Final = StreamOptions.model_construct(include_usage=True, continuous_usage_stats=True)
+"""The first event has the prompt's tokens."""
 Body = TypeVar("Body", bound=PromptFields)
 
 
@@ -152,7 +153,7 @@ def _prompt(fields: PromptFields, tools: ToolUse | None, beta: BetaFields, key: 
     if conversation.is_prefilled:
         options |= {"continue_final_message": True, "add_generation_prompt": False}
     if fields.output_config is not None and fields.output_config.effort is not None:
-        options["reasoning_effort"] = fields.output_config.effort
+        options |= {"reasoning_effort": fields.output_config.effort, "reasoning_effort_is_hint": True}
     if variables := _variables(fields.thinking, fields.chat_template_kwargs or {}):
         options["chat_template_kwargs"] = variables
     return messages_tensor(conversation.messages, options)

@@ -34,7 +34,7 @@ from ..openai.generation import Generation, check_fields_taken
 from ..openai.labels import logged
 from ..openai.models import ModelCatalog, Target
 from ..openai.prompt_description import describe_prompt
-from ..openai.requests import check_content_type, json_object, read_body
+from ..openai.requests import check_content_type, decode_cost, json_object, read_body
 from ..openai.responses import Identity
 from ..openai.router import DEFAULT_MAX_BODY_BYTES, model_endpoints
 from ..openai.sealed_reasoning import FIXED_KEY, SealingKey
@@ -97,7 +97,7 @@ class _AnthropicService:
         beta = BetaFields(http.headers.get("anthropic-beta", ""))
         body = await read_body(self._gate, http, self._max_body_bytes)
         request = await self._gate.decode_in_thread(
-            len(body), lambda: parse_message(json_object(body), beta, self._key)
+            decode_cost(body), lambda: parse_message(json_object(body), beta, self._key)
         )
         _note(http, request.generation.labels, beta)
         target = self.catalog.require(request.generation.model, request.generation.prompts[0].name)
@@ -134,7 +134,9 @@ class _AnthropicService:
         check_content_type(http)
         beta = BetaFields(http.headers.get("anthropic-beta", ""))
         body = await read_body(self._gate, http, self._max_body_bytes)
-        request = await self._gate.decode_in_thread(len(body), lambda: parse_prompt(json_object(body), beta, self._key))
+        request = await self._gate.decode_in_thread(
+            decode_cost(body), lambda: parse_prompt(json_object(body), beta, self._key)
+        )
         _note(http, {}, beta)
         prompt = request.prompts[0]
         target = self.catalog.require(request.model, prompt.name)
