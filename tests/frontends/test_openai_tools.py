@@ -10,8 +10,10 @@ from typing import Any
 import openai
 import pytest
 
+from llmbackend.adapter import generation_bounds
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.frontends.openai import grammar_size
 from tests.helpers.openai_live_server import serve_openai
 from tests.helpers.scripted_text import SAY, SCRIPT_TEMPLATE, follow_scripts
 
@@ -173,6 +175,27 @@ def test_choices_have_calls_of_their_own(client: openai.OpenAI) -> None:
 def test_at_most_one_call_without_parallel_ones(client: openai.OpenAI) -> None:
     _, found = both(client, TWO_CALLS, tools=TOOLS, parallel_tool_calls=False)
     assert ([one[2] for one in found["calls"].values()], found["finish_reason"]) == ([PARIS], "tool_calls")
+
+
+LARGE = {"type": "object", "properties": {"a": {"enum": [f"{n:063}" for n in range(4096)]}}, "required": ["a"]}
+
+
+def test_a_schema_that_is_too_large_is_named(client: openai.OpenAI) -> None:
+    """Not the input of the model that it comes into, whether a tool or the answer has it."""
+    assert grammar_size.MAX_SAMPLING_JSON_BYTES == generation_bounds.MAX_SAMPLING_JSON_BYTES
+    large = {"type": "function", "function": {"name": "large", "parameters": LARGE, "strict": True}}
+    answer_form = {"type": "json_schema", "json_schema": {"name": "large", "schema": LARGE}}
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("tools[1].function.parameters", {"tools": [*TOOLS, large]}),
+        ("tools[1].function.parameters", {"tools": [*TOOLS, large], "tool_choice": "required", "stream": True}),
+        ("response_format", {"response_format": answer_form}),
+        ("response_format", {"response_format": answer_form, "tools": TOOLS}),
+    ]
+    for param, fields in requests:
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, "", **fields)
+        assert caught.value.param == param
+        assert f"'{param}' has 27" in str(caught.value) and "at most 262144" in str(caught.value)
 
 
 def test_a_schema_that_cannot_be_enforced_names_the_tool(client: openai.OpenAI) -> None:

@@ -22,6 +22,7 @@ from llmbackend.frontends.inference_gate import InferenceGate
 
 from .answer_plan import AnswerPlan
 from .errors import OpenAIError
+from .grammar_size import check_grammar_size
 from .models import Target
 from .requests import GenerationRequest
 from .tensors import (
@@ -190,14 +191,16 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan | None
     """The inputs other than the prompt, which all prompts share."""
     wants_counts, wants_usage = _counts(request)
     has_usage = wants_usage and target.model.takes(RETURN_USAGE)
+    sampling = request.sampling | _lora(target) | ({} if plan is None else plan.sampling)
     options = option_inputs(
-        request.sampling | _lora(target) | ({} if plan is None else plan.sampling),
+        sampling,
         text_tokens=plan is not None,
         stream=request.stream is not None,
         logprobs=request.logprobs is not None,
         counts=wants_counts or (wants_usage and not has_usage),
         more=(*_flags(request), *(_STOP_REASON if _can_stop(request) else ()), *((RETURN_USAGE,) if has_usage else ())),
     )
+    check_grammar_size(len(options[0].data.item(0)), sampling, request, plan)
     if request.prior_output_ids:
         options = (*options, prior_output_ids_tensor(request.prior_output_ids))
     return [target.model.fitted(tensor) for tensor in options if target.model.takes(tensor.name)]
