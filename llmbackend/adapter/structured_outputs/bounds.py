@@ -6,9 +6,11 @@ request well below a second of a conversion thread, and no other request a step:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NoReturn
 
 from llmbackend.core.backend_api import invalid_argument, shown
+from llmbackend.engine.grammars.limits import ENGINE_LIMITS
 
 MAX_DEPTH = 64
 """Of nested schemas, tags, groups of a regular expression."""
@@ -26,11 +28,10 @@ MAX_MULTIPLE_OF = 10_000
 """Numerator and denominator of multipleOf: the compiler builds a state for each remainder."""
 MAX_GRAMMAR_CHARS = 65536
 MAX_TAGS = 512
-LEXER_FUEL, STEP_LEXER_FUEL, STEP_ITEMS, ITEMS_IN_ROW, LEXER_STATES, GRAMMAR_SIZE = (
-    500_000, 100_000, 50_000, 2_000, 50_000, 100_000,
-)  # fmt: skip
-"""Of the compiler: fuel to build regular expressions; fuel, items, and items at one place of one mask; states; symbols.
-None is larger than the engine's (engine/grammars/grammar_compiler.py), so that what passes here compiles there."""
+CHECK_LIMITS = dataclasses.replace(ENGINE_LIMITS, initial_lexer_fuel=500_000, max_grammar_size=100_000)
+"""Of the compiler. None is larger than the engine's, so that what passes here compiles there."""
+PROBES, PROBE_MASKS = 2, 32
+"""Texts of a grammar that are begun to see whether it can be followed, and masks for each of them."""
 
 
 class Place:

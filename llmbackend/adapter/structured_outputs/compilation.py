@@ -17,19 +17,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from . import regular_expressions
-from .bounds import (
-    GRAMMAR_SIZE,
-    ITEMS_IN_ROW,
-    LEXER_FUEL,
-    LEXER_STATES,
-    MAX_CHOICE_CHARS,
-    MAX_CHOICES,
-    STEP_ITEMS,
-    STEP_LEXER_FUEL,
-    Place,
-)
+from .bounds import CHECK_LIMITS, MAX_CHOICE_CHARS, MAX_CHOICES, Place
 from .constraint import Constraint
 from .ebnf import ebnf
+from .followability import why_not_followed
 from .json_schema import SchemaOptions, enforceable, parse_schema
 from .lark import Rules, literal
 from .lark_grammar import is_lark, lark_grammar
@@ -90,24 +81,15 @@ class GrammarCompiler:
 
     def _check(self, grammar: str, constraint: Constraint) -> None:
         matcher = self.matcher(grammar)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # a grammar that matches nothing shows here
-        if matcher.is_error():
-            _refuse(matcher.get_error(), constraint)
+        error = matcher.get_error() if matcher.is_error() else why_not_followed(matcher)
+        if error:
+            _refuse(error, constraint)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher of bytes within the bounds; the compiler works without the GIL."""
-        from llguidance import LLMatcher, LLParserLimits
+        from llguidance import LLMatcher
 
-        limits = LLParserLimits(
-            initial_lexer_fuel=LEXER_FUEL,
-            step_lexer_fuel=STEP_LEXER_FUEL,
-            step_max_items=STEP_ITEMS,
-            max_items_in_row=ITEMS_IN_ROW,
-            max_lexer_states=LEXER_STATES,
-            max_grammar_size=GRAMMAR_SIZE,
-            verbose_errors=False,
-        )
+        limits = CHECK_LIMITS.for_library()
         if self._tokenizer is None:
             self._tokenizer = _byte_tokenizer(max(self.special_tokens.values(), default=0))
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Final
 
 from ..errors import BadInputError
 from ..infer_request import ModelInfo, Vocabulary
+from .limits import ENGINE_LIMITS
 from .vocabulary import make_tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_BYTES: Final = 4 << 20
 _MAX_CACHED_BYTES: Final = 16 << 20
@@ -64,7 +65,7 @@ class GrammarCompiler:
                 f"'structured_outputs' makes a grammar of {len(grammar)} characters, expected at most "
                 f"{MAX_GRAMMAR_BYTES}"
             )
-        matcher = LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=_limits())
+        matcher = LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=ENGINE_LIMITS.for_library())
         if matcher.is_error():
             raise BadInputError(f"'structured_outputs' cannot be compiled: {first_line(matcher)}")
         return matcher
@@ -92,21 +93,6 @@ class GrammarCompiler:
         ):
             oldest, _ = self._compiled.popitem(last=False)
             self._num_cached_bytes -= len(oldest)
-
-
-def _limits() -> LLParserLimits:
-    """None is smaller than the adapter's (adapter/structured_outputs/bounds.py), so that what it accepts compiles."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(
-        initial_lexer_fuel=1_000_000,  # some 20 ms for the regular expressions of a grammar
-        step_lexer_fuel=100_000,  # some 7 ms for those of one mask
-        step_max_items=50_000,  # some 3 ms of one mask
-        max_items_in_row=2_000,
-        max_lexer_states=50_000,  # up to 100 MB
-        max_grammar_size=500_000,  # symbols
-        verbose_errors=False,
-    )
 
 
 def first_line(matcher: LLMatcher) -> str:
