@@ -16,6 +16,7 @@ from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.infer_request import InferRequest, StepOutput
 from llmbackend.waiting.timer import Alarm
 
+from .lora_registry import NO_ADAPTER, AdapterHandle
 from .response_sender import Choice, ResponseSender
 from .schemas.schema import Reply, TaskTimes
 from .text.output_assembler import OutputAssembler
@@ -37,11 +38,13 @@ class InferTask:
         makes_drafts: bool = False,
         choice: int = 0,
         prior_output_ids: Sequence[int] = (),
+        adapter: AdapterHandle = NO_ADAPTER,
     ) -> None:
         """choice: its place among the generations of its prompt
         kv_block_size: tokens per block of the engines' KV cache
         makes_drafts: whether the engines speculate
         prior_output_ids: tokens of its output that its client has; `assembler` is behind them
+        adapter: stays loaded as long as the task lives
         """
         self.infer_request = infer_request
         self.output_token_ids = list(prior_output_ids)
@@ -59,6 +62,7 @@ class InferTask:
         self.alarms: list[Alarm] = []
         """Set for its deadlines."""
         self.makes_drafts = makes_drafts
+        self._adapter = adapter
         self._choice = choice
         self._num_prior_tokens = len(prior_output_ids)
         self._kv_block_size = kv_block_size

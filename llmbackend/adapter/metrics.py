@@ -38,6 +38,7 @@ _BREACHES = "llmbackend:invariant_breaches_total"
 _RECOVERY = "llmbackend:engine_recovery_seconds"
 _CONTEXT = "llmbackend:max_model_len_tokens"
 _RESTARTS = "llmbackend:engine_restarts_total"
+_ADAPTERS = "llmbackend:lora_adapters"
 _GAUGES = {
     "vllm:num_requests_running": "Requests in the engines' batches.",
     "vllm:num_requests_waiting": "Requests waiting for an engine, in the model's queue or in an engine.",
@@ -142,6 +143,9 @@ class LlmMetrics:
         self._restarts = backend.metric_family(
             MetricKind.COUNTER, _RESTARTS, "Engines that were replaced, by how they were lost.", (*_LABELS, "cause")
         )
+        self._adapters = backend.metric_family(
+            MetricKind.GAUGE, _ADAPTERS, "1: LoRA adapters that were loaded at run time.", (*_LABELS, "lora_name")
+        )
         self._inter_token = self._families["vllm:inter_token_latency_seconds"]
         self._kv_blocks = KvBlockMetrics(backend, self._labels)
         self._create_series()
@@ -149,6 +153,13 @@ class LlmMetrics:
     def set_max_tokens(self, max_tokens: int) -> None:
         """The model's context, known when an engine was loaded."""
         self._set(_CONTEXT, max_tokens)
+
+    def set_adapter(self, name: str, is_served: bool) -> None:
+        """An adapter was loaded at run time, or unloaded."""
+        if is_served:
+            self._adapters.set(1, lora_name=name, **self._labels)
+        else:
+            self._adapters.remove(lora_name=name, **self._labels)
 
     def engine_started(self, engine: int, num_blocks: int, tokens_per_block: int) -> None:
         self._kv_blocks.engine_started(engine, num_blocks, tokens_per_block)

@@ -24,11 +24,12 @@ from llmbackend.core.backend_api import (
 )
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import EngineStats, InferRequest, StepOutput
+from llmbackend.engine.infer_request import AdapterResult, EngineStats, InferRequest, StepOutput
 from llmbackend.engine.llm_manager import LlmManager, Operation, StatusType
 
 from .conversion_pool import is_short
 from .infer_task import InferTask
+from .lora_changes import LoraChange, lora_change
 from .model_state import ModelState
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class ModelInstanceState:
             engine_lost=self._engine_lost,
             stall_timeout_s=self._model.arguments.stall_timeout_s,
             vocabulary=self._model.vocabulary,
+            adapters=self._model.loras.wanted,
+            adapter_loaded=self._adapter_loaded,
         )
 
     def check_ready(self) -> None:
@@ -76,6 +79,10 @@ class ModelInstanceState:
         for request in requests:
             if self._model.schema.is_stop(request):
                 self._handle_stop_request(request)
+                continue
+            if (change := lora_change(request)) is not None:
+                change_loras = partial(self._change_loras, request, change, time.monotonic_ns())
+                self._model.convert_later(request, change_loras, partial(self._refuse, request))
                 continue
             convert = partial(self._convert, request, time.monotonic_ns())
             if is_short(request):
@@ -108,6 +115,24 @@ class ModelInstanceState:
         request.new_response().send(ResponseFlag.FINAL)
         self._instance.report_statistics(request, True, start_ns, start_ns, start_ns, time.monotonic_ns())
         request.release()
+
+    def _change_loras(self, request: Request, change: LoraChange, start_ns: int) -> Sequence[InferTask]:
+        """Answered when the engines have loaded the adapter."""
+
+        def answer(error: TritonError | None) -> None:
+            request.new_response().send(ResponseFlag.FINAL, error)
+            times_ns = (start_ns, start_ns, start_ns, time.monotonic_ns())
+            self._instance.report_statistics(request, error is None, *times_ns)
+            request.release()
+
+        try:
+            self._model.change_loras(change, answer)
+        except TritonError as error:
+            answer(error)
+        except Exception as error:
+            logger.exception("a LoRA adapter could not be loaded")
+            answer(internal(f"the adapter could not be loaded: {error}"))
+        return ()
 
     def _refuse(self, request: Request, error: TritonError) -> None:
         request.new_response().send(ResponseFlag.FINAL, self._model.schema.client_error(error))
@@ -163,6 +188,7 @@ class ModelInstanceState:
     def _engine_lost(self, request_ids: Sequence[str], cause: EngineDeadError) -> None:
         """The dead engine's requests go on in the next engine that has room, except one that keeps killing engines."""
         engine, model = self._engine, self._model
+        model.loras.engine_ended(engine.index)
         lost = self._tasks.engine_died(engine.assignment, request_ids, cause.kind, time.monotonic_ns())
         logger.warning("%s: engine %d died, %d requests go on: %s", model.name, engine.index, len(lost.requeued), cause)
         self._metrics.engine_lost(engine.index, cause.kind, self._tasks.num_waiting)
@@ -172,6 +198,9 @@ class ModelInstanceState:
         if model.why_no_engine():
             model.fail_all(unavailable(f"model '{model.name}' has no engine that stays alive: {cause}"))
         model.wake_engines()
+
+    def _adapter_loaded(self, result: AdapterResult) -> None:
+        self._model.loras.loaded(self._engine.index, result)
 
     def _on_stats(self, stats: EngineStats) -> None:
         self._metrics.engine_stats(self._engine.index, stats, self._tasks.num_waiting)

@@ -24,8 +24,6 @@ class ModelLimits:
     """0 = as many as max_tokens allows."""
     max_output_tokens: int = 0
     """0 = as many as max_tokens allows."""
-    lora_names: tuple[str, ...] | None = None
-    """None when LoRA is not enabled."""
     kv_block_size: int = 1
     """Tokens per block."""
     makes_drafts: bool = False

@@ -34,6 +34,8 @@ from .conversion_pool import Conversion, ConversionPool
 from .device_placement import DevicePlacement
 from .engine_args import LORA_NAMES, TEXT_PARAMETERS, check_checkpoint, read_model_arguments
 from .infer_task import InferTask
+from .lora_changes import LoraChange
+from .lora_registry import LoraRegistry
 from .metrics import LlmMetrics
 from .model_limits import ModelLimits
 from .request_conversion import RequestConverter
@@ -103,12 +105,9 @@ class ModelState:
         self.converter: RequestConverter | None = None
         """None until the first engine has told its limits; of several engines, the strictest limits count."""
         self._tokenizer = TokenizerLoader(self.arguments.engine) if schema.needs_tokenizer else None
-
-    @property
-    def lora_names(self) -> tuple[str, ...] | None:
-        """None when LoRA is not enabled."""
         engine = self.arguments.engine
-        return tuple(engine.lora_modules) if engine.enable_lora else None
+        configured = engine.lora_modules if engine.enable_lora else None
+        self.loras = LoraRegistry(configured, self.wake_engines, self.metrics.set_adapter)
 
     def public_parameters(self) -> dict[str, str]:
         """What frontends may know of the model, as parameters of its configuration: its adapters, its chat template,
@@ -116,7 +115,7 @@ class ModelState:
         engine = self.arguments.engine
         values = {name: getattr(engine, name) for name in TEXT_PARAMETERS}
         values["chat_template"] = self._tokenizer.chat_template if self._tokenizer is not None else ""
-        values[LORA_NAMES] = ",".join(self.lora_names or ())
+        values[LORA_NAMES] = ",".join(engine.lora_modules if engine.enable_lora else ())
         return {name: value for name, value in values.items() if value}
 
     # --- engines ------------------------------------------------------------------------------------------------------
@@ -138,7 +137,9 @@ class ModelState:
         with self._lock:
             self._engines.append(engine)
             limits = self._limits()
-            self.converter = RequestConverter(self.schema, tokenizer, limits, self._policies, self._sampling_defaults)
+            self.converter = RequestConverter(
+                self.schema, tokenizer, limits, self._policies, self._sampling_defaults, self.loras
+            )
         self.metrics.set_max_tokens(limits.max_tokens)
         logger.info("%s: %s", instance_name, engine.info.description or f"loaded in {engine.info.load_s:.1f} s")
 
@@ -153,6 +154,7 @@ class ModelState:
         if not others:
             self._conversions.drain(unloaded)
         engine.manager.shutdown()
+        self.loras.engine_ended(engine.index)
         self._placement.leave(engine.config)
         if others:
             self.tasks.hand_over(engine.assignment, others[0].assignment)
@@ -163,6 +165,7 @@ class ModelState:
 
     def close(self) -> None:
         """After the last engine has ended."""
+        self.loras.close()
         if self._tokenizer is not None:
             self._tokenizer.close()
         self._conversions.close()
@@ -172,6 +175,20 @@ class ModelState:
     def vocabulary(self) -> Vocabulary | None:
         """What tokens stand for, for an engine's first request with a grammar."""
         return None if self._tokenizer is None else self._tokenizer.verified().vocabulary()
+
+    def change_loras(self, change: LoraChange, answer: Callable[[TritonError | None], None]) -> None:
+        """Loads or unloads an adapter; `answer` is called when it is done. Raises TritonError, and does not call it,
+        when it cannot be."""
+        if change.action == "unload":
+            self.loras.unload(change.name)
+            answer(None)
+            return
+        if reason := self.why_no_engine():
+            raise self._refused(reason)
+        engines = [engine.index for engine in tuple(self._engines)]
+        self.loras.load(
+            change.name, change.folder, change.path, in_place=change.in_place, engines=engines, answer=answer
+        )
 
     def ready_engines(self) -> list[EngineHandle]:
         return [engine for engine in tuple(self._engines) if not engine.why_not_ready()]
@@ -202,7 +219,6 @@ class ModelState:
             vocab_size=min(info.vocab_size for info in infos),
             max_prompt_tokens=self.arguments.max_prompt_tokens,
             max_output_tokens=self.arguments.max_output_tokens,
-            lora_names=self.lora_names,
             kv_block_size=max(info.block_size for info in infos),
             makes_drafts=self.arguments.engine.speculative_config is not None,
             eos_token_ids=infos[0].eos_token_ids,

@@ -25,12 +25,13 @@ from .choices import CollectedChoices
 from .continuation import prior_output, replay
 from .generation_bounds import MAX_PROMPT_LOGPROBS
 from .infer_task import InferTask
+from .lora_registry import NO_LORAS, AdapterHandle, LoraRegistry
 from .model_limits import ModelLimits
 from .prompts import PromptMaker
 from .response_sender import Choice, ResponseSender
 from .schemas.prompt_description import described
 from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameter, parse_sampling_parameters
-from .schemas.schema import SEQUENCE_INDEX, LlmInputs, LoraError, Prompt, Schema, TaskTimes
+from .schemas.schema import SEQUENCE_INDEX, LlmInputs, Prompt, Schema, TaskTimes
 from .structured_outputs.compilation import GrammarCompiler
 from .structured_outputs.constraint import Constraint
 from .text.output_assembler import OutputAssembler
@@ -48,6 +49,7 @@ class _CheckedGeneration:
     grammar: str
     """"" = any text."""
     reasoning: Reasoning | None
+    adapter: AdapterHandle
     prior: StepOutput | None = None
     """The output that the client has, behind which this one begins."""
 
@@ -89,12 +91,14 @@ class RequestConverter:
         limits: ModelLimits,
         policies: QueuePolicies,
         sampling_defaults: Mapping[str, Any] = NO_DEFAULTS,
+        loras: LoraRegistry = NO_LORAS,
     ) -> None:
         self._schema = schema
         self._tokenizer = tokenizer
         self._limits = limits
         self._policies = policies
         self._sampling_defaults = sampling_defaults
+        self._loras = loras
         self._prompts = PromptMaker(tokenizer, limits)
         self._grammars = GrammarCompiler(tokenizer.special_text, limits.vocab_size)
 
@@ -183,11 +187,11 @@ class RequestConverter:
             defaults=self._sampling_defaults,
         )
         self._check_prompt_logprobs(params.sampling.prompt_logprobs, len(prompt.token_ids))
-        self._check_lora(params.lora_name)
+        adapter = self._loras.take(params.lora_name)
         grammar = self._grammars.grammar(self._with_defaults(params.constraint)) if params.constraint else ""
         reasoning = params.reasoning.for_prompt(prompt.token_ids, self._tokenizer) if params.reasoning else None
         params = self._biased(params, inputs.bias)
-        return _CheckedGeneration(inputs, prompt, params, grammar, reasoning, self._prior(inputs, params))
+        return _CheckedGeneration(inputs, prompt, params, grammar, reasoning, adapter, self._prior(inputs, params))
 
     def _prior(self, inputs: LlmInputs, params: GenerationParams) -> StepOutput | None:
         if inputs.prior_output_ids is None:
@@ -261,7 +265,7 @@ class RequestConverter:
             priority=priority,
             tenant=sender.tenant.cache_name,
             cache_salt=params.cache_salt,
-            lora_name=params.lora_name,
+            lora_name=generation.adapter.key,
             grammar=generation.grammar,
             reasoning=generation.reasoning_for_engine,
             prefix_group=f"{group}.{inputs.batch_index}" if inputs.num_sequences > 1 else "",
@@ -276,16 +280,9 @@ class RequestConverter:
             kv_block_size=self._limits.kv_block_size,
             makes_drafts=self._limits.makes_drafts,
             choice=inputs.sequence_index,
+            adapter=generation.adapter,
             prior_output_ids=() if generation.prior is None else generation.prior.token_ids,
         )
-
-    def _check_lora(self, name: str) -> None:
-        """Raises LoraError with vllm_backend's texts."""
-        names = self._limits.lora_names
-        if name and names is None:
-            raise LoraError("LoRA feature is not enabled.")
-        if name and names is not None and name not in names:
-            raise LoraError(f"LoRA {name} is not supported, we currently support {list(names)}")
 
     def _check_prompt_logprobs(self, count: int | None, num_prompt_tokens: int) -> None:
         if count is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
 import typer
@@ -102,6 +103,10 @@ class ProtocolFlags:
         str, typer.Option(help="What stands between a model and its LoRA adapter in OpenAI requests, such as _lora_.")
     ] = ""
 
+    lora_folder: Annotated[
+        str, typer.Option(help="Below it lie LoRA adapters that /v1/load_lora_adapter may load; without it, none may.")
+    ] = ""
+
     def options(self) -> ProtocolOptions:
         levels = get_args(CompressionLevel)
         if self.grpc_infer_response_compression_level not in levels:
@@ -115,7 +120,15 @@ class ProtocolFlags:
             grpc_response_compression=self.grpc_infer_response_compression_level,  # type: ignore[arg-type]  # checked
             grpc_reuse_port=self.reuse_grpc_port,
             openai_lora_separator=self.lora_separator,
+            openai_lora_folder=_folder("--lora-folder", self.lora_folder),
         )
+
+
+def _folder(flag: str, path: str) -> str:
+    """`path`, absolute."""
+    if path and not Path(path).is_dir():
+        raise typer.BadParameter(f"{flag} is '{path}', expected a folder that exists")
+    return str(Path(path).resolve()) if path else ""
 
 
 def _forward(protocol: str, pattern: str) -> HeaderForward:

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from .adapter_loads import AdapterLoads
 from .config import EngineConfig
 from .grammars.constraints import Constraints
 from .infer_request import (
@@ -98,6 +99,7 @@ class EngineCore:
         self._is_launch_failed = False
         """Whether the next step, once nothing is in flight, runs its rows one by one."""
         self._live: dict[str, Sequence] = {}
+        self.adapters = AdapterLoads(runner, self._has_adapter)
         self._ended: list[StepOutput] = []
         """Outputs of requests that ended outside a step; the next step emits them."""
         self._arrivals = 0
@@ -111,13 +113,14 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step()` has something to compute or to emit."""
-        return bool(self._live or self._ended or self._in_flight)
+        return bool(self._live or self._ended or self._in_flight or self.adapters.has_work)
 
     def add(self, request: InferRequest) -> None:
         """Queues a request. One that can never run ends at the next step with finish_reason "error" and the reason."""
         request_id = request.request_id
         if request_id in self._live:
             raise ValueError(f"request_id '{request_id}' is already live in this engine, expected a unique id")
+        self.adapters.finish(request.lora_name)
         if error := refusal(request, self.info):
             self._ended.append(StepOutput(request_id, finish_reason="error", error=error))
             return
@@ -149,6 +152,7 @@ class EngineCore:
         """One step of all that can run; also emits what ended since the last one."""
         if self._constraints.is_compiling:
             self._take_compiled()
+        adapters = self.adapters.take_results()
         step = self._run() if self._in_flight is None else self._run_overlapped(self._in_flight)
         outputs, self._ended = self._ended, []
         times_s = (0.0, 0.0, 0.0)
@@ -159,10 +163,12 @@ class EngineCore:
                 self._pacer.end(times_s[0])
         elif not outputs and self._constraints.is_compiling:
             self._constraints.wait(_COMPILE_POLL_S)
+        elif not outputs and not self._live and self.adapters.is_loading:
+            self.adapters.wait(_COMPILE_POLL_S)
         elif not outputs and self._live:
             raise RuntimeError(f"the scheduler found nothing to run for {len(self._live)} live requests")
         self._num_steps += 1
-        return StepResult(self._num_steps, tuple(outputs), self._stats(*times_s))
+        return StepResult(self._num_steps, tuple(outputs), self._stats(*times_s), adapters)
 
     def check(self) -> None:
         """Raises AssertionError when a block or a row is lost, or held without a live request."""
@@ -186,6 +192,7 @@ class EngineCore:
     def close(self) -> None:
         self._runner.close()
         self._constraints.close()
+        self.adapters.close()
 
     def _take_compiled(self) -> None:
         """Requests whose grammar is compiled are scheduled from now on."""
@@ -373,6 +380,9 @@ class EngineCore:
             tuple(logprobs[: len(token_ids)]),
             sequence.num_cached_tokens,
         )
+
+    def _has_adapter(self, name: str) -> bool:
+        return any(sequence.request.lora_name == name for sequence in self._live.values())
 
     def _last_output(self, sequence: Sequence, reason: FinishReason, token_id: int) -> StepOutput:
         """The end of a request that was resumed with nothing left to generate."""

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from .adapter_loads import Adapters, AdaptingRunner
 from .infer_request import InferRequest, ModelInfo
 from .step import (
     BROKEN_LOGITS,
@@ -76,6 +77,10 @@ class FaultyRunner:
     @property
     def info(self) -> ModelInfo:
         return self._runner.info
+
+    @property
+    def adapters(self) -> Adapters | None:
+        return self._runner.adapters if isinstance(self._runner, AdaptingRunner) else None
 
     def add_row(self, row: int, request: InferRequest) -> None:
         self._runner.add_row(row, request)

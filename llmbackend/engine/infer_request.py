@@ -232,6 +232,21 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_bytes: tuple[bytes, ...] = ()
 
 
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter that requests may name. An engine never has two of one name."""
+
+    name: str
+    path: str
+    """A folder that PEFT wrote."""
+
+
+class AdapterResult(msgspec.Struct, frozen=True, array_like=True):
+    """How loading an adapter ended. error: "" = requests may name it."""
+
+    name: str
+    error: str = ""
+
+
 class EngineInput(msgspec.Struct, frozen=True, array_like=True):
     """Host → engine, one message per wake-up.
 
@@ -239,12 +254,16 @@ class EngineInput(msgspec.Struct, frozen=True, array_like=True):
     abort       request ids
     shutdown    whether the engine ends after this message
     vocabulary  before the first request with a grammar, once for each engine
+    load        adapters, before the requests that name them
+    drop        names of adapters that no further request will have
     """
 
     add: tuple[InferRequest, ...] = ()
     abort: tuple[str, ...] = ()
     shutdown: bool = False
     vocabulary: Vocabulary | None = None
+    load: tuple[AdapterLoad, ...] = ()
+    drop: tuple[str, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -253,11 +272,13 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     step_id  counts from 1
     outputs  of all requests that the step did something for
     stats    after the step
+    adapters of loads that have ended since the last one
     """
 
     step_id: int
     outputs: tuple[StepOutput, ...]
     stats: EngineStats
+    adapters: tuple[AdapterResult, ...] = ()
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

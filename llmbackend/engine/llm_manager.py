@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import IntEnum
 from typing import ParamSpec, TypeVar
@@ -20,7 +20,17 @@ from typing import ParamSpec, TypeVar
 from . import runners
 from .config import EngineConfig
 from .errors import EngineDeadError
-from .infer_request import EngineInput, EngineStats, InferRequest, ModelInfo, StepOutput, StepResult, Vocabulary
+from .infer_request import (
+    AdapterLoad,
+    AdapterResult,
+    EngineInput,
+    EngineStats,
+    InferRequest,
+    ModelInfo,
+    StepOutput,
+    StepResult,
+    Vocabulary,
+)
 from .process.supervisor import Supervisor, Wakeup
 
 logger = logging.getLogger(__name__)
@@ -56,6 +66,8 @@ class LlmManager:
         engine_lost: Callable[[Sequence[str], EngineDeadError], None],
         stall_timeout_s: float = STALL_TIMEOUT_S,
         vocabulary: Callable[[], Vocabulary | None] = lambda: None,
+        adapters: Callable[[], Mapping[str, str]] | None = None,
+        adapter_loaded: Callable[[AdapterResult], None] = lambda result: None,
     ) -> None:
         """The callbacks, on the loop's thread. An exception of a callback is logged, and the loop goes on.
 
@@ -68,6 +80,9 @@ class LlmManager:
                                             were pulled; get_requests may give them out again, to the next engine
         vocabulary()                        what tokens stand for, before an engine's first request with a grammar; None
                                             = such requests cannot be served
+        adapters()                          the LoRA adapters that the engine should have, name → folder; None = those
+                                            of the config. A changed mapping is another object.
+        adapter_loaded(result)              for each adapter that was loaded for it, again in each new engine
         """
         self._max_num_seqs = config.max_num_seqs
         self._get_requests = get_requests
@@ -81,6 +96,11 @@ class LlmManager:
         self._vocabulary = vocabulary
         self._has_sent_vocabulary = False
         """Whether this engine knows what tokens stand for."""
+        self._adapters = adapters
+        self._adapter_loaded = adapter_loaded
+        self._configured_adapters: Mapping[str, str] = config.lora_modules
+        self._sent_adapters: Mapping[str, str] = config.lora_modules
+        """What the engine has, or will have."""
         self._supervisor = Supervisor(config, runners, self._wakeup)
         self._thread = threading.Thread(target=self._run, name="llm-manager", daemon=True)
         self._first_load: Future[ModelInfo] = Future()
@@ -165,15 +185,31 @@ class LlmManager:
                     self._live.pop(output.request_id, None)
             if result.outputs:
                 self._call(self._send_responses, result.outputs)
+            for adapter in result.adapters:
+                self._call(self._adapter_loaded, adapter)
         if results:
             self._call(self._stats, results[-1].stats)
 
     def _feed(self) -> None:
         """Pulls requests and control signals and sends them to the engine in one message."""
-        add = self._pull() if self._supervisor.info is not None else []
-        abort = self._pull_aborts()
-        if add or abort:
-            self._supervisor.send(EngineInput(tuple(add), tuple(abort), vocabulary=self._first_vocabulary(add)))
+        if self._supervisor.info is None:
+            self._pull_aborts()
+            return
+        add, abort = self._pull(), self._pull_aborts()
+        load, drop = self._adapter_changes()
+        if add or abort or load or drop:
+            vocabulary = self._first_vocabulary(add)
+            self._supervisor.send(EngineInput(tuple(add), tuple(abort), False, vocabulary, load, drop))
+
+    def _adapter_changes(self) -> tuple[tuple[AdapterLoad, ...], tuple[str, ...]]:
+        """What the engine lacks, and what it has too much. After requests were pulled: those name adapters that are
+        already wanted."""
+        wanted, sent = None if self._adapters is None else self._call(self._adapters), self._sent_adapters
+        if wanted is None or wanted is sent:
+            return (), ()
+        self._sent_adapters = wanted
+        load = (AdapterLoad(name, path) for name, path in wanted.items() if name not in sent)
+        return tuple(load), tuple(name for name in sent if name not in wanted)
 
     def _first_vocabulary(self, add: Sequence[InferRequest]) -> Vocabulary | None:
         """For the engine's first request with a grammar: an engine without such requests is not burdened with it."""
@@ -210,6 +246,7 @@ class LlmManager:
     def _lose_engine(self, error: EngineDeadError) -> None:
         """The owner gets back what was live; the first load is not tried again."""
         self._has_sent_vocabulary = False
+        self._sent_adapters = self._configured_adapters
         if not self._first_load.done():
             self._stopping = True
             self._first_load.set_exception(error)

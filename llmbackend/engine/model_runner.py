@@ -79,7 +79,7 @@ class ModelRunner:
             cpu_memory.keep_freed_memory()
         self._device = loaded.device
         num_blocks = _num_blocks(config, loaded)
-        self._loras = loaded.loras
+        self.adapters = loaded.adapters
         self._forward, how = _make_forward(config, loaded, num_blocks)
         self._sampler = Sampler(config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids, loaded.kernels)
         self._info = ModelInfo(
@@ -100,8 +100,8 @@ class ModelRunner:
         return self._info
 
     def add_row(self, row: int, request: InferRequest) -> None:
-        if self._loras is not None:
-            self._loras.set_row(row, request.lora_name)
+        if self.adapters is not None:
+            self.adapters.batch.set_row(row, request.lora_name)
         else:
             refuse_adapter(request.lora_name)
         self._sampler.add_row(row, request)

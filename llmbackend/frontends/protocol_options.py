@@ -43,6 +43,8 @@ class ProtocolOptions:
     """Of the responses of inference alone."""
     grpc_reuse_port: bool = False
     """Whether several servers may share the gRPC port."""
+    openai_lora_folder: str = ""
+    """Below it lie the LoRA adapters that operators may load at run time; "": they may load none."""
     openai_lora_separator: str = ""
     """Stands between the names of a model and its LoRA adapter in OpenAI requests; "": adapters have no such name."""
     cors: CorsOptions = NO_ORIGINS

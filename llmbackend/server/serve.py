@@ -133,7 +133,12 @@ def _frontends(
             server, settings.openai_max_input_size_bytes, gate, settings.protocols.openai_lora_separator
         ),
         create_openai_router(
-            server, settings.openai_max_input_size_bytes, gate, settings.protocols.openai_lora_separator, streams
+            server,
+            settings.openai_max_input_size_bytes,
+            gate,
+            settings.protocols.openai_lora_separator,
+            streams,
+            lora_folder=settings.protocols.openai_lora_folder,
         ),
     )
     return FrontendServer(

@@ -29,6 +29,7 @@ from llmbackend.core.messages import (
 from llmbackend.core.tensors import Tensor
 from llmbackend.core.tracing.manager import TraceManager
 from llmbackend.core.tracing.settings import TraceSettings
+from llmbackend.frontends.openai.models import MAX_MODEL_LEN_FAMILY
 
 MODEL = "fake"
 _OPTIONS = (
@@ -78,7 +79,7 @@ class FakeLlmServer:
         return [ModelIndex("young", "1", "LOADING"), ModelIndex("unloaded"), failed, gone]
 
     def metric_samples(self, name: str) -> list[Sample]:
-        return [Sample(name, {"model": MODEL, "version": "1"}, 2048.0)]
+        return [Sample(name, {"model": MODEL, "version": "1"}, 2048.0)] if name == MAX_MODEL_LEN_FAMILY else []
 
     def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
         if name not in _METADATA:

@@ -21,7 +21,8 @@ from llmbackend.frontends.openai import create_openai_router
 def serve_openai(server: Any, store: ResponseStore | None = None, **options: Any) -> Iterator[str]:
     """Yields the base URL (without /v1). store: of responses and conversations; options: of both routers"""
     app = FastAPI()
-    app.include_router(create_anthropic_router(server, **options))
+    shared = {name: value for name, value in options.items() if name != "lora_folder"}
+    app.include_router(create_anthropic_router(server, **shared))
     app.include_router(create_openai_router(server, store=store, **options))
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2)

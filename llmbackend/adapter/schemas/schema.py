@@ -178,7 +178,7 @@ class LoraError(TritonError):
     """A request names an adapter that the model does not serve."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, ErrorCode.INVALID_ARG)
+        super().__init__(message, ErrorCode.INVALID_ARG, "lora_name")
 
 
 @dataclass(frozen=True, slots=True)

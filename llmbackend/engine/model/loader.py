@@ -35,7 +35,7 @@ from .checkpoint_check import check_loading_info, check_tensors, without_report
 from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers
 from .compatibility import CheckedModel, architecture_name, auto_class, causal_lm_class, check_config, check_model
 from .decoder_description import Decoder, describe
-from .lora import LoraBatch, add_adapters
+from .lora import Adapters, LoraBatch, LoraLinear, wrap_linears
 from .rotary import fix_frequencies, max_model_len
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ class LoadedModel:
     """What a program would compute; None: the model runs as modules."""
     why_modules: str
     """Why there is no decoder; empty when there is one."""
-    loras: LoraBatch | None
-    """The adapters and each row's, when there are any."""
+    adapters: Adapters | None
+    """None where the model takes none."""
 
 
 def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
@@ -86,16 +86,19 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
     max_len = max_model_len(config.max_model_len, hf_config.get_text_config(decoder=True))
     model = _instantiate(config, hf_config, device, tensors)
     fix_frequencies(model, max_len)
-    loras = None
-    if config.lora_modules:
-        loras = add_adapters(model, config.lora_modules, config.max_lora_rank, config.max_num_seqs, device)
+    batch = LoraBatch(config.max_num_seqs, device) if config.enable_lora else None
+    wrapped = {} if batch is None else wrap_linears(model, batch)
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
     model, kernels, linear_kind = _place(config, model, device, dtype, dense)
     report("trying the model")
     checked = check_model(model)
-    if dense or (kernels is not None and not config.enforce_eager):
+    adapters = None
+    if batch is not None:
+        adapters = _load_adapters(config, model, wrapped, batch, dtype, kernels, dense)
+        decoder, why_modules = None, "LoRA adapters are enabled"
+    elif dense or (kernels is not None and not config.enforce_eager):
         decoder, why_modules = _describe(model, checked, max_len)
     else:
         decoder, why_modules = None, "enforce_eager is set" if kernels else _why_not_native(config, dtype)
@@ -113,8 +116,32 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
         kernels=kernels,
         decoder=decoder,
         why_modules=why_modules,
-        loras=loras,
+        adapters=adapters,
     )
+
+
+def _load_adapters(
+    config: EngineConfig,
+    model: nn.Module,
+    wrapped: Mapping[str, LoraLinear],
+    batch: LoraBatch,
+    dtype: torch.dtype,
+    kernels: NativeKernels | None,
+    dense: bool,
+) -> Adapters:
+    """The adapters that the config names; further ones may come. Raises ValueError naming adapter, file and reason."""
+    device = _device(config.device)
+
+    def place(linears: nn.ModuleList) -> nn.ModuleList:
+        if dense:
+            return linears.to(device)
+        _swap_linears(config, linears, dtype, kernels)
+        return linears
+
+    adapters = Adapters(model, wrapped, batch, config.max_lora_rank, place)
+    for name, path in config.lora_modules.items():
+        adapters.add(name, adapters.read(name, path))
+    return adapters
 
 
 def _place(

@@ -1,9 +1,9 @@
 """LoRA adapters: several fine-tunings of one model in one batch.
 
-For: the loader, which puts adapters beside the linear layers that they change, and the module forward pass, which tells
-the adapters which tokens are in a step. Does not know: requests beyond the adapter's name, how a linear layer computes.
-Invariants: a token gets its own row's adapter and no other; a step without adapters costs one check per layer; an
-adapter that holds more than plain LoRA matrices is refused by name.
+For: the loader, which makes room for adapters beside the linear layers, the runner, which adds and removes them, and
+the module forward pass, which tells them which tokens are in a step. Does not know: requests beyond the adapter's name,
+how a linear layer computes. Invariants: a token gets its own row's adapter and no other; a step without adapters costs
+one check per layer; an adapter that holds more than plain LoRA matrices is refused by name.
 Source: the files that PEFT writes (adapter_config.json, adapter_model.safetensors); vLLM's names for the arguments.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,18 +46,34 @@ class _Matrices:
     """[out_features, rank], multiplied by the adapter's scale"""
 
 
+AdapterMatrices = dict[str, _Matrices]
+"""By the names of the layers that they change."""
+
+
 class LoraBatch:
     """Which adapter each row has, and which tokens of the current step are those rows'. Index 0 is no adapter."""
 
-    def __init__(self, names: tuple[str, ...], max_num_seqs: int, device: torch.device) -> None:
-        self._index_of = {name: index for index, name in enumerate(names, 1)}
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self._index_of: dict[str, int] = {}
+        self._num_added = 0
         self._of_row: Int32Array = np.zeros(max_num_seqs, np.int32)
         self._device = device
         self.groups: tuple[tuple[str, torch.Tensor], ...] = ()
         """Adapter and int64 [tokens] places in the flat batch, for each adapter of the step."""
 
+    def add(self, name: str) -> None:
+        self._num_added += 1
+        self._index_of[name] = self._num_added
+
+    def remove(self, name: str) -> None:
+        """No row that computes has it."""
+        del self._index_of[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index_of
+
     def set_row(self, row: int, name: str) -> None:
-        """`name` "" is the model without an adapter. Raises ValueError for one that was not loaded."""
+        """`name` "" is the model without an adapter. Raises ValueError for one that is not loaded."""
         if name and name not in self._index_of:
             raise ValueError(f"'lora_name' is '{name}', expected one of: {', '.join(self._index_of)}")
         self._of_row[row] = self._index_of.get(name, 0)
@@ -87,8 +103,8 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Module, batch: LoraBatch) -> None:
         super().__init__()
         self.base = base
-        self.downs = nn.ModuleDict()
-        self.ups = nn.ModuleDict()
+        self.pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
+        """down and up, by adapter; no children of this module, so that they can come and go."""
         self._batch = batch
 
     @property
@@ -96,54 +112,92 @@ class LoraLinear(nn.Module):
         """Some models ask for the weight's type."""
         return self.base.weight
 
-    def add(self, name: str, matrices: _Matrices) -> None:
-        self.downs[_key(name)] = _linear(matrices.down)
-        self.ups[_key(name)] = _linear(matrices.up)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.base(x)
+        groups = self._batch.groups
+        if not groups or not self.pairs:
+            return y
         rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        for name, tokens in self._batch.groups:
-            if (key := _key(name)) in self.downs:
-                out[tokens] += self.ups[key](self.downs[key](rows[tokens]))
+        for name, tokens in groups:
+            if (pair := self.pairs.get(name)) is not None:
+                down, up = pair
+                out[tokens] += up(down(rows[tokens]))
         return y
 
 
-def add_adapters(
-    model: nn.Module, paths: Mapping[str, str], max_lora_rank: int, max_num_seqs: int, device: torch.device
-) -> LoraBatch:
-    """Puts the adapters (name → folder) into the model. Raises ValueError naming adapter, file and reason."""
-    batch = LoraBatch(tuple(paths), max_num_seqs, device)
-    for name, path in paths.items():
+def wrap_linears(model: Any, batch: LoraBatch) -> dict[str, LoraLinear]:
+    """Makes each plain linear layer but the output head one that adapters can change; by name."""
+    head = model.get_output_embeddings()
+    wrapped: dict[str, LoraLinear] = {}
+    for parent_name, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child is not head:
+                layer = wrapped[f"{parent_name}.{name}" if parent_name else name] = LoraLinear(child, batch)
+                setattr(parent, name, layer)
+    return wrapped
+
+
+class Adapters:
+    """The adapters of one loaded model. Any thread may `read`; one thread, the model's, does everything else."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, LoraLinear],
+        batch: LoraBatch,
+        max_lora_rank: int,
+        place: Callable[[nn.ModuleList], nn.ModuleList],
+    ) -> None:
+        """place: puts plain linear layers where the model's are, in the form in which the model's compute"""
+        self._model = model
+        self._layers = layers
+        self._max_lora_rank = max_lora_rank
+        self._place = place
+        self.batch = batch
+
+    def read(self, name: str, path: str) -> AdapterMatrices:
+        """The adapter in the folder `path`, checked. Raises ValueError naming adapter, file and reason."""
         try:
-            found = _read(Path(path), max_lora_rank)
+            found = _read(Path(path), self._max_lora_rank)
         except (OSError, SafetensorError, json.JSONDecodeError) as error:
             raise ValueError(f"LoRA '{name}' cannot be read from '{path}': {error}") from error
-        except ValueError as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"LoRA '{name}' in '{path}': {error}") from error
-        for module_name, matrices in found.items():
-            _place(model, batch, name, module_name, matrices)
-    return batch
+        return {module: self._fitting(name, module, matrices) for module, matrices in found.items()}
 
+    def add(self, name: str, matrices: AdapterMatrices) -> None:
+        """From now on rows may have it."""
+        plain = nn.ModuleList(_linear(matrix) for pair in matrices.values() for matrix in (pair.down, pair.up))
+        placed = list(self._place(plain))
+        for index, module in enumerate(matrices):
+            self._layers[module].pairs[name] = placed[2 * index], placed[2 * index + 1]
+        self.batch.add(name)
 
-def _place(model: nn.Module, batch: LoraBatch, name: str, module_name: str, matrices: _Matrices) -> None:
-    parent_name, _, child_name = module_name.rpartition(".")
-    try:
-        parent = model.get_submodule(parent_name)
-        layer = getattr(parent, child_name)
-    except AttributeError:
-        raise ValueError(f"LoRA '{name}' changes '{module_name}', which this model does not have") from None
-    if type(layer) is nn.Linear and layer is not getattr(model, "lm_head", None):
-        layer = LoraLinear(layer, batch)
-        setattr(parent, child_name, layer)
-    if not isinstance(layer, LoraLinear):
-        raise ValueError(f"LoRA '{name}' changes '{module_name}', expected linear layers inside the decoder's layers")
-    weight: torch.Tensor = layer.weight
-    shape = tuple(weight.shape)
-    if (matrices.up.shape[0], matrices.down.shape[1]) != shape:
-        given = f"[{matrices.up.shape[0]}, {matrices.down.shape[1]}]"
-        raise ValueError(f"LoRA '{name}' was made for a '{module_name}' of {given}, the model's is {list(shape)}")
-    layer.add(name, _Matrices(*(matrix.to(weight.dtype) for matrix in (matrices.down, matrices.up))))
+    def remove(self, name: str) -> None:
+        """No row that computes has it. An unknown name was never added."""
+        if name not in self.batch:
+            return
+        for layer in self._layers.values():
+            layer.pairs.pop(name, None)
+        self.batch.remove(name)
+
+    def _fitting(self, name: str, module_name: str, matrices: _Matrices) -> _Matrices:
+        """The matrices in the type of the layer that they change."""
+        layer = self._layers.get(module_name)
+        if layer is None:
+            try:
+                self._model.get_submodule(module_name)
+            except AttributeError:
+                raise ValueError(f"LoRA '{name}' changes '{module_name}', which this model does not have") from None
+            raise ValueError(
+                f"LoRA '{name}' changes '{module_name}', expected linear layers inside the decoder's layers"
+            )
+        shape = tuple(layer.weight.shape)
+        if (matrices.up.shape[0], matrices.down.shape[1]) != shape:
+            given = f"[{matrices.up.shape[0]}, {matrices.down.shape[1]}]"
+            raise ValueError(f"LoRA '{name}' was made for a '{module_name}' of {given}, the model's is {list(shape)}")
+        dtype = layer.weight.dtype
+        return _Matrices(matrices.down.to(dtype).contiguous(), matrices.up.to(dtype).contiguous())
 
 
 def _read(folder: Path, max_lora_rank: int) -> dict[str, _Matrices]:
@@ -187,8 +241,3 @@ def _linear(matrix: torch.Tensor) -> nn.Linear:
     linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(matrix.contiguous(), requires_grad=False)
     return linear
-
-
-def _key(name: str) -> str:
-    """The adapter's name as a key of a ModuleDict, which may hold no dot."""
-    return name.replace(".", "\0")

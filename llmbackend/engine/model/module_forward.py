@@ -27,7 +27,7 @@ class ModuleForward:
     def __init__(self, loaded: LoadedModel, num_blocks: int, block_size: int) -> None:
         self._model = loaded.model
         self._device = loaded.device
-        self._loras = loaded.loras
+        self._loras = None if loaded.adapters is None else loaded.adapters.batch
         self._attention = _make_attention(loaded, num_blocks, block_size)
         self._hidden: object = None
         """What the layers gave for the last step's batch."""

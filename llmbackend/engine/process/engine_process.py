@@ -83,10 +83,14 @@ def _take_inputs(core: EngineCore, link: Link) -> bool:
             return False
         if message.vocabulary is not None:
             core.set_vocabulary(message.vocabulary)
+        for adapter in message.load:
+            core.adapters.load(adapter)
         for request in message.add:
             core.add(request)
         for request_id in message.abort:
             core.abort(request_id)
+        for name in message.drop:
+            core.adapters.drop(name)
 
 
 def prepare(runners: str, config_json: str) -> Callable[[bytes, int], None]:

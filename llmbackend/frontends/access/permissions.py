@@ -67,7 +67,7 @@ _CATEGORIES: Final = tuple(
         (rf"{_MODEL}/ready", Category.HEALTH),
         (_MODEL, Category.METADATA),
         (r"/v2|/openapi\.json|/version", Category.METADATA),
-        (r"/v1/models(/.*)?", Category.MODEL_REPOSITORY),
+        (r"/v1/models(/.*)?|/v1/(un)?load_lora_adapter", Category.MODEL_REPOSITORY),
         (r"/v1/.*|/(de)?tokenize", Category.INFERENCE),
     )
 )
@@ -109,7 +109,7 @@ def category_of(path: str) -> Category | None:
 def needs_operator(path: str, category: Category | None) -> bool:
     """Whether only operators may call this path."""
     if category is Category.MODEL_REPOSITORY:
-        return path.startswith("/v2/") and _INDEX.fullmatch(path) is None
+        return not path.startswith("/v1/models") and _INDEX.fullmatch(path) is None
     return category in OPERATOR_CATEGORIES
 
 

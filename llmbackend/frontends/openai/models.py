@@ -27,6 +27,8 @@ MAX_MODEL_LEN_FAMILY = "llmbackend:max_model_len_tokens"
 """The metric in which a model reports the length of its context, with the label `model`."""
 LORA_NAMES = "lora_names"
 """The parameter of a model's configuration that lists its LoRA adapters, separated by commas."""
+ADAPTERS_FAMILY = "llmbackend:lora_adapters"
+"""The metric in which a model reports the adapters that were loaded at run time, by the label `lora_name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,8 @@ class ModelCatalog:
     def names(self) -> list[str]:
         ready = dict.fromkeys(row.name for row in self._server.repository_index(ready_only=True))
         served = [name for name in ready if self._language_model(name) is not None]
-        return [*served, *(f"{name}{self._separator}{lora}" for name in served for lora in self._loras(name))]
+        configured = (f"{name}{self._separator}{lora}" for name in served for lora in self._loras(name))
+        return [*served, *configured, *(lora for lora, name in self._loaded().items() if name in served)]
 
     def list(self) -> JsonObject:
         lengths = self._context_lengths()
@@ -137,11 +140,40 @@ class ModelCatalog:
     def _split(self, model: str) -> tuple[str, str]:
         """Model and adapter. A model whose own name holds the separator is itself."""
         name, separator, lora_name = model.partition(self._separator) if self._separator else (model, "", "")
-        if not separator or self._language_model(model) is not None:
+        if self._language_model(model) is not None:
+            return model, ""
+        if (base := self._loaded().get(model)) is not None:
+            return base, model
+        if not separator:
             return model, ""
         if lora_name not in self._loras(name):
             raise OpenAIError(f"Unknown LoRA: {lora_name}; for model: {name}", param="model")
         return name, lora_name
+
+    def model_of_adapter(self, lora_name: str) -> str:
+        """The model that has an adapter that was loaded at run time. Raises OpenAIError 404."""
+        model = self._loaded().get(lora_name)
+        if model is None:
+            text = f"The lora adapter '{lora_name}' cannot be found."
+            raise OpenAIError(text, param="lora_name", status=404, code="not_found")
+        return model
+
+    def check_adapter_name(self, lora_name: str, model: str) -> None:
+        """Raises OpenAIError where the name of an adapter of `model` would also mean something else, and where there is
+        no such model."""
+        if self._language_model(model) is None:
+            raise self._absent(model)
+        if self._language_model(lora_name) is not None:
+            text = f"The lora adapter name '{lora_name}' conflicts with a served base model."
+            raise OpenAIError(text, param="lora_name", code="invalid_value")
+        if (other := self._loaded().get(lora_name, model)) != model:
+            text = f"The lora adapter '{lora_name}' has already been loaded for the model '{other}'."
+            raise OpenAIError(text, param="lora_name", code="invalid_value")
+
+    def _loaded(self) -> dict[str, str]:
+        """Adapters that were loaded at run time, each with its model."""
+        samples = self._server.metric_samples(ADAPTERS_FAMILY)
+        return {sample.labels["lora_name"]: sample.labels["model"] for sample in samples}
 
     def _loras(self, name: str) -> Sequence[str]:
         if not self._separator or self._language_model(name) is None:

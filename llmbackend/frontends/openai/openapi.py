@@ -13,8 +13,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import core_schema
 
-from ..http.openapi_parts import array, body, closed, json_response, operation, optional, ref, refusals
+from ..http.openapi_parts import array, body, closed, json_response, operation, optional, plain_response, ref, refusals
+from ..http.responses import TEXT
 from .errors import JsonObject
+from .lora_endpoints import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
 from .responses_api import conversation_openapi
 from .responses_api.openapi import RESPONSE
 from .responses_api.schema import ResponsesBody
@@ -43,6 +45,8 @@ _REQUESTS: Final = (
     TokenizeTextRequest,
     TokenizeChatRequest,
     DetokenizeRequest,
+    LoadLoraAdapterRequest,
+    UnloadLoraAdapterRequest,
     *conversation_openapi.REQUESTS,
 )
 
@@ -187,5 +191,15 @@ OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
     ),
     ("POST", "/detokenize"): operation(
         "The text of tokens", {"200": json_response("Text")} | _REFUSED, body=body("DetokenizeRequest")
+    ),
+    ("POST", "/v1/load_lora_adapter"): operation(
+        "Serve a LoRA adapter from now on",
+        {"200": plain_response("It is served.", TEXT)} | _REFUSED,
+        body=body("LoadLoraAdapterRequest"),
+    ),
+    ("POST", "/v1/unload_lora_adapter"): operation(
+        "Serve a LoRA adapter no longer",
+        {"200": plain_response("It takes no further request.", TEXT)} | _REFUSED,
+        body=body("UnloadLoraAdapterRequest"),
     ),
 } | conversation_openapi.OPERATIONS

@@ -34,6 +34,7 @@ from .answer_streams import chunk_writer
 from .errors import JsonObject, OpenAIError
 from .generation import Generation, check_fields_taken
 from .labels import logged
+from .lora_endpoints import LoraEndpoints
 from .models import ModelCatalog, Target
 from .prompt_details import PromptFirst, Writer
 from .requests import (
@@ -70,6 +71,7 @@ def create_openai_router(
     streams: ResumableStreams | None = None,
     store: ResponseStore | None = None,
     sealing_key: SealingKey = FIXED_KEY,
+    lora_folder: str = "",
 ) -> APIRouter:
     """A router with all of /v1. Include it before any other route under /v1: it answers unknown paths there
     itself. `gate` and `streams` are those that other frontends of `server` use. store: keeps responses; sealing_key:
@@ -86,7 +88,8 @@ def create_openai_router(
     conversations = Conversations(store, gate, max_body_bytes) if store is not None else None
     for method, path, endpoint in ConversationEndpoints(gate, conversations, max_body_bytes).routes():
         router.add_route(path, _guarded(endpoint), methods=[method])
-    for path, endpoint in TokenizationEndpoints(gate, catalog, max_body_bytes).routes().items():
+    posts = TokenizationEndpoints(gate, catalog, max_body_bytes).routes()
+    for path, endpoint in (posts | LoraEndpoints(gate, catalog, lora_folder).routes()).items():
         router.add_route(path, _guarded(endpoint), methods=["POST"])
     responses = ResponseCreation(gate, catalog, max_body_bytes, store, conversations, sealing_key)
     router.add_route("/v1/responses", _guarded(responses.create), methods=["POST"])

@@ -1,0 +1,103 @@
+"""Copies of LoRA adapters' files: what engines read, whatever happens to the originals afterwards.
+
+For: LoraRegistry. Does not know: what is in the files, engines. Invariants: nothing outside the operator's folder is
+read, whatever links lie in it; a copy never changes, so that an engine that starts later computes the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument
+
+FILES: Final = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 4 << 30}
+"""What PEFT writes for an adapter, and how many bytes of it are taken."""
+
+
+class AdapterCopies:
+    """`remove` and `close` may be called on any thread."""
+
+    def __init__(self) -> None:
+        self._root: Path | None = None
+        self._count = 0
+
+    def copy(self, folder: str, path: str) -> str:
+        """Copies the adapter at `path` below `folder`; the copy's folder. Raises LoraFilesError."""
+        if self._root is None:
+            self._root = Path(tempfile.mkdtemp(prefix="llmbackend-lora-"))
+        self._count += 1
+        target = self._root / str(self._count)
+        target.mkdir()
+        try:
+            with _opened_below(folder, path) as descriptor:
+                for name, limit_bytes in FILES.items():
+                    _copy_file(descriptor, name, limit_bytes, path, target / name)
+        except OSError as error:
+            self.remove(str(target))
+            raise _why(path, error) from None
+        except BaseException:
+            self.remove(str(target))
+            raise
+        return str(target)
+
+    def remove(self, copy: str) -> None:
+        shutil.rmtree(copy, ignore_errors=True)
+
+    def close(self) -> None:
+        if self._root is not None:
+            shutil.rmtree(self._root, ignore_errors=True)
+
+
+def relative_path(folder: str, path: str) -> str:
+    """`path`, which may be absolute, as one below `folder`. Raises TritonError INVALID_ARG for one that is not."""
+    inside = os.path.relpath(path, folder) if os.path.isabs(path) else path
+    parts = inside.split("/")
+    if "\0" in path or ".." in parts or not any(part not in ("", ".") for part in parts):
+        raise invalid_argument(f"'lora_path' is '{path[:200]}', expected a folder below the server's LoRA folder")
+    return "/".join(part for part in parts if part not in ("", "."))
+
+
+@contextlib.contextmanager
+def _opened_below(folder: str, path: str) -> Iterator[int]:
+    """A descriptor of the folder `path`, none of whose parts below `folder` is a link."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for part in relative_path(folder, path).split("/"):
+            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _copy_file(directory: int, name: str, limit_bytes: int, path: str, target: Path) -> None:
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)  # a pipe would block
+    with open(descriptor, "rb") as source:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise invalid_argument(f"LoRA adapter '{path}': '{name}' is no file")
+        if status.st_size > limit_bytes:
+            text = f"'{name}' has {status.st_size} bytes, expected at most {limit_bytes}"
+            raise invalid_argument(f"LoRA adapter '{path}': {text}")
+        with target.open("wb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
+
+
+def _why(path: str, error: OSError) -> TritonError:
+    if isinstance(error, FileNotFoundError):
+        missing = "" if error.filename in (None, *path.split("/")) else f": it has no '{error.filename}'"
+        return TritonError(f"No adapter found for '{path}'{missing}", ErrorCode.NOT_FOUND, "lora_path")
+    if isinstance(error, NotADirectoryError) or error.errno == 40:  # ELOOP: a link
+        text = "expected a folder of plain files, without symbolic links"
+        return TritonError(f"'lora_path' is '{path}', {text}", ErrorCode.INVALID_ARG, "lora_path")
+    return TritonError(
+        f"'lora_path' is '{path}', which cannot be read: {error.strerror}", ErrorCode.INVALID_ARG, "lora_path"
+    )

@@ -1,0 +1,108 @@
+"""LoRA adapters that come and go while an engine runs: their files are read beside its steps.
+
+For: the engine core, whose thread owns it. Does not know: what an adapter is, who asked for it. Invariants: each load
+ends with one result; an adapter is removed only when no live request has it; a running step waits for no file.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from .infer_request import AdapterLoad, AdapterResult
+from .step import Runner
+
+logger = logging.getLogger(__name__)
+
+
+class Adapters(Protocol):
+    """Those of one model; see model/lora.py."""
+
+    def read(self, name: str, path: str) -> Any: ...
+    def add(self, name: str, matrices: Any) -> None: ...
+    def remove(self, name: str) -> None: ...
+
+
+@runtime_checkable
+class AdaptingRunner(Protocol):
+    """A runner whose model takes adapters, unless they are None."""
+
+    @property
+    def adapters(self) -> Adapters | None: ...
+
+
+class AdapterLoads:
+    def __init__(self, runner: Runner, is_used: Callable[[str], bool]) -> None:
+        """is_used: whether a live request has the adapter"""
+        self._adapters = runner.adapters if isinstance(runner, AdaptingRunner) else None
+        self._is_used = is_used
+        self._thread: ThreadPoolExecutor | None = None
+        self._loading: dict[str, Future[Any]] = {}
+        self._results: list[AdapterResult] = []
+        self._unwanted: set[str] = set()
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._loading)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._loading or self._results)
+
+    def load(self, wanted: AdapterLoad) -> None:
+        if self._adapters is None:
+            self._results.append(AdapterResult(wanted.name, "this engine's model takes no LoRA adapters"))
+            return
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lora-files")
+        self._loading[wanted.name] = self._thread.submit(partial(self._adapters.read, wanted.name, wanted.path))
+
+    def drop(self, name: str) -> None:
+        """As soon as no request has it."""
+        self._unwanted.add(name)
+        self._drop_unused()
+
+    def finish(self, name: str) -> None:
+        """Waits for the adapter of a request, where it is still being read."""
+        if (future := self._loading.get(name)) is not None:
+            wait([future])
+            self._take(name)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until an adapter was read."""
+        wait(self._loading.values(), timeout_s, "FIRST_COMPLETED")
+
+    def take_results(self) -> tuple[AdapterResult, ...]:
+        """Of the loads that have ended, whose adapters requests may have from now on."""
+        for name in [name for name, future in self._loading.items() if future.done()]:
+            self._take(name)
+        self._drop_unused()
+        results, self._results = tuple(self._results), []
+        return results
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _take(self, name: str) -> None:
+        assert self._adapters is not None
+        future = self._loading.pop(name)
+        try:
+            self._adapters.add(name, future.result())
+        except Exception as error:
+            if not isinstance(error, ValueError):
+                logger.exception("an adapter could not be loaded")
+            self._results.append(AdapterResult(name, str(error) or type(error).__name__))
+        else:
+            self._results.append(AdapterResult(name))
+
+    def _drop_unused(self) -> None:
+        for name in [name for name in self._unwanted if not self._is_used(name)]:
+            self._unwanted.discard(name)
+            if (future := self._loading.pop(name, None)) is not None:
+                future.cancel()
+                self._results.append(AdapterResult(name, "it was unloaded before it was read"))
+            elif self._adapters is not None:
+                self._adapters.remove(name)

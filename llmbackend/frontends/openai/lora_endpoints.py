@@ -1,0 +1,101 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter: operators change a model's LoRA adapters while it serves.
+
+For: the router. Does not know: files, engines. Invariant: an answer says what is: a loaded adapter is served from then
+on, an unloaded one takes no further request. Adapters lie below one folder, which the server's operator has named.
+Source: vLLM's protocol of these paths, its statuses and texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Final
+
+import orjson
+from pydantic import ConfigDict, Field, StringConstraints
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from llmbackend.core.messages import InferenceRequest
+from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.inference_gate import InferenceGate
+
+from .errors import JsonObject, OpenAIError
+from .models import ModelCatalog
+from .requests import check_content_type, json_object, read_body
+from .tensors import LORA_CHANGE
+from .validation import ClosedObject, Expected, Flag, NonEmpty, Only, read
+
+LORA_NAME: Final = "^[!-+\\--~]{1,128}$"
+"""Visible ASCII but a comma, which separates names in a model's configuration."""
+_MAX_BODY_BYTES: Final = 64 << 10
+
+_Name = Annotated[
+    str, StringConstraints(pattern=LORA_NAME), Expected("1 to 128 visible ASCII characters without a comma")
+]
+
+
+class LoadLoraAdapterRequest(ClosedObject):
+    model_config = ConfigDict(defer_build=False)
+    lora_name: _Name = Field(description="From then on also a model of this API.")
+    lora_path: NonEmpty = Field(description="A folder that PEFT wrote, below the folder of --lora-folder.")
+    load_inplace: Flag | None = Field(None, description="It may take the place of a loaded one of this name.")
+    model: str | None = Field(None, description="The model that it belongs to. Without it: the only one.")
+    is_3d_lora_weight: Annotated[Any, Only(False, reason="adapters change linear layers with plain matrices")] = None
+
+
+class UnloadLoraAdapterRequest(ClosedObject):
+    model_config = ConfigDict(defer_build=False)
+    lora_name: _Name
+    lora_int_id: Annotated[Any, Only(reason="adapters are known by their names")] = None
+
+
+class LoraEndpoints:
+    def __init__(self, gate: InferenceGate, catalog: ModelCatalog, folder: str) -> None:
+        """folder: below which adapters lie; "" = none is loaded at run time"""
+        self._gate = gate
+        self._catalog = catalog
+        self._folder = folder
+        self._changes = asyncio.Lock()
+
+    def routes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        """Each takes POST."""
+        return {"/v1/load_lora_adapter": self.load, "/v1/unload_lora_adapter": self.unload}
+
+    async def load(self, http: Request) -> Response:
+        fields = read(LoadLoraAdapterRequest, await self._body(http))
+        name = fields.lora_name
+        async with self._changes:
+            model = self._catalog.named(fields.model)
+            self._catalog.check_adapter_name(name, model)
+            change = {"action": "load", "name": name, "folder": self._folder, "path": fields.lora_path}
+            await self._send(model, change | {"in_place": bool(fields.load_inplace)})
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(self, http: Request) -> Response:
+        name = read(UnloadLoraAdapterRequest, await self._body(http)).lora_name
+        async with self._changes:
+            model = self._catalog.model_of_adapter(name)
+            await self._send(model, {"action": "unload", "name": name})
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _body(self, http: Request) -> JsonObject:
+        if not self._folder:
+            text = "this server loads no LoRA adapters at run time: it was started without --lora-folder"
+            raise OpenAIError(text, status=404, code="unknown_url")
+        check_content_type(http)
+        body = json_object(await read_body(self._gate, http, _MAX_BODY_BYTES))
+        release_body(http)
+        return body
+
+    async def _send(self, model: str, change: JsonObject) -> None:
+        """Goes on when the model has made the change; also when the client goes away meanwhile."""
+        self._gate.admit(1)
+        parameters = {LORA_CHANGE: orjson.dumps(change).decode()}
+        inference = self._gate.submit(InferenceRequest(model_name=model, parameters=parameters))
+        try:
+            responses = await inference.collect(1)
+        finally:
+            inference.close()
+        if responses and responses[0].error is not None:
+            raise OpenAIError.of(responses[0].error)
