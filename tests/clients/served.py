@@ -1,4 +1,4 @@
-"""The server that the suites ask: the bundled model twice, under two names, or a checkpoint of the user's.
+"""The server that the suites ask: the bundled model under three names, or a checkpoint of the user's.
 
 For: the command, and the short form in `make test`. Does not know: clients. Invariant: one real `llmbackend serve` on
 loopback, ended however the suites went.
@@ -18,10 +18,12 @@ from tests.helpers.server_process import ROOT, ServerProcess, start_server, stop
 MODEL = "demo"
 OTHER_MODEL = "other"
 """For clients that choose another model per request."""
+ANTHROPIC_MODEL = "claude-3-haiku-20240307"
+"""For clients that refuse a name which Anthropic's models do not have."""
 
 
 @contextlib.contextmanager
-def served(checkpoint: Path | None = None, names: tuple[str, ...] = (MODEL, OTHER_MODEL)) -> Iterator[ServerProcess]:
+def served(checkpoint: Path | None = None, names: tuple[str, ...] = (MODEL, OTHER_MODEL, ANTHROPIC_MODEL)) -> Iterator[ServerProcess]:
     """Its log goes to standard output when what runs inside raises."""
     with tempfile.TemporaryDirectory(prefix="llmbackend-clients-") as directory:
         repository, log_path = Path(directory) / "models", Path(directory) / "server.log"

@@ -1,4 +1,4 @@
-"""LiteLLM: `openai/…` models of chat and completions, and the errors that it sorts.
+"""LiteLLM: `openai/…` models of chat, completions and responses, `anthropic/…` models, and the errors that it sorts.
 
 For: `make clients`. Does not know: the server. Invariant: every call goes through LiteLLM's own functions.
 """
@@ -101,3 +101,59 @@ def test_errors_have_their_kind(options: dict[str, Any]) -> None:
         litellm.completion(messages=HELLO, **(options | {"model": "openai/absent"}))
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(messages=[{"role": "user", "content": "word " * 5000}], **options)
+
+
+def responses_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != "num_retries"} | {"input": "Who are you?"}
+
+
+def test_responses(options: dict[str, Any]) -> None:
+    asked = responses_options(options)
+    whole = litellm.responses(**asked)
+    (message,) = [item for item in whole.output if item.type == "message"]
+    assert message.content[0].text and whole.usage.output_tokens > 0
+    events = list(litellm.responses(stream=True, **asked))
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == message.content[0].text and events[-1].type == "response.completed"
+
+
+def test_responses_required_tool(options: dict[str, Any]) -> None:
+    asked = responses_options(options)
+    function: Any = WEATHER["function"]
+    answer = litellm.responses(tools=[{"type": "function", **function}], tool_choice="required", **asked)
+    call = next(item for item in answer.output if item.type == "function_call")
+    assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
+
+
+@pytest.fixture
+def anthropic_options(base_url: str) -> dict[str, Any]:
+    url = base_url.removesuffix("/v1")
+    return {"model": "anthropic/demo", "api_base": url, "api_key": "none", "temperature": 0, "max_tokens": 200}
+
+
+def test_anthropic(anthropic_options: dict[str, Any]) -> None:
+    """Chat completions made of Anthropic's messages."""
+    whole = litellm.completion(messages=HELLO, **anthropic_options)
+    assert whole.choices[0].message.content and whole.usage.completion_tokens > 0
+    chunks = list(litellm.completion(messages=HELLO, stream=True, **anthropic_options))
+    built = litellm.stream_chunk_builder(chunks, messages=HELLO)
+    assert built.choices[0].message.content == whole.choices[0].message.content
+
+
+def test_anthropic_required_tool(anthropic_options: dict[str, Any]) -> None:
+    answer = litellm.completion(messages=HELLO, tools=[WEATHER], tool_choice="required", **anthropic_options)
+    call = answer.choices[0].message.tool_calls[0]
+    assert call.function.name == "get_weather" and json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+
+
+async def test_anthropic_messages(anthropic_options: dict[str, Any]) -> None:
+    """Anthropic's own interface."""
+    answer: Any = await litellm.anthropic.messages.acreate(messages=HELLO, **anthropic_options)
+    assert answer["content"][0]["text"] and answer["stop_reason"] == "end_turn"
+
+
+def test_anthropic_errors(anthropic_options: dict[str, Any]) -> None:
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        litellm.completion(messages=HELLO, **(anthropic_options | {"temperature": -3}))
+    with pytest.raises(litellm.NotFoundError):
+        litellm.completion(messages=HELLO, **(anthropic_options | {"model": "anthropic/absent"}))

@@ -96,14 +96,16 @@ def test_predict_and_call(llm: Any) -> None:
     assert "sunny" in str(answer)
 
 
-@pytest.fixture(params=["anthropic"])
+@pytest.fixture(params=["responses", "anthropic"])
 def other_llm(request: pytest.FixtureRequest, base_url: str) -> Any:
     if request.param == "responses":
         return OpenAIResponses(
             model="demo", api_base=base_url, api_key="none", context_window=1024, temperature=0, max_retries=0
         )
     url = base_url.removesuffix("/v1")
-    return Anthropic(model="demo", base_url=url, api_key="none", temperature=0, max_tokens=200, max_retries=0)
+    return Anthropic(
+        model="claude-3-haiku-20240307", base_url=url, api_key="none", temperature=0, max_tokens=200, max_retries=0
+    )
 
 
 def test_other_apis_chat(other_llm: Any) -> None:

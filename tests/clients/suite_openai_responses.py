@@ -161,7 +161,7 @@ class TestTools:
         assert ask(client, items, tools=[WEATHER], tool_choice="none").output_text
 
     def test_parsed_function(self, client: openai.OpenAI) -> None:
-        tools: Any = [{"type": "function", **openai.pydantic_function_tool(GetWeather)["function"]}]
+        tools: Any = [openai.pydantic_function_tool(GetWeather)]
         options: Any = {"model": MODEL, "input": HELLO, "tool_choice": "required", "temperature": 0}
         answer = client.responses.parse(tools=tools, **options)
         calls = [item for item in answer.output if item.type == "function_call"]

@@ -44,15 +44,22 @@ class Suite:
 SUITES = (
     Suite("openai", "openai", "test_openai_client.py", "project"),
     Suite("openai-2", "openai", "test_openai_client.py"),
-    Suite("anthropic", "anthropic", "suite_anthropic.py"),
+    Suite("responses", "openai", "suite_openai_responses.py", "project"),
+    Suite("responses-2", "openai", "suite_openai_responses.py"),
+    Suite("anthropic", "anthropic", "suite_anthropic.py", "openai3"),
+    Suite("anthropic-0", "anthropic", "suite_anthropic.py"),
+    Suite("agents-sdk", "openai-agents", "suite_openai_agents.py", "openai3"),
     Suite("langchain", "langchain-openai", "suite_langchain.py", select="TestChatOpenAI"),
     Suite("langchain-functions", "langchain-openai", "suite_langchain.py", select="TestFunctionCalling and structured"),
+    Suite("langchain-responses", "langchain-openai", "suite_langchain.py", select="TestResponses"),
     Suite("langchain-anthropic", "langchain-anthropic", "suite_langchain.py", select="TestChatAnthropic"),
     Suite("litellm", "litellm", "suite_litellm.py"),
     Suite("llamaindex", "llama-index-core", "suite_llamaindex.py"),
     Suite("instructor", "instructor", "suite_instructor.py"),
     Suite("node", "openai", "openai_suite.mjs", "node"),
+    Suite("node-responses", "openai", "responses_suite.mjs", "node"),
     Suite("node-anthropic", "@anthropic-ai/sdk", "anthropic_suite.mjs", "node"),
+    Suite("codex", "@openai/codex", "suite_agents.py", "agents", select="codex"),
     Suite("claude-code", "@anthropic-ai/claude-code", "suite_agents.py", "agents", select="claude"),
 )
 _PYTHONS = {"clients": PYTHON, "openai3": OPENAI3_PYTHON}

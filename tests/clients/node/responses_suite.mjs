@@ -41,7 +41,7 @@ test("a stream is the whole answer", async () => {
 test("the stream helper", async () => {
   const whole = await client.responses.create(plain);
   const final = await client.responses.stream(plain).finalResponse();
-  assert.equal(final.output_text, whole.output_text);
+  assert.equal(final.output[0].content[0].text, whole.output_text);
 });
 
 test("parse", async () => {
