@@ -21,7 +21,6 @@ END_OF_PROMPT = "\x1c"
 UNEXPECTED = "The script expected another result of its tool: "
 
 CHAT_TEMPLATE = (
-    "{% if reasoning_effort %}effort {{ reasoning_effort }}\n{% endif %}"
     "{% if tools %}<tools>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}</tools>\n{% endif %}"
     "{% for message in messages %}"
     "{% if message.role == 'tool' %}" + RESULT_MARK + "{% endif %}"
