@@ -23,7 +23,9 @@ ANTHROPIC_MODEL = "claude-3-haiku-20240307"
 
 
 @contextlib.contextmanager
-def served(checkpoint: Path | None = None, names: tuple[str, ...] = (MODEL, OTHER_MODEL, ANTHROPIC_MODEL)) -> Iterator[ServerProcess]:
+def served(
+    checkpoint: Path | None = None, names: tuple[str, ...] = (MODEL, OTHER_MODEL, ANTHROPIC_MODEL)
+) -> Iterator[ServerProcess]:
     """Its log goes to standard output when what runs inside raises."""
     with tempfile.TemporaryDirectory(prefix="llmbackend-clients-") as directory:
         repository, log_path = Path(directory) / "models", Path(directory) / "server.log"
