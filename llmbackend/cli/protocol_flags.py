@@ -16,6 +16,7 @@ import typer
 
 from llmbackend.frontends.access.settings import is_loopback
 from llmbackend.frontends.kserve.request_parameters import HeaderForward
+from llmbackend.frontends.openai.sealed_reasoning import MIN_KEY_BYTES
 from llmbackend.frontends.protocol_options import CompressionLevel, CorsOptions, ProtocolOptions
 
 from ..server.settings import Endpoint
@@ -106,6 +107,10 @@ class ProtocolFlags:
     lora_folder: Annotated[
         str, typer.Option(help="Below it lie LoRA adapters that /v1/load_lora_adapter may load; without it, none may.")
     ] = ""
+    reasoning_key_file: Annotated[
+        Path | None,
+        typer.Option(help="Seals reasoning that clients send back; 16 bytes or more, the same on all servers."),
+    ] = None
 
     def options(self) -> ProtocolOptions:
         levels = get_args(CompressionLevel)
@@ -121,6 +126,7 @@ class ProtocolFlags:
             grpc_reuse_port=self.reuse_grpc_port,
             openai_lora_separator=self.lora_separator,
             openai_lora_folder=_folder("--lora-folder", self.lora_folder),
+            reasoning_secret=b"" if self.reasoning_key_file is None else _secret(self.reasoning_key_file),
         )
 
 
@@ -129,6 +135,18 @@ def _folder(flag: str, path: str) -> str:
     if path and not Path(path).is_dir():
         raise typer.BadParameter(f"{flag} is '{path}', expected a folder that exists")
     return str(Path(path).resolve()) if path else ""
+
+
+def _secret(path: Path) -> bytes:
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise typer.BadParameter(f"--reasoning-key-file '{path}': {error.strerror}") from None
+    if len(secret) < MIN_KEY_BYTES:
+        raise typer.BadParameter(
+            f"--reasoning-key-file '{path}' has {len(secret)} bytes, expected at least {MIN_KEY_BYTES}"
+        )
+    return secret
 
 
 def _forward(protocol: str, pattern: str) -> HeaderForward:

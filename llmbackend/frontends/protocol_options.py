@@ -6,7 +6,7 @@ Triton's behaviour.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from .kserve.request_parameters import FORWARD_NOTHING, HeaderForward
@@ -47,6 +47,8 @@ class ProtocolOptions:
     """Below it lie the LoRA adapters that operators may load at run time; "": they may load none."""
     openai_lora_separator: str = ""
     """Stands between the names of a model and its LoRA adapter in OpenAI requests; "": adapters have no such name."""
+    reasoning_secret: bytes = field(default=b"", repr=False)
+    """What reasoning is sealed with that clients send back; b"": with a key that everyone knows."""
     cors: CorsOptions = NO_ORIGINS
     http_metrics: bool = True
     """Whether the metrics page is served on the HTTP port, too."""

@@ -28,6 +28,7 @@ from llmbackend.frontends.journals.documents import StoreError
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.openai import create_openai_router
+from llmbackend.frontends.openai.sealed_reasoning import sealing_key
 
 from ..core.server_log import ServerLog
 from .frontend_server import FrontendServer, raise_limit
@@ -128,9 +129,14 @@ def _frontends(
     limit_bytes = settings.http_max_input_size_bytes
     gate = InferenceGate(server, settings.limits.inference)
     streams = ResumableStreams(settings.store.resume_grace_s)
+    key = sealing_key(settings.protocols.reasoning_secret)
     routers = (
         create_anthropic_router(
-            server, settings.openai_max_input_size_bytes, gate, settings.protocols.openai_lora_separator
+            server,
+            settings.openai_max_input_size_bytes,
+            gate,
+            settings.protocols.openai_lora_separator,
+            sealing_key=key,
         ),
         create_openai_router(
             server,
@@ -138,6 +144,8 @@ def _frontends(
             gate,
             settings.protocols.openai_lora_separator,
             streams,
+            store=store,
+            sealing_key=key,
             lora_folder=settings.protocols.openai_lora_folder,
         ),
     )

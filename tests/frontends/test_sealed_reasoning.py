@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from pathlib import Path
 from random import Random
 
 import pytest
+import typer
 
-from llmbackend.frontends.openai.sealed_reasoning import FIXED_KEY, SealingKey, seal, unseal
+from llmbackend.cli.protocol_flags import ProtocolFlags
+from llmbackend.frontends.openai.sealed_reasoning import FIXED_KEY, SealingKey, seal, sealing_key, unseal
 
 OWN = SealingKey(b"another key of sixteen bytes or more")
 
@@ -52,3 +55,16 @@ def test_other_texts_are_refused(sealed: str) -> None:
 
 def test_a_key_is_not_shown() -> None:
     assert "sixteen" not in repr(OWN)
+
+
+def test_a_key_comes_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(OWN.secret + b"\n")
+    secret = ProtocolFlags(reasoning_key_file=path).options().reasoning_secret
+    assert sealing_key(secret) == OWN
+    assert sealing_key(ProtocolFlags().options().reasoning_secret) is FIXED_KEY
+    path.write_bytes(b"short")
+    with pytest.raises(typer.BadParameter, match="has 5 bytes, expected at least 16"):
+        ProtocolFlags(reasoning_key_file=path).options()
+    with pytest.raises(typer.BadParameter, match="No such file"):
+        ProtocolFlags(reasoning_key_file=tmp_path / "nosuch").options()

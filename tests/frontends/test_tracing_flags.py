@@ -104,7 +104,7 @@ def test_the_compression_level_is_taken_over() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"http_header_forward_pattern": "("}, {"grpc_infer_response_compression_level": "most"}]
 )
-def test_wrong_protocol_flags_are_refused_by_name(wrong: dict[str, str]) -> None:
+def test_wrong_protocol_flags_are_refused_by_name(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
     with pytest.raises(typer.BadParameter) as caught:
         ProtocolFlags(**wrong).options()

@@ -65,6 +65,11 @@ class SealingKey:
 FIXED_KEY = SealingKey(b"llmbackend: the key of servers that were given none")
 
 
+def sealing_key(secret: bytes) -> SealingKey:
+    """secret: b"" for none"""
+    return SealingKey(secret) if secret else FIXED_KEY
+
+
 def seal(text: str, key: SealingKey = FIXED_KEY) -> str:
     return key.seal(text)
 
