@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from llmbackend.core.inference_server import InferenceServer
+from tests.frontends.responses_api.event_reader import EventReader
 from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
 from tests.helpers.fake_llm_server import FakeLlmServer
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
@@ -120,3 +121,35 @@ def test_an_engine_that_dies_in_mid_call_changes_nothing(host: InferenceServer, 
         "llmbackend:engine_restarts_total", {"model": MODEL, "version": "1", "cause": "killed"}
     )
     assert restarts == 2
+
+
+def test_a_response_is_the_same_whatever_happens_to_the_engine(host: InferenceServer, client: openai.OpenAI) -> None:
+    fork_servers = children()
+
+    def ask(kill_at_events: tuple[int, ...]) -> list[dict[str, Any]]:
+        """The items of the output, but for their ids, put together from the events. Kills the engine at these."""
+        asked: dict[str, Any] = {
+            "input": "note it",
+            "tools": [{"type": "function", **NOTE, "strict": False}],
+            "tool_choice": "required",
+            "max_output_tokens": 220,
+            "store": False,
+            "include": ["reasoning.encrypted_content"],
+            "extra_body": {"thinking_token_budget": 9, "seed": 5},
+        }
+        stream: Any = client.responses.create(model=MODEL, stream=True, **asked)
+
+        def events() -> Iterator[dict[str, Any]]:
+            for number, event in enumerate(stream):
+                yield event.to_dict()
+                if number in kill_at_events:
+                    os.kill(min(engines(fork_servers)), signal.SIGKILL)
+
+        reader = EventReader()
+        response = reader.read_all(events())
+        assert len(reader.kinds) > max(kill_at_events, default=0) + 20, "it was over before its engine died"
+        return [{name: item[name] for name in item.keys() - {"id", "call_id"}} for item in response["output"]]
+
+    undisturbed = ask(())
+    assert [item["type"] for item in undisturbed][:2] == ["reasoning", "function_call"]
+    assert ask((8, 40)) == undisturbed

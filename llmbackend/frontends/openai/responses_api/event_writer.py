@@ -93,8 +93,8 @@ class ResponseWriter:
         number, self._next_number = self._next_number, self._next_number + 1
         text = orjson.dumps(happening.text)
         if happening.logprobs:
-            text += b',"logprobs":' + orjson.dumps(happening.logprobs)
-            return b"%b%d%b%b}\n\n" % (self._delta_head, number, self._delta_middle, text)
+            text += b',"logprobs":[%b]}\n\n' % happening.logprobs
+            return b"%b%d%b%b" % (self._delta_head, number, self._delta_middle, text)
         return b"%b%d%b%b%b" % (self._delta_head, number, self._delta_middle, text, self._delta_tail)
 
     def _item_added(self, item: OutputItem) -> list[bytes]:
@@ -106,7 +106,7 @@ class ResponseWriter:
         added = self._event("response.output_item.added", {"output_index": item.index, "item": item.as_added()})
         if not kind.part_type:
             return [added]
-        return [added, self._event("response.content_part.added", place | {"part": item.part("", [])})]
+        return [added, self._event("response.content_part.added", place | {"part": item.empty_part()})]
 
     def _item_done(self, item: OutputItem) -> list[bytes]:
         kind, place = item.kind, _place(item)
@@ -114,8 +114,7 @@ class ResponseWriter:
         more = {"name": item.tool.name} if item.tool is not None and item.tool.kind == "function" else {}
         events = [self._event(kind.done_event, done | more)] if kind.done_event else []
         if kind.part_type:
-            part = item.part(item.text, item.logprobs)
-            events.append(self._event("response.content_part.done", place | {"part": part}))
+            events.append(self._event("response.content_part.done", place | {"part": item.part()}))
         item_done = {"output_index": item.index, "item": item.as_json()}
         events.append(self._event("response.output_item.done", item_done))
         return events
@@ -139,4 +138,4 @@ def _place(item: OutputItem) -> JsonObject:
 
 
 def _logprobs(item: OutputItem) -> JsonObject:
-    return {"logprobs": item.logprobs} if item.kind is MESSAGE else {}
+    return {"logprobs": item.logprobs_json} if item.kind is MESSAGE else {}

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
+import orjson
 
 from ..answer_plan import AnswerPlan
 from ..answers import AnswerReader
-from ..errors import JsonObject
 from ..logprobs import ChatLogprobs, LogprobForm
 from ..parsers import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from ..responses import DEFAULT_FINISH_REASON
@@ -34,7 +34,8 @@ class ItemAdded:
 class TextAdded:
     item: OutputItem
     text: str
-    logprobs: list[JsonObject]
+    logprobs: bytes
+    """JSON: a list's items, b"" for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class OutputBuilder:
                 self._begin(CALLS[tool.kind], tool, id or "")
                 self._input = CustomInput() if tool.kind == "custom" else None
             case ToolCallArguments(_, text):
-                self._add_piece(text if self._input is None else self._input.push(text), [])
+                self._add_piece(text if self._input is None else self._input.push(text))
             case ToolCallEnd():
                 self._end(is_complete=True)
 
@@ -137,7 +138,10 @@ class OutputBuilder:
         if self._open is None or self._open.kind is not kind:
             self._begin(kind)
         render = self._logprobs
-        self._add_piece(text, [] if render is None or not positions else render.render(positions)["content"])
+        if render is None or not positions:
+            self._add_piece(text)
+        else:
+            self._add_piece(text, orjson.dumps(render.render(positions)["content"])[1:-1])
 
     def _begin(self, kind: ItemKind, tool: NamedTool | None = None, call_id: str = "") -> None:
         self._end()
@@ -147,11 +151,12 @@ class OutputBuilder:
         self.items.append(item)
         self._happenings.append(ItemAdded(item))
 
-    def _add_piece(self, text: str, logprobs: list[JsonObject]) -> None:
+    def _add_piece(self, text: str, logprobs: bytes = b"") -> None:
         item = self._open
         if item is not None and (text or logprobs):
             item.pieces.append(text)
-            item.logprobs += logprobs
+            if logprobs:
+                item.logprobs.append(logprobs)
             self._happenings.append(TextAdded(item, text, logprobs))
 
     def _end(self, *, is_complete: bool | None = None) -> None:
@@ -160,7 +165,7 @@ class OutputBuilder:
         if self._open is None:
             return
         if self._input is not None:
-            self._add_piece(self._input.finish(), [])
+            self._add_piece(self._input.finish())
             self._input = None
         is_text = self._open.tool is None
         self._open.status = "completed" if (is_text if is_complete is None else is_complete) else "incomplete"

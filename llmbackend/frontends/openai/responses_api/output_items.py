@@ -79,8 +79,8 @@ class OutputItem:
     """Makes of reasoning the form in which a client can send it back; None where it is not asked for."""
     status: ItemStatus = "in_progress"
     pieces: list[str] = field(default_factory=list)
-    logprobs: list[JsonObject] = field(default_factory=list)
-    """Of a message's tokens, where they are asked for."""
+    logprobs: list[bytes] = field(default_factory=list)
+    """Of a message's tokens, where they are asked for: JSON, encoded once, since several events hold all of them."""
 
     @property
     def text(self) -> str:
@@ -88,8 +88,19 @@ class OutputItem:
             self.pieces[:] = ["".join(self.pieces)]
         return self.pieces[0] if self.pieces else ""
 
-    def part(self, text: str, logprobs: list[JsonObject]) -> JsonObject:
-        """Its content part with this text."""
+    @property
+    def logprobs_json(self) -> orjson.Fragment:
+        return orjson.Fragment(b"[%b]" % b",".join(self.logprobs))
+
+    def part(self) -> JsonObject:
+        """Its content part, for orjson."""
+        return self._part(self.text, self.logprobs_json)
+
+    def empty_part(self) -> JsonObject:
+        """Its content part before its text."""
+        return self._part("", [])
+
+    def _part(self, text: str, logprobs: object) -> JsonObject:
         if self.kind is MESSAGE:
             return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
         return {"type": self.kind.part_type, "text": text}
@@ -99,8 +110,8 @@ class OutputItem:
         return self._json("in_progress", [] if self.kind.part_type else "")
 
     def as_json(self) -> JsonObject:
-        """As it is now."""
-        parts = [self.part(self.text, self.logprobs)] if self.kind.part_type and self._has_part else []
+        """As it is now, for orjson."""
+        parts = [self.part()] if self.kind.part_type and self._has_part else []
         return self._json(self.status, parts if self.kind.part_type else self.text)
 
     @property

@@ -81,6 +81,7 @@ class ResponseState:
         self.status = "cancelled"
 
     def output(self) -> list[JsonObject]:
+        """The items so far, for orjson."""
         return [item.as_json() for item in self.builder.items]
 
     def json(self) -> bytes:
