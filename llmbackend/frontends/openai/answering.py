@@ -1,20 +1,50 @@
-"""What endpoints have in common that answer with a generation: a whole body or a stream, and no request that outlives
-its client.
+"""What endpoints have in common that answer with a generation: the way to its model, a whole body or a stream, and no
+request that outlives its client.
 
 For: the routers of the APIs. Does not know: their forms. Invariant: the generation is closed however the request ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .generation import Generation
+from llmbackend.core.tracing.trace import RequestTrace
+from llmbackend.frontends.http.request_scope import LABELS
+from llmbackend.frontends.http.tracing import received, sampled, traced
+from llmbackend.frontends.inference_gate import InferenceGate
+
+from .generation import Generation, check_fields_taken
+from .labels import logged
+from .models import ModelCatalog, Target
 from .prompt_details import Writer
+from .requests import GenerationRequest
 from .streams import EventStream, events, first_arrival, unless_disconnected
+
+MakeStream = Callable[[AsyncGenerator[bytes, None], Callable[[], None], Mapping[str, str]], Response]
+"""(events, what is called when they are over, headers) → the HTTP response that sends them."""
+
+
+async def traced_answer(
+    gate: InferenceGate,
+    catalog: ModelCatalog,
+    http: Request,
+    start_ns: int,
+    request: GenerationRequest,
+    answer: Callable[[Target, RequestTrace | None], Coroutine[Any, Any, Response]],
+) -> Response:
+    """What `answer` makes of a request whose model is there and takes all its fields; logged and traced. start_ns: when
+    the request came. Raises OpenAIError."""
+    target = catalog.require(request.model, request.prompts[0].name)
+    check_fields_taken(request, target)
+    if request.labels:
+        http.scope[LABELS] = logged(request.labels)
+    trace = sampled(gate.server, target.name, http, start_ns)
+    received(trace)
+    return await traced(trace, answer(target, trace))
 
 
 async def whole_answer(
@@ -35,13 +65,14 @@ async def streamed_answer(
     writer: Writer,
     headers: Callable[[], Mapping[str, str]],
     before_end: Callable[[], Awaitable[None]] | None = None,
+    make: MakeStream = EventStream,
 ) -> Response:
     """The stream that `writer` makes of the generation, once its first response is here, which may be an error: that
     one is raised. before_end: awaited before the last events are sent."""
     try:
         first = await first_arrival(http.receive, generation)
         chunks = events(generation, first, writer, before_end)
-        return EventStream(chunks, generation.close, headers())
+        return make(chunks, generation.close, headers())
     except BaseException:
         generation.close()
         raise

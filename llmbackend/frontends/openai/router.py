@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 import orjson
 from fastapi import APIRouter
@@ -22,8 +23,6 @@ from starlette.types import Receive, Scope, Send
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http.request_body import release_body
-from llmbackend.frontends.http.request_scope import LABELS
-from llmbackend.frontends.http.tracing import received, sampled, traced
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams, is_resumable, last_event_id
@@ -31,9 +30,9 @@ from llmbackend.frontends.operations.metrics import load_headers
 
 from .answer_plan import AnswerPlan, plan_answer
 from .answer_streams import chunk_writer
+from .answering import streamed_answer, traced_answer, whole_answer
 from .errors import JsonObject, OpenAIError
-from .generation import Generation, check_fields_taken
-from .labels import logged
+from .generation import Generation
 from .lora_endpoints import LoraEndpoints
 from .models import ModelCatalog, Target
 from .prompt_details import PromptFirst, Writer
@@ -53,7 +52,7 @@ from .responses_api.create import ResponseCreation
 from .schema import REQUEST_ID, StreamOptions
 from .sealed_reasoning import FIXED_KEY, SealingKey
 from .stream_interval import IntervalWriter
-from .streams import EventStream, events, first_arrival, unless_disconnected
+from .streams import EventStream
 from .tokenization_endpoints import TokenizationEndpoints
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -132,15 +131,10 @@ class _OpenAIService:
         check_content_type(http)
         body = await read_body(self._gate, http, self._max_body_bytes)
         request = await self._gate.decode_in_thread(decode_cost(body), lambda: parse(json_object(body)))
-        target = self.catalog.require(request.model, request.prompts[0].name)
-        check_fields_taken(request, target)
         if is_resumable(http) and request.stream is None:
             raise OpenAIError("the header 'X-Resumable-Stream' is 'true', expected only with 'stream': true")
-        if request.labels:
-            http.scope[LABELS] = logged(request.labels)
-        trace = sampled(self._gate.server, target.name, http, start_ns)
-        received(trace)
-        return await traced(trace, self._answer(http, request, target, trace))
+        answer = partial(self._answer, http, request)
+        return await traced_answer(self._gate, self.catalog, http, start_ns, request, answer)
 
     async def _answer(
         self, http: Request, request: GenerationRequest, target: Target, trace: RequestTrace | None
@@ -149,40 +143,28 @@ class _OpenAIService:
         plan = plan_answer(request, target)
         generation = Generation(self._gate, request, target, identity.id, plan=plan, trace=trace)
         release_body(http)
-        try:
-            if request.stream is None:
-                work = whole_response(generation, request, identity, plan)
-                body = await unless_disconnected(http.receive, work)
-                generation.close()
-                return Response(body, headers=self._load_headers(http, target), media_type="application/json")
-            first = await first_arrival(http.receive, generation)
-        except BaseException:
-            generation.close()
-            raise
+        headers = partial(load_headers, self._gate.server, http, target.name)
+        if request.stream is None:
+            work = whole_response(generation, request, identity, plan)
+            return await whole_answer(http, generation, work, headers)
         writer = _writer(request, identity, request.stream, plan)
-        chunks = events(generation, first, writer)
-        return self._streamed(http, chunks, generation.close, self._load_headers(http, target))
+        return await streamed_answer(http, generation, writer, headers, make=partial(self._streamed, http))
 
     def _streamed(
-        self, http: Request, chunks: AsyncGenerator[bytes, None], on_close: Callable[[], None], headers: dict[str, str]
+        self,
+        http: Request,
+        chunks: AsyncGenerator[bytes, None],
+        on_close: Callable[[], None],
+        headers: Mapping[str, str],
     ) -> Response:
         stream = EventStream(chunks, on_close, headers)
-        if not is_resumable(http):
-            return stream
-        try:
-            return self._streams.open(http, chunks, on_close, dict(stream.headers))
-        except BaseException:
-            on_close()
-            raise
+        return self._streams.open(http, chunks, on_close, dict(stream.headers)) if is_resumable(http) else stream
 
     async def _come_back(self, http: Request) -> Response:
         """The rest of a stream. The body, which a client that repeats its request sends again, is not looked at."""
         await read_body(self._gate, http, self._max_body_bytes)
         release_body(http)
         return self._streams.come_back(http)
-
-    def _load_headers(self, http: Request, target: Target) -> dict[str, str]:
-        return load_headers(self._gate.server, http, target.name)
 
 
 def _guarded(handler: Endpoint) -> Endpoint:

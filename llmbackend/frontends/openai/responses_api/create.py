@@ -20,18 +20,15 @@ from starlette.responses import Response
 
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http.request_body import release_body
-from llmbackend.frontends.http.request_scope import LABELS
-from llmbackend.frontends.http.tracing import received, sampled, traced
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import ResponseStore, current_owner
 from llmbackend.frontends.operations.metrics import load_headers
 
 from ..answer_plan import AnswerPlan, plan_answer
-from ..answering import streamed_answer, whole_answer
+from ..answering import streamed_answer, traced_answer, whole_answer
 from ..errors import JsonObject, OpenAIError
-from ..generation import Generation, check_fields_taken
-from ..labels import logged
+from ..generation import Generation
 from ..models import ModelCatalog, Target
 from ..requests import check_content_type, decode_cost, json_object, read_body
 from ..responses import Identity
@@ -125,14 +122,8 @@ class ResponseCreation:
         self._gate.check_room()
         check_content_type(http)
         prepared = await self._prepared(await read_body(self._gate, http, self._max_body_bytes))
-        generation = prepared.request.generation
-        target = self._catalog.require(generation.model, generation.prompts[0].name)
-        check_fields_taken(generation, target)
-        if generation.labels:
-            http.scope[LABELS] = logged(generation.labels)
-        trace = sampled(self._gate.server, target.name, http, start_ns)
-        received(trace)
-        return await traced(trace, self._answer(http, prepared, target, trace))
+        answer = partial(self._answer, http, prepared)
+        return await traced_answer(self._gate, self._catalog, http, start_ns, prepared.request.generation, answer)
 
     async def _prepared(self, body: bytes) -> PreparedResponse:
         cost = decode_cost(body)
