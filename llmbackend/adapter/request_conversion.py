@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from llmbackend.core.backend_api import ModelInstance, Request, invalid_argument
+from llmbackend.core.backend_api import ModelInstance, Request, Tensor, invalid_argument
 from llmbackend.engine.infer_request import InferRequest, Reasoning, StepOutput
 from llmbackend.engine.output_end import own_stop_token_ids
 from llmbackend.waiting.queue_policy import QueuePolicies
@@ -29,8 +29,9 @@ from .lora_registry import NO_LORAS, AdapterHandle, LoraRegistry
 from .model_limits import ModelLimits
 from .prompts import PromptMaker
 from .response_sender import Choice, ResponseSender
-from .schemas.prompt_description import described
+from .schemas.prompt_description import SAMPLING_PARAMETERS, described
 from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameter, parse_sampling_parameters
+from .schemas.sampling_description import sampling_json
 from .schemas.schema import SEQUENCE_INDEX, LlmInputs, Prompt, Schema, TaskTimes
 from .structured_outputs.compilation import GrammarCompiler
 from .structured_outputs.constraint import Constraint
@@ -126,10 +127,17 @@ class RequestConverter:
 
     def _describe(self, request: Request, instance: ModelInstance, exec_start_ns: int, inputs: LlmInputs) -> None:
         times = TaskTimes(exec_start_ns, time.monotonic_ns())
-        prompt = self._prompts.describe(inputs)
-        tensors = described(prompt, inputs, self._tokenizer, self._limits.max_tokens)
+        tensors = self._described(inputs)
         sender = ResponseSender(request, instance, exec_start_ns, self._schema.client_error)
         sender.end(Choice(0, 0.0, tensors), times)
+
+    def _described(self, inputs: LlmInputs) -> list[Tensor]:
+        if SAMPLING_PARAMETERS not in inputs.options.outputs:
+            return described(self._prompts.describe(inputs), inputs, self._tokenizer, self._limits.max_tokens)
+        generation = self._generation(inputs)
+        self._check_priority(generation.params.priority)
+        sampling = Tensor.text(SAMPLING_PARAMETERS, sampling_json(generation.params, inputs.sampling))
+        return [*described(generation.prompt, inputs, self._tokenizer, self._limits.max_tokens), sampling]
 
     def _level(self, priority: int) -> int:
         return self._policies.level(self._policies.priority(priority))

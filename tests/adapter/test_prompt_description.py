@@ -16,7 +16,8 @@ from llmbackend.core.backend_api import ErrorCode
 from tests.helpers.llm_host import Call, LlmHost, llm_host
 from tests.helpers.tokenizers_for_tests import byte_level_tokenizer
 
-ALL = {f"return_{name}": True for name in DESCRIPTION_OUTPUTS}
+OF_PROMPT = DESCRIPTION_OUTPUTS - {"sampling_parameters"}
+ALL = {f"return_{name}": True for name in OF_PROMPT}
 HI = json.dumps([{"role": "user", "content": "hi"}])
 RENDERED = "user: hi\nassistant: "
 
@@ -46,7 +47,7 @@ def test_a_conversation_is_described_as_it_would_be_generated_from(host: LlmHost
     assert call.all("prompt_token_ids") == list(RENDERED.encode())
     assert json.loads(call.all("prompt_tokens")[0]) == list(RENDERED)
     assert call.all("num_input_tokens") == [len(RENDERED)] and call.all("max_model_len") == [256]
-    assert call.output_names == [DESCRIPTION_OUTPUTS], "one response, and nothing beside what was asked for"
+    assert call.output_names == [OF_PROMPT], "one response, and nothing beside what was asked for"
     generated = host.infer(messages=HI, return_prompt_token_ids=True, sampling={"max_tokens": 1})
     assert generated.all("prompt_token_ids") == call.all("prompt_token_ids")
 
@@ -92,6 +93,21 @@ def test_outputs_of_a_generation_and_of_a_description_do_not_mix(host: LlmHost) 
         "'return_output_ids' is true, but 'prompt_only' generates nothing"
     )
     assert "expected 'prompt_only' to be true with it" in refusal(host.infer(text_input="a", return_max_model_len=True))
+
+
+def test_a_request_is_checked_as_a_generation_where_its_parameters_are_asked_for(host: LlmHost) -> None:
+    asked = {"text_input": "abc", "return_sampling_parameters": True}
+    call = describe(host, **asked, sampling={"max_tokens": 1000, "top_k": 3, "bad_words": ["no"], "seed": -1})
+    found = json.loads(call.all("sampling_parameters")[0])
+    assert (found["max_tokens"], found["top_k"], found["seed"]) == (253, 3, None)
+    assert found["bad_words"] == ["no"] and found["temperature"] == 1.0
+    for inputs, told in (
+        ({"text_input": "x" * 256}, "the prompt has 256 tokens"),
+        ({"text_input": ""}, "the prompt is empty"),
+        ({"sampling": {"top_k": -2}}, "'top_k' is -2"),
+        ({"sampling": {"lora_name": "a"}}, "LoRA feature is not enabled."),
+    ):
+        assert told in refusal(describe(host, **{**asked, **inputs}))
 
 
 def test_no_engine_sees_the_request(host: LlmHost) -> None:

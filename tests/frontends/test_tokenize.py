@@ -164,3 +164,61 @@ def test_bodies_are_bounded_and_are_json(url: str) -> None:
     assert refused(url, "/tokenize", {"prompt": "a" * MAX_BODY_BYTES}, 413)["code"] == "content_too_large"
     assert httpx.post(f"{url}/tokenize", content=b"{", headers={"content-type": "application/json"}).status_code == 400
     assert httpx.post(f"{url}/detokenize", content=b"{}").status_code == 415
+
+
+def test_a_chat_is_rendered_as_an_engine_would_get_it(url: str) -> None:
+    chat = {"messages": USER, "tools": TOOLS, "temperature": 0.5, "stop": "x", "seed": 7, "top_logprobs": 2}
+    rendered = ask(url, "/v1/chat/completions/render", **chat, logprobs=True, request_id="mine", priority=0)
+    answer = ask(url, "/v1/chat/completions", **chat, logprobs=True, max_tokens=1, return_token_ids=True)
+    ids = answer["prompt_token_ids"]
+    sampling = rendered.pop("sampling_params")
+    assert rendered == {
+        "request_id": "chatcmpl-mine",
+        "token_ids": ids,
+        "features": None,
+        "model": MODEL,
+        "stream": False,
+        "stream_options": None,
+        "cache_salt": None,
+        "priority": 0,
+        "kv_transfer_params": None,
+    }
+    expected = {"temperature": 0.5, "stop": ["x"], "seed": 7, "logprobs": 2, "n": 1, "max_tokens": 256 - len(ids)}
+    assert {name: sampling[name] for name in expected} == expected
+    assert ask(url, "/v1/chat/completions/render", messages=USER)["sampling_params"]["seed"] is None
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    held = ask(url, "/v1/chat/completions/render", messages=USER, response_format=schema)
+    assert held["sampling_params"]["structured_outputs"]["json"] == {"type": "object"}
+
+
+def test_completions_are_rendered_prompt_by_prompt(url: str, reference: Tokenizer) -> None:
+    ids = reference.encode("Once").ids
+    body = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
+    answers = httpx.post(f"{url}/v1/completions/render", json={**body, "prompt": ["Once", "upon"]}).json()
+    assert [one["token_ids"] for one in answers] == [ids, reference.encode("upon").ids]
+    assert [(one["stream"], one["stream_options"]) for one in answers] == [(True, {"include_usage": True})] * 2
+    assert answers[0]["sampling_params"]["max_tokens"] == 16
+    (answer,) = httpx.post(f"{url}/v1/completions/render", json={"model": MODEL, "prompt": ids}).json()
+    assert answer["token_ids"] == ids
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions/render", {"model": MODEL, "prompt": "word " * 300}, "prompt"),
+        ("/v1/chat/completions/render", {"model": MODEL, "messages": USER, "max_tokens": 300}, "max_tokens"),
+        ("/v1/chat/completions/render", {"model": MODEL, "messages": USER, "temperature": 3}, "temperature"),
+        ("/v1/chat/completions/render", {"model": MODEL, "messages": USER, "logit_bias": {"99999": 1}}, "logit_bias"),
+        ("/v1/chat/completions/render", {"model": MODEL, "messages": USER, "priority": 1}, "priority"),
+        (
+            "/v1/chat/completions/render",
+            {"model": MODEL, "messages": USER, "structured_outputs": {"regex": "("}},
+            "structured_outputs",
+        ),
+    ],
+    ids=str,
+)
+def test_what_would_not_be_generated_is_not_rendered(url: str, path: str, body: Any, param: str) -> None:
+    error = refused(url, path, body)
+    generated = refused(url, path.removesuffix("/render"), body)
+    assert error == generated and error["param"] == param

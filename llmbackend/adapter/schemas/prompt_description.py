@@ -19,8 +19,9 @@ from .schema import LlmInputs, Prompt
 
 PROMPT_TOKENS: Final = "prompt_tokens"
 MAX_MODEL_LEN: Final = "max_model_len"
+SAMPLING_PARAMETERS: Final = "sampling_parameters"
 DESCRIPTION_OUTPUTS: Final = frozenset(
-    {PROMPT_TOKENS, MAX_MODEL_LEN, "prompt_token_ids", "prompt_text", "num_input_tokens"}
+    {PROMPT_TOKENS, MAX_MODEL_LEN, SAMPLING_PARAMETERS, "prompt_token_ids", "prompt_text", "num_input_tokens"}
 )
 _TOKENS_PER_CALL: Final = 8192
 

@@ -33,7 +33,7 @@ from llmbackend.engine.infer_request import TokenLogprobs
 from ..generation_bounds import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_at_most
 from ..text.output_assembler import Chunk
 from ..text.tokenizer import ModelTokenizer
-from .prompt_description import DESCRIPTION_OUTPUTS, MAX_MODEL_LEN, PROMPT_TOKENS
+from .prompt_description import DESCRIPTION_OUTPUTS, MAX_MODEL_LEN, PROMPT_TOKENS, SAMPLING_PARAMETERS
 from .schema import (
     PROMPT_OUTPUTS,
     SEQUENCE_INDEX,
@@ -86,6 +86,8 @@ INPUTS: dict[str, TensorType] = {
     "prompt_only": _FLAG,
     "return_prompt_tokens": _FLAG,
     "return_max_model_len": _FLAG,
+    # The request is checked as a generation would be, and the answer has its sampling parameters as they would hold.
+    "return_sampling_parameters": _FLAG,
     # The tokens that an interrupted generation has sent: this request goes on behind them.
     "prior_output_ids": TensorType("TYPE_INT32", (-1,)),
     # All counts of a generation, with its last response only: a stream's others then have nothing beside their text.
@@ -109,6 +111,7 @@ OUTPUTS: dict[str, TensorType] = {
     "prompt_first_token": _TEXT,
     PROMPT_TOKENS: _TEXT,
     MAX_MODEL_LEN: _COUNT,
+    SAMPLING_PARAMETERS: _TEXT,
     "usage": TensorType("TYPE_UINT32", (-1,)),
 }
 USAGE = "usage"
@@ -208,7 +211,7 @@ class VllmSchema:
                 param="exclude_input_in_output",
             )
         enabled = {name for name in OUTPUTS if name == "text_output" or _flag(request, f"return_{name}")}
-        if needing := enabled & {PROMPT_TOKENS, MAX_MODEL_LEN}:
+        if needing := enabled & {PROMPT_TOKENS, MAX_MODEL_LEN, SAMPLING_PARAMETERS}:
             raise invalid_argument(f"'return_{min(needing)}' is true, expected 'prompt_only' to be true with it")
         has_choices = str(sampling.get("n") or 1) != "1"
         if has_choices and SEQUENCE_INDEX in enabled and not self._decoupled:

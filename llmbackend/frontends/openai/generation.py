@@ -12,6 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from llmbackend.core.errors import TritonError
 from llmbackend.core.messages import InferenceRequest, ParameterValue
@@ -187,11 +188,16 @@ def _lora(target: Target) -> dict[str, str]:
     return {"lora_name": target.lora_name} if target.lora_name else {}
 
 
+def sampling_of(request: GenerationRequest, target: Target, plan: AnswerPlan | None) -> dict[str, Any]:
+    """The sampling parameters that the model gets."""
+    return request.sampling | _lora(target) | ({} if plan is None else plan.sampling)
+
+
 def _options(request: GenerationRequest, target: Target, plan: AnswerPlan | None) -> list[Tensor]:
     """The inputs other than the prompt, which all prompts share."""
     wants_counts, wants_usage = _counts(request)
     has_usage = wants_usage and target.model.takes(RETURN_USAGE)
-    sampling = request.sampling | _lora(target) | ({} if plan is None else plan.sampling)
+    sampling = sampling_of(request, target, plan)
     options = option_inputs(
         sampling,
         text_tokens=plan is not None,

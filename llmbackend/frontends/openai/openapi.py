@@ -154,6 +154,20 @@ _RESPONSES: Final[JsonObject] = {
         {"count": _COUNT, "max_model_len": _COUNT, "tokens": array(_COUNT), "token_strs": optional(array(_STRING))}
     ),
     "Text": closed({"prompt": _STRING}),
+    "Rendered": closed(
+        {
+            "request_id": _STRING,
+            "token_ids": array(_COUNT),
+            "features": _NULL,
+            "sampling_params": {"type": "object", "description": "Under vLLM's names, as they would hold."},
+            "model": _STRING,
+            "stream": {"type": "boolean"},
+            "stream_options": {"type": ["object", "null"]},
+            "cache_salt": optional(_STRING),
+            "priority": {"type": "integer"},
+            "kv_transfer_params": _NULL,
+        }
+    ),
 }
 
 
@@ -183,6 +197,17 @@ OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
     ),
     ("POST", "/v1/responses"): operation(
         "Answer a conversation, with items", _answer("Response") | _REFUSED, body=body("ResponsesBody")
+    ),
+    ("POST", "/v1/chat/completions/render"): operation(
+        "What an engine would get for a conversation",
+        {"200": json_response("Rendered")} | _REFUSED,
+        body=body("ChatCompletionRequest"),
+    ),
+    ("POST", "/v1/completions/render"): operation(
+        "What an engine would get for each prompt",
+        {"200": {"description": "By prompt.", "content": {"application/json": {"schema": array(ref("Rendered"))}}}}
+        | _REFUSED,
+        body=body("CompletionRequest"),
     ),
     ("POST", "/tokenize"): operation(
         "The tokens of a text or of a conversation",

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from llmbackend.core.messages import InferenceRequest, InferenceResponse
+from llmbackend.core.messages import InferenceRequest, InferenceResponse, ParameterValue
 from llmbackend.core.tensors import Tensor
 from llmbackend.frontends.inference_gate import InferenceGate
 
 from .errors import OpenAIError
 from .models import Target
-from .tensors import PROMPT_ONLY, SAMPLING_PARAMETERS
+from .tensors import MAX_TOKENS_MUST_FIT, PROMPT_ONLY, SAMPLING_PARAMETERS
 
 
 def _no_tokens() -> npt.NDArray[np.int32]:
@@ -38,6 +38,8 @@ class PromptDescription:
     token_names: bytes = b"[]"
     """Of the vocabulary, as a JSON list."""
     text: str = ""
+    sampling_parameters: bytes = b"{}"
+    """As they would hold for a generation, as a JSON object."""
 
 
 async def describe_prompt(
@@ -48,10 +50,12 @@ async def describe_prompt(
     *,
     sampling: Mapping[str, Any] | None = None,
     request_id: str = "",
+    max_tokens_must_fit: bool = False,
 ) -> PromptDescription:
     """wanted: of the flags in tensors.py: RETURN_NUM_INPUT_TOKENS, RETURN_MAX_MODEL_LEN, RETURN_PROMPT_TOKEN_IDS,
-    RETURN_PROMPT_TOKENS, RETURN_PROMPT_TEXT. sampling: parameters that change the prompt, such as `add_special_tokens`.
-    A client that goes away is the caller's to notice (`unless_disconnected`).
+    RETURN_PROMPT_TOKENS, RETURN_PROMPT_TEXT, and RETURN_SAMPLING_PARAMETERS, with which the request is checked as a
+    generation would be. sampling: the parameters; without that flag, those that change the prompt. A client that goes
+    away is the caller's to notice (`unless_disconnected`).
 
     Raises OpenAIError, with the host's names of inputs.
     """
@@ -62,7 +66,9 @@ async def describe_prompt(
     parameters = Tensor.text(SAMPLING_PARAMETERS, orjson.dumps(dict(sampling or {})))
     inputs = tuple(target.model.fitted(tensor) for tensor in (prompt, parameters, *flags))
     gate.admit(1)
-    inference = gate.submit(InferenceRequest(model_name=target.name, id=request_id, inputs=inputs))
+    marks: dict[str, ParameterValue] = {MAX_TOKENS_MUST_FIT: True} if max_tokens_must_fit else {}
+    request = InferenceRequest(model_name=target.name, id=request_id, inputs=inputs, parameters=marks)
+    inference = gate.submit(request)
     try:
         (response,) = await inference.collect(1)
     finally:
@@ -80,6 +86,7 @@ def _read(response: InferenceResponse) -> PromptDescription:
         token_ids=found["prompt_token_ids"].ravel() if "prompt_token_ids" in found else _no_tokens(),
         token_names=_single(found, "prompt_tokens", b"[]"),
         text=_single(found, "prompt_text", b"").decode(),
+        sampling_parameters=_single(found, "sampling_parameters", b"{}"),
     )
 
 

@@ -36,6 +36,7 @@ from .generation import Generation
 from .lora_endpoints import LoraEndpoints
 from .models import ModelCatalog, Target
 from .prompt_details import PromptFirst, Writer
+from .render_endpoints import RenderEndpoints
 from .requests import (
     GenerationRequest,
     check_content_type,
@@ -88,6 +89,7 @@ def create_openai_router(
     for method, path, endpoint in ConversationEndpoints(gate, conversations, max_body_bytes).routes():
         router.add_route(path, _guarded(endpoint), methods=[method])
     posts = TokenizationEndpoints(gate, catalog, max_body_bytes).routes()
+    posts |= RenderEndpoints(gate, catalog, max_body_bytes).routes()
     for path, endpoint in (posts | LoraEndpoints(gate, catalog, lora_folder).routes()).items():
         router.add_route(path, _guarded(endpoint), methods=["POST"])
     responses = ResponseCreation(gate, catalog, max_body_bytes, store, conversations, sealing_key)

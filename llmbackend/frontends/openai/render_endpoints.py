@@ -1,0 +1,114 @@
+"""/v1/chat/completions/render and /v1/completions/render: what an engine would get for a request, and nothing is
+generated.
+
+For: the router. Does not know: templates, tokenizers. Invariant: a request is read, planned and checked as the one that
+generates, so that both take or refuse the same.
+Source: vLLM's render endpoints and their answer, GenerateRequest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmbackend.core.tensors import Tensor
+from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.inference_gate import InferenceGate
+
+from .answer_plan import AnswerPlan, plan_answer
+from .errors import JsonObject, OpenAIError
+from .generation import check_fields_taken, sampling_of
+from .models import ModelCatalog, Target
+from .prompt_description import PromptDescription, describe_prompt
+from .requests import (
+    GenerationRequest,
+    check_content_type,
+    decode_cost,
+    json_object,
+    parse_chat,
+    parse_completion,
+    read_body,
+)
+from .responses import Identity
+from .streams import unless_disconnected
+from .tensors import RETURN_PROMPT_TOKEN_IDS, RETURN_SAMPLING_PARAMETERS
+
+
+class RenderEndpoints:
+    def __init__(self, gate: InferenceGate, catalog: ModelCatalog, max_body_bytes: int) -> None:
+        self._gate = gate
+        self._catalog = catalog
+        self._max_body_bytes = max_body_bytes
+
+    def routes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        """Each takes POST."""
+        return {"/v1/chat/completions/render": self.chat, "/v1/completions/render": self.completions}
+
+    async def chat(self, http: Request) -> Response:
+        """One object."""
+        [rendered] = await self._rendered(http, parse_chat)
+        return Response(rendered, media_type="application/json")
+
+    async def completions(self, http: Request) -> Response:
+        """A list, of one object for each prompt."""
+        rendered = await self._rendered(http, parse_completion)
+        return Response(b"[%b]" % b",".join(rendered), media_type="application/json")
+
+    async def _rendered(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> list[bytes]:
+        self._gate.check_room()
+        check_content_type(http)
+        body = await read_body(self._gate, http, self._max_body_bytes)
+        request = await self._gate.decode_in_thread(decode_cost(body), lambda: parse(json_object(body)))
+        target = self._catalog.require(request.model, request.prompts[0].name)
+        check_fields_taken(request, target)
+        plan = plan_answer(request, target)
+        release_body(http)
+        return await unless_disconnected(http.receive, self._all(request, target, plan))
+
+    async def _all(self, request: GenerationRequest, target: Target, plan: AnswerPlan | None) -> list[bytes]:
+        identity = Identity.of(request, target.model.fingerprint, request.request_id)
+        rendered = []
+        for prompt in request.prompts:
+            found = await self._one(request, target, plan, prompt, identity.id)
+            rendered.append(await self._gate.run_in_thread(partial(_written, request, identity.id, found)))
+        return rendered
+
+    async def _one(
+        self, request: GenerationRequest, target: Target, plan: AnswerPlan | None, prompt: Tensor, request_id: str
+    ) -> PromptDescription:
+        wanted = (RETURN_PROMPT_TOKEN_IDS, RETURN_SAMPLING_PARAMETERS)
+        try:
+            return await describe_prompt(
+                self._gate,
+                target,
+                prompt,
+                wanted,
+                sampling=sampling_of(request, target, plan),
+                request_id=request_id,
+                max_tokens_must_fit=bool(request.max_tokens_field),
+            )
+        except OpenAIError as error:
+            if plan is not None and plan.is_about_calls(error):
+                raise plan.in_own_fields(error) from None
+            raise request.in_own_fields(error) from None
+
+
+def _written(request: GenerationRequest, request_id: str, found: PromptDescription) -> bytes:
+    options = None if request.stream is None else request.stream.model_dump(exclude_none=True)
+    fields = {
+        "request_id": request_id,
+        "token_ids": found.token_ids,
+        "features": None,
+        "sampling_params": orjson.Fragment(found.sampling_parameters),
+        "model": request.model,
+        "stream": request.stream is not None,
+        "stream_options": options or None,
+        "cache_salt": request.sampling.get("cache_salt"),
+        "priority": request.sampling.get("priority") or 0,
+        "kv_transfer_params": None,
+    }
+    return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
