@@ -115,8 +115,8 @@ class _Reader:
     def add_system(self, content: object, param: str) -> None:
         blocks = self._blocks(content, param, "system")
         texts = [text for text in (_text(block, param) for block, param in blocks) if not _is_billing(text)]
-        if texts:
-            self._turns.append(_Turn("system", param, texts))
+        if texts:  # those that follow each other are one: many templates read no second one
+            self._turn("system", param).texts.extend(texts)
 
     def add(self, value: object, param: str) -> None:
         message = an_object(value, param)
