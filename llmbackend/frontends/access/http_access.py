@@ -29,7 +29,16 @@ from ..http.errors import (
 from ..http.request_scope import LABELS
 from ..http.responses import JSON, TEXT, plain
 from .api_keys import NO_KEY, NO_KEY_ANTHROPIC, WRONG_KEY, KeyRing, presented_key
-from .permissions import OPEN_PATHS, Category, Restrictions, Role, category_of, is_stop, needs_operator, role_needed
+from .permissions import (
+    OPEN_PATHS,
+    Category,
+    Restrictions,
+    Role,
+    begins_no_inference,
+    category_of,
+    needs_operator,
+    role_needed,
+)
 from .rate_limit import Account, Refusal
 from .request_identity import REQUEST_IDENTITY, AccessMetrics, RequestIdentity
 
@@ -79,12 +88,12 @@ class HttpAccess:
         return None if account is None else self._admit(request, account, category)
 
     def _admit(self, request: _CheckedRequest, account: Account, category: Category | None) -> Response | None:
-        """Checks the role first. Rate limits apply to inference only, and not to stopping it."""
+        """Checks the role first. Rate limits apply to what begins an inference."""
         if account.role is not Role.OPERATOR and needs_operator(request.path, category):
             self._metrics.decided(account, "http", "forbidden")
             return _forbidden(request, account)
         identity = RequestIdentity(account, "http", self._metrics)
-        if category is not Category.INFERENCE or is_stop(request.path):
+        if category is not Category.INFERENCE or begins_no_inference(request.path):
             self._metrics.decided(account, "http", "accepted")
         else:
             refusal = identity.take_first()

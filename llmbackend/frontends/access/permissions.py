@@ -49,7 +49,7 @@ OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready", "/health",
 
 _MODEL: Final = r"/v2/models/[^/]+(/versions/[^/]+)?"
 _INDEX: Final = re.compile(r"/v2/repository(/[^/]+)?/index\n?")
-_STOP: Final = re.compile(rf"{_MODEL}/(stop|stopInfer)\n?", re.DOTALL)
+_NO_INFERENCE: Final = re.compile(rf"({_MODEL}/(stop|stopInfer)|/v1/responses/.+)\n?", re.DOTALL)
 _CATEGORIES: Final = tuple(
     # A router's "$" also matches before a final newline; these must too, or such a path would have no category.
     (re.compile(rf"({pattern})\n?", re.DOTALL), category)
@@ -113,9 +113,9 @@ def needs_operator(path: str, category: Category | None) -> bool:
     return category in OPERATOR_CATEGORIES
 
 
-def is_stop(path: str) -> bool:
-    """Whether requests to this HTTP path stop an inference."""
-    return _STOP.fullmatch(path) is not None
+def begins_no_inference(path: str) -> bool:
+    """Whether requests to this HTTP path of Category.INFERENCE stop an inference, or read what one has answered."""
+    return _NO_INFERENCE.fullmatch(path) is not None
 
 
 def role_needed(name: str, role: Role, needed: Role = Role.OPERATOR) -> str:

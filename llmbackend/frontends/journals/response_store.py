@@ -236,10 +236,15 @@ class LiveLog:
         self._last = self._store.append(self, step)
         self._last.add_done_callback(partial(self._committed, step.events))
 
+    async def committed(self) -> None:
+        """Waits until all that was appended is committed. Raises StoreError."""
+        if self._last is not None:
+            await asyncio.shield(self._last)
+
     async def room(self) -> None:
         """Waits while much is not committed yet. Raises StoreError."""
-        if self._uncommitted_bytes > _MAX_UNCOMMITTED_BYTES and self._last is not None:
-            await asyncio.shield(self._last)
+        if self._uncommitted_bytes > _MAX_UNCOMMITTED_BYTES:
+            await self.committed()
 
     async def finish(self, document: Document, events: Sequence[bytes] = ()) -> None:
         """The last events, and the document as it stays. Raises StoreError."""

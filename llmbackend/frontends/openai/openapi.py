@@ -17,7 +17,7 @@ from ..http.openapi_parts import array, body, closed, json_response, operation, 
 from ..http.responses import TEXT
 from .errors import JsonObject
 from .lora_endpoints import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
-from .responses_api import conversation_openapi
+from .responses_api import conversation_openapi, stored_openapi
 from .responses_api.openapi import RESPONSE
 from .responses_api.schema import ResponsesBody
 from .schema import ChatCompletionRequest, CompletionRequest
@@ -73,7 +73,7 @@ def request_schemas(*models: type[BaseModel]) -> JsonObject:
 
 def schemas() -> JsonObject:
     """All components of the document, by name."""
-    return _RESPONSES | conversation_openapi.SCHEMAS | request_schemas(*_REQUESTS)
+    return _RESPONSES | conversation_openapi.SCHEMAS | stored_openapi.SCHEMAS | request_schemas(*_REQUESTS)
 
 
 _FINISH_REASONS: Final = ("stop", "length")
@@ -186,6 +186,7 @@ def _models(schema: str) -> JsonObject:
 
 _REFUSED: Final = refusals("OpenAIError", 400, 404, 413, 415, 429, 503)
 
+_STORED: Final = conversation_openapi.OPERATIONS | stored_openapi.OPERATIONS
 OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
     ("GET", "/v1/models"): operation("The models served here", _models("ModelList")),
     ("GET", "/v1/models/{model}"): operation("One model", _models("Model") | refusals("OpenAIError", 400, 404, 503)),
@@ -227,4 +228,4 @@ OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
         {"200": plain_response("It takes no further request.", TEXT)} | _REFUSED,
         body=body("UnloadLoraAdapterRequest"),
     ),
-} | conversation_openapi.OPERATIONS
+} | _STORED

@@ -47,9 +47,11 @@ from .requests import (
     read_body,
 )
 from .responses import Identity, whole_response
+from .responses_api.background import BackgroundResponses
 from .responses_api.conversation_endpoints import ConversationEndpoints
 from .responses_api.conversations import Conversations
 from .responses_api.create import ResponseCreation
+from .responses_api.stored_endpoints import StoredResponseEndpoints
 from .schema import REQUEST_ID, StreamOptions
 from .sealed_reasoning import FIXED_KEY, SealingKey
 from .stream_interval import IntervalWriter
@@ -92,8 +94,11 @@ def create_openai_router(
     posts |= RenderEndpoints(gate, catalog, max_body_bytes).routes()
     for path, endpoint in (posts | LoraEndpoints(gate, catalog, lora_folder).routes()).items():
         router.add_route(path, _guarded(endpoint), methods=["POST"])
-    responses = ResponseCreation(gate, catalog, max_body_bytes, store, conversations, sealing_key)
+    background = BackgroundResponses(gate, catalog, store, sealing_key) if store is not None else None
+    responses = ResponseCreation(gate, catalog, max_body_bytes, store, conversations, sealing_key, background)
     router.add_route("/v1/responses", _guarded(responses.create), methods=["POST"])
+    for method, path, endpoint in StoredResponseEndpoints(gate, store, background, sealing_key).routes():
+        router.add_route(path, _guarded(endpoint), methods=[method])
     router.routes.append(Route("/v1/{path:path}", _UnknownPath(tuple(router.routes))))
     return router
 

@@ -130,7 +130,7 @@ class ResponseCreation:
         read = await self._gate.decode_in_thread(cost, lambda: read_responses(json_object(body)))
         history = await fetch_history(self._store, self._conversations, read.wanted, self._gate, _MAX_HISTORY_BYTES)
         cost += _HISTORY_ITEM_COST * len(history.items)
-        return await self._gate.decode_in_thread(cost, partial(_prepare, read, history, self._key))
+        return await self._gate.decode_in_thread(cost, partial(prepare, read, history, self._key))
 
     async def _answer(
         self, http: Request, prepared: PreparedResponse, target: Target, trace: RequestTrace | None
@@ -184,9 +184,10 @@ _HISTORY_ITEM_COST = 256
 """As how many bytes of a body an item of the history counts: see `decode_cost`."""
 
 
-def _prepare(read: ReadBody, history: History, key: SealingKey) -> PreparedResponse:
+def prepare(read: ReadBody, history: History, key: SealingKey, suffix: str = "") -> PreparedResponse:
+    """suffix: of the response's id; "": drawn"""
     request = parse_responses(read, history, key)
-    suffix = uuid.uuid4().hex
+    suffix = suffix or uuid.uuid4().hex
     is_kept = request.store or request.conversation is not None
     items = orjson.dumps(with_ids(request.input_items, ID_PREFIX + suffix)) if is_kept else b"[]"
     return PreparedResponse(request, read.body, suffix, orjson.dumps(request.echo), items, history)

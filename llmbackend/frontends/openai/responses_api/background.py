@@ -1,0 +1,280 @@
+"""Background responses: made without their clients, read by cursor, and continued by the next server.
+
+For: the endpoints of the Responses API. Does not know: how a store keeps what it gets. Invariants: a background
+response counts in the server's limits and in its key's like any other request; with a store that stays, one that was in
+progress when its server ended is continued by the next one from its logged tokens, with the same seed, and so with the
+same tokens, events and sequence numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmbackend.core.tracing.trace import RequestTrace
+from llmbackend.frontends.errors import LimitReachedError
+from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.documents import Document, StoreError
+from llmbackend.frontends.journals.journal import EventsGoneError, Journal
+from llmbackend.frontends.journals.response_store import LiveLog, ResponseStore, current_owner
+from llmbackend.frontends.operations.metrics import load_headers
+
+from ..answer_plan import AnswerPlan, plan_answer
+from ..errors import OpenAIError
+from ..generation import Generation
+from ..models import ModelCatalog, Target
+from ..requests import GenerationRequest
+from ..responses import Identity
+from ..schema import StreamOptions
+from ..sealed_reasoning import SealingKey
+from ..streams import PING, QUIET_S, EventStream
+from ..tensors import Delta
+from .background_run import BackgroundRun, decode_deltas
+from .create import PreparedResponse, prepare
+from .event_writer import ResponseWriter
+from .parsing import read_responses
+from .request import History
+from .response_state import ResponseState
+
+log = logging.getLogger(__name__)
+_SEED_BITS: Final = 31
+_ROOM_INTERVAL_S: Final = 1.0
+"""Between two looks whether there is room for a response that another server began."""
+_TEXT: Final = AnswerPlan(
+    tool_use=None,
+    tool_format=None,
+    reasoning_format=None,
+    includes_reasoning=False,
+    shows_special_tokens=False,
+)
+"""Reads an answer of text, token by token."""
+_STREAM: Final = StreamOptions.model_construct(include_usage=True)
+
+
+class _Continuation(msgspec.Struct, frozen=True):
+    """What another server needs to go on with a response, besides its tokens."""
+
+    body: Any
+    """The request's JSON."""
+    history: tuple[Any, Any]
+    """Items, items by id."""
+    suffix: str
+    created_s: int
+    fingerprint: str
+    seed: int
+
+
+_CONTINUATION = msgspec.msgpack.Decoder(_Continuation)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What makes a response."""
+
+    request: GenerationRequest
+    plan: AnswerPlan
+    identity: Identity
+    state: ResponseState
+    writer: ResponseWriter
+
+
+class BackgroundResponses:
+    """Used on the event loop alone. The Producer of its store."""
+
+    def __init__(self, gate: InferenceGate, catalog: ModelCatalog, store: ResponseStore, key: SealingKey) -> None:
+        self._gate = gate
+        self._catalog = catalog
+        self._store = store
+        self._key = key
+        self._runs: dict[str, BackgroundRun] = {}
+        self._resuming: dict[str, asyncio.Task[None]] = {}
+        store.producer = self
+
+    async def create(
+        self, http: Request, prepared: PreparedResponse, target: Target, trace: RequestTrace | None
+    ) -> Response:
+        """Begins it. The answer is the response as it is queued, or its events."""
+        seed = prepared.request.generation.sampling.get("seed")
+        seed = secrets.randbits(_SEED_BITS) if seed is None else seed
+        identity = Identity.of(prepared.request.generation, target.model.fingerprint, prepared.identity_suffix)
+        made = self._made(prepared, identity, target, seed)
+        continuation = await self._gate.decode_in_thread(
+            len(prepared.items), partial(_continuation, prepared, identity, seed)
+        )
+        generation = Generation(self._gate, made.request, target, identity.id, plan=made.plan, trace=trace)
+        release_body(http)
+        queued, events = made.state.json(), made.writer.begin_events()
+        document = self._document(prepared, made, continuation)
+        run = self._add(BackgroundRun(self._store.begin(document), made.state, made.writer))
+        run.log.append(events, b"")
+        self._begin(run, generation)
+        headers = load_headers(self._gate.server, http, target.name)
+        if prepared.request.generation.stream is not None:
+            return EventStream(events_of(run.log.journal), _nothing, headers)
+        await run.log.committed()
+        return Response(queued, headers=headers, media_type="application/json")
+
+    async def cancel(self, id: str) -> None:
+        """Ends one that is in progress; no effect on another one. Raises StoreError."""
+        if (resuming := self._resuming.get(id)) is not None:
+            await asyncio.wait((resuming,))
+        if (run := self._runs.get(id)) is not None:
+            await run.cancel()
+
+    # --- a Producer of the store ------------------------------------------------------------------------------------
+
+    async def take_over(self, document: Document) -> None:
+        """Its readers find its log at once; the generation goes on when all of it is ready."""
+        log, progress = await self._store.resume(document)
+        task = asyncio.get_running_loop().create_task(self._resume(document, log, progress))
+        self._resuming[document.id] = task
+        task.add_done_callback(lambda _: self._resuming.pop(document.id, None))
+
+    async def suspend(self) -> None:
+        for task in list(self._resuming.values()):
+            task.cancel()
+        await asyncio.gather(*(run.suspend() for run in list(self._runs.values())))
+
+    async def _resume(self, document: Document, log: LiveLog, progress: list[bytes]) -> None:
+        try:
+            made, target, is_complete = await self._replayed(document, log, progress)
+        except Exception as error:
+            await _fail(document, log, OpenAIError.of(error))
+            return
+        run = self._add(BackgroundRun(log, made.state, made.writer))
+        try:
+            if is_complete:
+                await run.complete()
+            else:
+                self._begin(run, await self._generation(made, target))
+        except Exception as error:
+            await run.fail(OpenAIError.of(error))
+        finally:
+            if run.is_over:
+                self._runs.pop(document.id, None)
+
+    async def _replayed(self, document: Document, log: LiveLog, progress: list[bytes]) -> tuple[_Made, Target, bool]:
+        """The response where its log ends, and whether all of its tokens are there."""
+        if not document.continuation:
+            raise OpenAIError("the server ended while it made the response", status=503)
+        going_on = _CONTINUATION.decode(document.continuation)
+        prepared, deltas = await self._gate.run_in_thread(partial(_read, going_on, progress, self._key))
+        asked = prepared.request.generation
+        target = self._catalog.require(asked.model, asked.prompts[0].name)
+        identity = Identity(document.id, going_on.created_s, asked.model, going_on.fingerprint)
+        made = self._made(prepared, identity, target, going_on.seed)
+        await self._gate.run_in_thread(partial(_replay, made.writer, deltas))
+        if made.writer.next_sequence_number != log.journal.next_number:
+            raise OpenAIError("the server that began the response wrote other events for its tokens", status=503)
+        sent = tuple(id for delta in deltas for id in delta.token_ids)
+        made = replace(made, request=replace(made.request, prior_output_ids=sent))
+        return made, target, any(delta.is_final for delta in deltas)
+
+    async def _generation(self, made: _Made, target: Target) -> Generation:
+        """Waits for room: others may have come first."""
+        while True:
+            try:
+                return Generation(self._gate, made.request, target, made.identity.id, plan=made.plan)
+            except LimitReachedError:
+                await asyncio.sleep(_ROOM_INTERVAL_S)
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    def _made(self, prepared: PreparedResponse, identity: Identity, target: Target, seed: int) -> _Made:
+        """Raises OpenAIError for what the model cannot do."""
+        asked = prepared.request.generation
+        plan = plan_answer(asked, target) or replace(
+            _TEXT, shows_special_tokens=asked.sampling.get("skip_special_tokens") is False
+        )
+        request = replace(
+            asked,
+            stream=asked.stream or _STREAM,
+            sampling=asked.sampling | {"seed": seed},
+            return_token_ids=True,
+        )
+        state = prepared.state(identity, plan, self._key)
+        return _Made(request, plan, identity, state, ResponseWriter(state, cuts_at_tokens=True))
+
+    def _document(self, prepared: PreparedResponse, made: _Made, continuation: bytes) -> Document:
+        created_s = made.identity.created_s
+        return Document(
+            owner=current_owner(),
+            kind="response",
+            id=made.identity.id,
+            body=made.state.json(),
+            created_s=created_s,
+            expires_s=self._store.expires_s(created_s),
+            items=prepared.items,
+            parent=prepared.request.previous_response_id or "",
+            is_live=True,
+            continuation=continuation,
+        )
+
+    def _add(self, run: BackgroundRun) -> BackgroundRun:
+        """It ends with its document's time to live at the latest."""
+        self._runs[run.log.id] = run
+        return run
+
+    def _begin(self, run: BackgroundRun, generation: Generation) -> None:
+        left_s = run.log.document.expires_s - self._store.clock_s()
+        alarm = asyncio.get_running_loop().call_later(max(left_s, 0.0), run.expire)
+        task = run.begin(generation)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            alarm.cancel()
+            self._runs.pop(run.log.id, None)
+
+        task.add_done_callback(ended)
+
+
+async def events_of(journal: Journal, after: int = -1) -> AsyncGenerator[bytes, None]:
+    """The events behind number `after`, as they are committed."""
+    try:
+        async with aclosing(journal.follow(after, QUIET_S)) as following:
+            async for events in following:
+                yield b"".join(events.parts) or PING
+    except (EventsGoneError, StoreError) as error:
+        yield OpenAIError(str(error), status=503, kind="server_error", code="events_lost").event()
+
+
+def _continuation(prepared: PreparedResponse, identity: Identity, seed: int) -> bytes:
+    history = (list(prepared.history.items), dict(prepared.history.by_id))
+    return msgspec.msgpack.encode(
+        _Continuation(prepared.body, history, prepared.identity_suffix, identity.created_s, identity.fingerprint, seed)
+    )
+
+
+def _read(going_on: _Continuation, progress: list[bytes], key: SealingKey) -> tuple[PreparedResponse, list[Delta]]:
+    history = History(tuple(going_on.history[0]), going_on.history[1])
+    return prepare(read_responses(going_on.body), history, key, going_on.suffix), decode_deltas(progress)
+
+
+def _replay(writer: ResponseWriter, deltas: list[Delta]) -> None:
+    """Brings a new writer to where the one before it was; its events have been written."""
+    writer.begin_events()
+    for delta in deltas:
+        writer.delta_events(delta)
+
+
+async def _fail(document: Document, live_log: LiveLog, error: OpenAIError) -> None:
+    """For a response of which there is no more than its document."""
+    log.warning("the response %s can not be continued: %s", document.id, error.message)
+    told = {"code": error.code or "server_error", "message": error.message}
+    body = orjson.dumps(orjson.loads(document.body) | {"status": "failed", "error": told})
+    head = b'event: response.failed\ndata: {"type":"response.failed","sequence_number":%d,"response":%b}\n\n'
+    await live_log.finish(replace(document, body=body), [head % (live_log.journal.next_number, body)])
+
+
+def _nothing() -> None: ...

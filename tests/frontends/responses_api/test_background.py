@@ -1,0 +1,214 @@
+"""Background and stored responses through the real `openai` client: read by cursor, cancelled, deleted, listed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.server_options import ServerOptions
+from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.store_settings import StoreSettings
+from llmbackend.frontends.limits import InferenceLimits
+from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.scripted_text import SAY, SCRIPT_TEMPLATE, follow_scripts
+from tests.helpers.waiting import eventually
+
+from .event_reader import EventReader, events_of
+
+MODEL = "scripted"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
+SCRIPT = f"<think>hm, é</think>Here: {CALL}"
+TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False}]
+LONG = "x" * 3000
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
+    version = tmp_path_factory.mktemp("repository") / MODEL / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
+    engine = {"model": "mock", "transport": "inline", "max_model_len": 8192, "chat_template": SCRIPT_TEMPLATE}
+    engine |= {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "mock_step_ms": 1}
+    (version / "model.json").write_text(json.dumps(engine))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        follow_scripts(monkeypatch)
+        server = InferenceServer(ServerOptions(model_repositories=[version.parent.parent]))
+        server.start()
+        yield server
+        assert server.stop(timeout_s=20)
+
+
+@pytest.fixture(scope="module")
+def gate(host: InferenceServer) -> InferenceGate:
+    return InferenceGate(host, InferenceLimits(max_concurrent_requests=2))
+
+
+@pytest.fixture(scope="module", params=["memory", "sqlite"])
+def client(
+    host: InferenceServer,
+    gate: InferenceGate,
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[openai.OpenAI]:
+    path = tmp_path_factory.mktemp("store") / "store"
+    store = StoreSettings(url="memory" if request.param == "memory" else f"sqlite:{path}").open()
+    with (
+        serve_openai(host, store=store, gate=gate) as base,
+        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(gate: InferenceGate) -> Iterator[None]:
+    yield
+    eventually(lambda: not gate.open_inferences)
+
+
+def create(client: openai.OpenAI, script: str = SCRIPT, **fields: Any) -> Any:
+    body: dict[str, Any] = {"model": MODEL, "input": SAY + script, "tools": TOOLS, "temperature": 0} | fields
+    return client.responses.create(**body)
+
+
+def wait(client: openai.OpenAI, id: str) -> Any:
+    eventually(lambda: client.responses.retrieve(id).status not in ("queued", "in_progress"))
+    return client.responses.retrieve(id)
+
+
+def read(client: openai.OpenAI, id: str, **query: Any) -> list[dict[str, Any]]:
+    answer = client.get(f"/responses/{id}", cast_to=httpx.Response, options={"params": {"stream": "true"} | query})
+    return list(events_of(answer.content))
+
+
+def test_a_background_response_is_what_it_would_be_in_the_foreground(client: openai.OpenAI) -> None:
+    queued = create(client, background=True)
+    assert (queued.status, queued.output) == ("queued", [])
+    made, whole = wait(client, queued.id), create(client)
+    assert made.status == "completed" and made.id == queued.id and made.created_at == queued.created_at
+    assert [item.type for item in made.output] == ["reasoning", "message", "function_call"]
+    for one, other in zip(made.output, whole.output, strict=True):
+        named = {"id", "call_id"}
+        assert one.model_dump(exclude=named) == other.model_dump(exclude=named)
+    assert made.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_its_events_are_read_from_any_cursor(client: openai.OpenAI) -> None:
+    id = create(client, background=True).id
+    live = read(client, id)
+    reader = EventReader()
+    assert reader.read_all(iter(live)) == json.loads(client.responses.with_raw_response.retrieve(id).content)
+    assert reader.kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+    assert [event["sequence_number"] for event in live] == list(range(len(live)))
+    for after in range(0, len(live), 7):
+        assert read(client, id, starting_after=str(after)) == live[after + 1 :]
+    assert [event.sequence_number for event in client.responses.retrieve(id, stream=True, starting_after=3)] == list(
+        range(4, len(live))
+    )
+
+
+def test_a_stream_that_is_cut_off_goes_on_by_cursor(client: openai.OpenAI) -> None:
+    first: list[Any] = []
+    with create(client, background=True, stream=True) as stream:
+        for event in stream:
+            first.append(event)
+            if len(first) == 20:
+                break
+    id = first[0].response.id
+    rest = list(client.responses.retrieve(id, stream=True, starting_after=first[-1].sequence_number))
+    assert [event.sequence_number for event in first + rest] == list(range(len(first) + len(rest)))
+    assert rest[-1].type == "response.completed" and rest[-1].response == client.responses.retrieve(id)
+
+
+def test_cancel(client: openai.OpenAI, gate: InferenceGate) -> None:
+    id = create(client, LONG, background=True).id
+    assert gate.open_inferences == 1
+    cancelled = client.responses.cancel(id)
+    assert cancelled.status == "cancelled" and not gate.open_inferences
+    assert client.responses.cancel(id) == cancelled == client.responses.retrieve(id)
+    assert read(client, id)[-1]["type"] != "response.completed"
+    done = create(client, background=True).id
+    made = wait(client, done)
+    assert client.responses.cancel(done) == made
+    with pytest.raises(openai.BadRequestError, match="was not created with 'background': true"):
+        client.responses.cancel(create(client).id)
+
+
+def test_delete(client: openai.OpenAI, gate: InferenceGate) -> None:
+    for fields in ({}, {"background": True}, {"background": True, "input": SAY + LONG}):
+        id = create(client, **fields).id
+        client.responses.delete(id)
+        assert not gate.open_inferences or "input" not in fields
+        for ask in (client.responses.retrieve, client.responses.cancel, client.responses.delete):
+            with pytest.raises(openai.NotFoundError, match="not found"):
+                ask(id)
+
+
+def test_background_responses_count_in_the_limits(client: openai.OpenAI) -> None:
+    ids = [create(client, LONG, background=True).id for _ in range(2)]
+    with pytest.raises(openai.RateLimitError):
+        create(client, LONG, background=True)
+    for id in ids:
+        client.responses.cancel(id)
+
+
+def test_a_response_that_fails_says_why(client: openai.OpenAI) -> None:
+    made = wait(client, create(client, "x", background=True, input="y" * 9000, max_output_tokens=10).id)
+    assert made.status == "failed" and made.error is not None
+    kinds = [event["type"] for event in read(client, made.id)]
+    assert kinds[-2:] == ["error", "response.failed"]
+
+
+def test_input_items(client: openai.OpenAI) -> None:
+    items: list[Any] = [{"role": "user", "content": f"part {index}"} for index in range(3)]
+    id = create(client, input=[*items, {"role": "user", "content": SAY + "yes"}]).id
+    texts = [item.content[0].text for item in client.responses.input_items.list(id, order="asc", limit=2)]
+    assert texts == ["part 0", "part 1", "part 2", SAY + "yes"]
+    page = client.responses.input_items.list(id, limit=1)
+    assert (page.data[0].content[0].text, page.has_more) == (SAY + "yes", True)  # type: ignore[union-attr]
+
+
+def test_what_was_not_stored_is_not_there(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(create(client, store=False).id)
+    with pytest.raises(openai.BadRequestError) as refused:
+        create(client, store=False, background=True)
+    assert "store" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("starting_after=3", "stream=true"),
+        ("stream=true&starting_after=x", "sequence_number"),
+        ("stream=true&starting_after=99999", "the latest event"),
+        ("stream=maybe", "true or false"),
+        ("include=x", "expected one of"),
+        ("include_obfuscation=true", "not supported"),
+        ("verbose=1", "unknown query parameter 'verbose'"),
+    ],
+)
+def test_queries_that_are_wrong(client: openai.OpenAI, query: str, message: str) -> None:
+    id = create(client, "yes", background=True).id
+    wait(client, id)
+    answer = httpx.get(f"{client.base_url}responses/{id}?{query}")
+    assert (answer.status_code, message in answer.text) == (400, True), answer.text
+
+
+def test_events_of_the_foreground_are_not_kept(client: openai.OpenAI) -> None:
+    id = create(client, "yes").id
+    with pytest.raises(openai.BadRequestError, match="only those of background responses"):
+        client.responses.retrieve(id, stream=True)
+
+
+def test_sealed_reasoning_can_be_asked_for_later(client: openai.OpenAI) -> None:
+    include: Any = ["reasoning.encrypted_content"]
+    sealed = create(client, include=include).output[0].encrypted_content
+    id = create(client).id
+    assert client.responses.retrieve(id, include=include).output[0].encrypted_content == sealed  # type: ignore[union-attr]
+    assert client.responses.retrieve(id).output[0].encrypted_content is None  # type: ignore[union-attr]
