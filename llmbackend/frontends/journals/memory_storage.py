@@ -22,7 +22,7 @@ class MemoryStorage:
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
         self._documents: OrderedDict[str, Document] = OrderedDict()
-        """In the order of their creation, which is that of their expiry."""
+        """In the order of their expiry: each gets the same time to live, at its creation or when it is renewed."""
         self._finished: OrderedDict[str, None] = OrderedDict()
         """Those that are not live, by id; the first of them goes first."""
         self._finished_of: dict[str, OrderedDict[str, None]] = {}
@@ -83,6 +83,8 @@ class MemoryStorage:
         self.held_bytes += document.size_bytes - (0 if before is None else before.size_bytes)
         self._documents[document.id] = document
         self._count_of[document.owner] += before is None
+        if before is not None and document.expires_s > before.expires_s:
+            self._documents.move_to_end(document.id)
         if not document.is_live:
             self._finished[document.id] = None
             self._finished_of.setdefault(document.owner, OrderedDict())[document.id] = None

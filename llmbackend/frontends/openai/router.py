@@ -94,7 +94,7 @@ def create_openai_router(
     posts |= RenderEndpoints(gate, catalog, max_body_bytes).routes()
     for path, endpoint in (posts | LoraEndpoints(gate, catalog, lora_folder).routes()).items():
         router.add_route(path, _guarded(endpoint), methods=["POST"])
-    background = BackgroundResponses(gate, catalog, store, sealing_key) if store is not None else None
+    background = BackgroundResponses(gate, catalog, store, conversations, sealing_key) if store is not None else None
     responses = ResponseCreation(gate, catalog, max_body_bytes, store, conversations, sealing_key, background)
     router.add_route("/v1/responses", _guarded(responses.create), methods=["POST"])
     for method, path, endpoint in StoredResponseEndpoints(gate, store, background, sealing_key).routes():

@@ -55,7 +55,7 @@ def client(
     gate: InferenceGate,
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[openai.OpenAI]:
+) -> Iterator[Any]:
     path = tmp_path_factory.mktemp("store") / "store"
     store = StoreSettings(url="memory" if request.param == "memory" else f"sqlite:{path}").open()
     with (
@@ -71,22 +71,22 @@ def nothing_is_left(gate: InferenceGate) -> Iterator[None]:
     eventually(lambda: not gate.open_inferences)
 
 
-def create(client: openai.OpenAI, script: str = SCRIPT, **fields: Any) -> Any:
+def create(client: Any, script: str = SCRIPT, **fields: Any) -> Any:
     body: dict[str, Any] = {"model": MODEL, "input": SAY + script, "tools": TOOLS, "temperature": 0} | fields
     return client.responses.create(**body)
 
 
-def wait(client: openai.OpenAI, id: str) -> Any:
+def wait(client: Any, id: str) -> Any:
     eventually(lambda: client.responses.retrieve(id).status not in ("queued", "in_progress"))
     return client.responses.retrieve(id)
 
 
-def read(client: openai.OpenAI, id: str, **query: Any) -> list[dict[str, Any]]:
+def read(client: Any, id: str, **query: Any) -> list[dict[str, Any]]:
     answer = client.get(f"/responses/{id}", cast_to=httpx.Response, options={"params": {"stream": "true"} | query})
     return list(events_of(answer.content))
 
 
-def test_a_background_response_is_what_it_would_be_in_the_foreground(client: openai.OpenAI) -> None:
+def test_a_background_response_is_what_it_would_be_in_the_foreground(client: Any) -> None:
     queued = create(client, background=True)
     assert (queued.status, queued.output) == ("queued", [])
     made, whole = wait(client, queued.id), create(client)
@@ -98,7 +98,7 @@ def test_a_background_response_is_what_it_would_be_in_the_foreground(client: ope
     assert made.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_its_events_are_read_from_any_cursor(client: openai.OpenAI) -> None:
+def test_its_events_are_read_from_any_cursor(client: Any) -> None:
     id = create(client, background=True).id
     live = read(client, id)
     reader = EventReader()
@@ -112,7 +112,7 @@ def test_its_events_are_read_from_any_cursor(client: openai.OpenAI) -> None:
     )
 
 
-def test_a_stream_that_is_cut_off_goes_on_by_cursor(client: openai.OpenAI) -> None:
+def test_a_stream_that_is_cut_off_goes_on_by_cursor(client: Any) -> None:
     first: list[Any] = []
     with create(client, background=True, stream=True) as stream:
         for event in stream:
@@ -125,7 +125,7 @@ def test_a_stream_that_is_cut_off_goes_on_by_cursor(client: openai.OpenAI) -> No
     assert rest[-1].type == "response.completed" and rest[-1].response == client.responses.retrieve(id)
 
 
-def test_cancel(client: openai.OpenAI, gate: InferenceGate) -> None:
+def test_cancel(client: Any, gate: InferenceGate) -> None:
     id = create(client, LONG, background=True).id
     assert gate.open_inferences == 1
     cancelled = client.responses.cancel(id)
@@ -139,7 +139,7 @@ def test_cancel(client: openai.OpenAI, gate: InferenceGate) -> None:
         client.responses.cancel(create(client).id)
 
 
-def test_delete(client: openai.OpenAI, gate: InferenceGate) -> None:
+def test_delete(client: Any, gate: InferenceGate) -> None:
     for fields in ({}, {"background": True}, {"background": True, "input": SAY + LONG}):
         id = create(client, **fields).id
         client.responses.delete(id)
@@ -149,7 +149,7 @@ def test_delete(client: openai.OpenAI, gate: InferenceGate) -> None:
                 ask(id)
 
 
-def test_background_responses_count_in_the_limits(client: openai.OpenAI) -> None:
+def test_background_responses_count_in_the_limits(client: Any) -> None:
     ids = [create(client, LONG, background=True).id for _ in range(2)]
     with pytest.raises(openai.RateLimitError):
         create(client, LONG, background=True)
@@ -157,23 +157,23 @@ def test_background_responses_count_in_the_limits(client: openai.OpenAI) -> None
         client.responses.cancel(id)
 
 
-def test_a_response_that_fails_says_why(client: openai.OpenAI) -> None:
+def test_a_response_that_fails_says_why(client: Any) -> None:
     made = wait(client, create(client, "x", background=True, input="y" * 9000, max_output_tokens=10).id)
     assert made.status == "failed" and made.error is not None
     kinds = [event["type"] for event in read(client, made.id)]
     assert kinds[-2:] == ["error", "response.failed"]
 
 
-def test_input_items(client: openai.OpenAI) -> None:
+def test_input_items(client: Any) -> None:
     items: list[Any] = [{"role": "user", "content": f"part {index}"} for index in range(3)]
     id = create(client, input=[*items, {"role": "user", "content": SAY + "yes"}]).id
     texts = [item.content[0].text for item in client.responses.input_items.list(id, order="asc", limit=2)]
     assert texts == ["part 0", "part 1", "part 2", SAY + "yes"]
     page = client.responses.input_items.list(id, limit=1)
-    assert (page.data[0].content[0].text, page.has_more) == (SAY + "yes", True)  # type: ignore[union-attr]
+    assert (page.data[0].content[0].text, page.has_more) == (SAY + "yes", True)
 
 
-def test_what_was_not_stored_is_not_there(client: openai.OpenAI) -> None:
+def test_what_was_not_stored_is_not_there(client: Any) -> None:
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(create(client, store=False).id)
     with pytest.raises(openai.BadRequestError) as refused:
@@ -193,22 +193,22 @@ def test_what_was_not_stored_is_not_there(client: openai.OpenAI) -> None:
         ("verbose=1", "unknown query parameter 'verbose'"),
     ],
 )
-def test_queries_that_are_wrong(client: openai.OpenAI, query: str, message: str) -> None:
+def test_queries_that_are_wrong(client: Any, query: str, message: str) -> None:
     id = create(client, "yes", background=True).id
     wait(client, id)
     answer = httpx.get(f"{client.base_url}responses/{id}?{query}")
     assert (answer.status_code, message in answer.text) == (400, True), answer.text
 
 
-def test_events_of_the_foreground_are_not_kept(client: openai.OpenAI) -> None:
+def test_events_of_the_foreground_are_not_kept(client: Any) -> None:
     id = create(client, "yes").id
     with pytest.raises(openai.BadRequestError, match="only those of background responses"):
         client.responses.retrieve(id, stream=True)
 
 
-def test_sealed_reasoning_can_be_asked_for_later(client: openai.OpenAI) -> None:
+def test_sealed_reasoning_can_be_asked_for_later(client: Any) -> None:
     include: Any = ["reasoning.encrypted_content"]
     sealed = create(client, include=include).output[0].encrypted_content
     id = create(client).id
-    assert client.responses.retrieve(id, include=include).output[0].encrypted_content == sealed  # type: ignore[union-attr]
-    assert client.responses.retrieve(id).output[0].encrypted_content is None  # type: ignore[union-attr]
+    assert client.responses.retrieve(id, include=include).output[0].encrypted_content == sealed
+    assert client.responses.retrieve(id).output[0].encrypted_content is None

@@ -42,6 +42,7 @@ from ..sealed_reasoning import SealingKey
 from ..streams import PING, QUIET_S, EventStream
 from ..tensors import Delta
 from .background_run import BackgroundRun, decode_deltas
+from .conversations import Conversations
 from .create import PreparedResponse, prepare
 from .event_writer import ResponseWriter
 from .parsing import read_responses
@@ -83,6 +84,7 @@ _CONTINUATION = msgspec.msgpack.Decoder(_Continuation)
 class _Made:
     """What makes a response."""
 
+    prepared: PreparedResponse
     request: GenerationRequest
     plan: AnswerPlan
     identity: Identity
@@ -93,8 +95,17 @@ class _Made:
 class BackgroundResponses:
     """Used on the event loop alone. The Producer of its store."""
 
-    def __init__(self, gate: InferenceGate, catalog: ModelCatalog, store: ResponseStore, key: SealingKey) -> None:
+    def __init__(
+        self,
+        gate: InferenceGate,
+        catalog: ModelCatalog,
+        store: ResponseStore,
+        conversations: Conversations | None,
+        key: SealingKey,
+    ) -> None:
+        """As of ResponseCreation."""
         self._gate = gate
+        self._conversations = conversations
         self._catalog = catalog
         self._store = store
         self._key = key
@@ -117,7 +128,7 @@ class BackgroundResponses:
         release_body(http)
         queued, events = made.state.json(), made.writer.begin_events()
         document = self._document(prepared, made, continuation)
-        run = self._add(BackgroundRun(self._store.begin(document), made.state, made.writer))
+        run = self._run(self._store.begin(document), made)
         run.log.append(events, b"")
         self._begin(run, generation)
         headers = load_headers(self._gate.server, http, target.name)
@@ -153,7 +164,7 @@ class BackgroundResponses:
         except Exception as error:
             await _fail(document, log, OpenAIError.of(error))
             return
-        run = self._add(BackgroundRun(log, made.state, made.writer))
+        run = self._run(log, made)
         try:
             if is_complete:
                 await run.complete()
@@ -205,7 +216,7 @@ class BackgroundResponses:
             return_token_ids=True,
         )
         state = prepared.state(identity, plan, self._key)
-        return _Made(request, plan, identity, state, ResponseWriter(state, cuts_at_tokens=True))
+        return _Made(prepared, request, plan, identity, state, ResponseWriter(state, cuts_at_tokens=True))
 
     def _document(self, prepared: PreparedResponse, made: _Made, continuation: bytes) -> Document:
         created_s = made.identity.created_s
@@ -222,12 +233,13 @@ class BackgroundResponses:
             continuation=continuation,
         )
 
-    def _add(self, run: BackgroundRun) -> BackgroundRun:
-        """It ends with its document's time to live at the latest."""
-        self._runs[run.log.id] = run
+    def _run(self, log: LiveLog, made: _Made) -> BackgroundRun:
+        tell = partial(made.prepared.tell_conversation, self._conversations, log.document.owner, made.state)
+        run = self._runs[log.id] = BackgroundRun(log, made.state, made.writer, tell)
         return run
 
     def _begin(self, run: BackgroundRun, generation: Generation) -> None:
+        """It ends with its document's time to live at the latest."""
         left_s = run.log.document.expires_s - self._store.clock_s()
         alarm = asyncio.get_running_loop().call_later(max(left_s, 0.0), run.expire)
         task = run.begin(generation)

@@ -8,7 +8,7 @@ was; a run ends once: by itself, or stopped by its owner.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -41,8 +41,12 @@ def decode_deltas(steps: Iterable[bytes]) -> list[Delta]:
 class BackgroundRun:
     """Used on the event loop alone."""
 
-    def __init__(self, log: LiveLog, state: ResponseState, writer: ResponseWriter) -> None:
+    def __init__(
+        self, log: LiveLog, state: ResponseState, writer: ResponseWriter, before_end: Callable[[], Awaitable[None]]
+    ) -> None:
+        """before_end: awaited when the answer is complete, before it is told"""
         self.log = log
+        self._before_end = before_end
         self.is_over = False
         self._state = state
         self._writer = writer
@@ -70,7 +74,10 @@ class BackgroundRun:
 
     async def complete(self) -> None:
         """Ends it after its last delta. Raises StoreError."""
-        await self._finish(self._writer.end_events())
+        self._is_ending = True
+        events = self._writer.end_events()
+        await self._before_end()
+        await self._finish(events)
 
     async def suspend(self) -> None:
         """Ends the run and leaves its log as it is."""
@@ -105,7 +112,6 @@ class BackgroundRun:
                     deltas.append(arrival[1])
                 self._append(deltas)
                 await self.log.room()
-            self._is_ending = True
             await self.complete()
         except asyncio.CancelledError:
             if self._failure is None:
