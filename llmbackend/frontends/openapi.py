@@ -42,6 +42,7 @@ _VARIANTS: Final = ("/versions/{version}", "/{repository}", "/region/{region}")
 _PARAMETERS: Final[dict[str, Json]] = {
     "name": {"type": "string", "minLength": 1},
     "model": {"type": "string", "minLength": 1},
+    "response_id": {"type": "string", "minLength": 1},
     "conversation_id": {"type": "string", "minLength": 1},
     "item_id": {"type": "string", "minLength": 1},
     "version": {"type": "string", "pattern": "^[0-9]{1,18}$"},
