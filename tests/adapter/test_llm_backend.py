@@ -149,7 +149,7 @@ def test_a_prompt_that_begins_as_an_earlier_one_is_partly_cached(tmp_path: Path)
         assert host.metric("vllm:prefix_cache_hits_total") == 192
 
 
-def test_usage_comes_once_with_the_last_response(tmp_path: Path) -> None:
+def test_usage_comes_with_the_first_and_the_last_response(tmp_path: Path) -> None:
     prompt = list(range(100))
     with llm_host(tmp_path) as host:
         whole = host.infer(input_ids=prompt, sampling=GREEDY, return_usage=True, return_output_ids=True)
@@ -157,7 +157,7 @@ def test_usage_comes_once_with_the_last_response(tmp_path: Path) -> None:
         choices = host.infer({**GREEDY, "n": 2}, input_ids=prompt, return_usage=True)
         num_tokens = len(whole.all("output_ids"))
         assert whole.all("usage") == [100, num_tokens, 0]
-        assert len(stream.responses) > 1 and stream.all("usage") == [100, num_tokens, 96]
+        assert len(stream.responses) > 2 and stream.all("usage") == [100, 1, 96, 100, num_tokens, 96]
         assert choices.all("usage") == [100, num_tokens, 96] * 2
 
 

@@ -90,7 +90,7 @@ INPUTS: dict[str, TensorType] = {
     "return_sampling_parameters": _FLAG,
     # The tokens that an interrupted generation has sent: this request goes on behind them.
     "prior_output_ids": TensorType("TYPE_INT32", (-1,)),
-    # All counts of a generation, with its last response only: a stream's others then have nothing beside their text.
+    # All counts of a generation so far, with its first and its last response: others then have only their text.
     "return_usage": _FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
@@ -323,6 +323,8 @@ class VllmReply:
         self._prompt_token_ids = prompt.token_ids
         self._prompt_logprobs: list[dict[str, dict[str, object]]] = []
         self._prompt_logprobs_json: list[bytes] = []
+        self._is_first = True
+        """No usage has been sent."""
         self._has_prompt_outputs = inputs.sequence_index == 0 and not self._outputs.isdisjoint(PROMPT_OUTPUTS)
         self._wants_logprobs = wants_logprobs
         self._token_text = token_text
@@ -387,7 +389,8 @@ class VllmReply:
             tensors.append(Tensor.of("output_ids", np.array(chunk.token_ids, np.int32)))
         if SEQUENCE_INDEX in wanted:
             tensors.append(Tensor.of(SEQUENCE_INDEX, np.array([self._sequence_index], np.uint32)))
-        if USAGE in wanted and chunk.finish_reason is not None:
+        if USAGE in wanted and (self._is_first or chunk.finish_reason is not None):
+            self._is_first = False
             tensors.append(Tensor.of(USAGE, _usage(generation)))
         if "text_tokens" in wanted:
             text = _encode_json(chunk.text_tokens)

@@ -162,11 +162,14 @@ class Usage:
         self._cached_tokens: dict[int, int] = {}
         self._reasoning_tokens: dict[int, int] = {}
         self._completion_tokens = 0
+        self._told_tokens: dict[int, int] = {}
+        """Of the choices whose counts are told from time to time: those of the last time."""
 
     def add(self, index: int, delta: Delta) -> None:
         if delta.usage is not None:
             self._prompt_tokens[index // self._n], num_output_tokens, num_cached_tokens = delta.usage
-            self._completion_tokens += num_output_tokens
+            self._completion_tokens += num_output_tokens - self._told_tokens.get(index, 0)
+            self._told_tokens[index] = num_output_tokens
             if not index % self._n:
                 self._cached_tokens[index // self._n] = num_cached_tokens
             return

@@ -123,8 +123,8 @@ class Delta(msgspec.Struct, frozen=True):
     stop_reason: int | str | None = None
     """On the last response, when asked for: the stop string or token of the request that ended the choice."""
     usage: tuple[int, int, int] | None = None
-    """Of the choice, with its last response, where counts are not told with each: tokens of the prompt, of the answer,
-    and of the prompt that were not computed again."""
+    """Of the choice so far, with its first and its last response, where counts are not told with each: tokens of the
+    prompt, of the answer, and of the prompt that were not computed again."""
 
 
 def text_tensor(text: str) -> Tensor:

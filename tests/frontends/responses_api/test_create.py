@@ -4,6 +4,7 @@ streamed and parsed, with calls and reasoning."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,7 +14,11 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
+from llmbackend.frontends.journals.store_settings import IN_MEMORY
 from llmbackend.frontends.openai.responses_api.openapi import RESPONSE as DOCUMENTED
+from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
+from tests.helpers.fake_llm_server import FakeLlmServer
+from tests.helpers.openai_live_server import serve_openai
 from tests.helpers.scripted_text import SAY
 
 from .conftest import MODEL
@@ -219,3 +224,38 @@ def test_a_conversation_that_is_not_there(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.responses.create(model=MODEL, input="Hi!", conversation="conv_1")
     assert caught.value.param == "conversation"
+
+
+@pytest.fixture(scope="module")
+def failing() -> Iterator[openai.OpenAI]:
+    with (
+        serve_openai(FakeLlmServer(), store=IN_MEMORY.open()) as base,
+        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_a_failure_behind_the_first_token_is_told_in_the_stream(failing: openai.OpenAI) -> None:
+    body = {"model": FAKE_MODEL, "input": "fail late", "stream": True}
+    response = EventReader().read_all(events_of(ask(failing, body).content))
+    assert (response["status"], response["error"]) == ("failed", {"code": "server_error", "message": "the engine died"})
+    assert [(item["status"], item["content"][0]["text"]) for item in response["output"]] == [("incomplete", "You")]
+
+
+def test_a_failure_before_the_first_token_is_an_http_error(failing: openai.OpenAI) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as too_long:
+            failing.responses.create(model=FAKE_MODEL, input="too long", stream=stream)
+        assert "99999 tokens" in too_long.value.message
+        with pytest.raises(openai.InternalServerError) as overloaded:
+            failing.responses.create(model=FAKE_MODEL, input="overloaded", stream=stream)
+        assert overloaded.value.status_code == 503
+    with pytest.raises(openai.NotFoundError):
+        failing.responses.create(model="nothing", input="a")
+
+
+def test_a_model_that_tells_counts_with_each_response(failing: openai.OpenAI) -> None:
+    body = {"model": FAKE_MODEL, "input": "hi"}
+    response = EventReader().read_all(events_of(ask(failing, body | {"stream": True}).content))
+    for usage in (response["usage"], ask(failing, body).json()["usage"]):
+        assert (usage["input_tokens"], usage["output_tokens"]) == (2, len("You said: hi"))
