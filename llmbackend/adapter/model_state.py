@@ -141,6 +141,7 @@ class ModelState:
                 self.schema, tokenizer, limits, self._policies, self._sampling_defaults, self.loras
             )
         self.metrics.set_max_tokens(limits.max_tokens)
+        engine.manager.prepare_grammars()
         logger.info("%s: %s", instance_name, engine.info.description or f"loaded in {engine.info.load_s:.1f} s")
 
     def stop_engine(self, engine: EngineHandle) -> None:
@@ -173,7 +174,7 @@ class ModelState:
         self.metrics.close()
 
     def vocabulary(self) -> Vocabulary | None:
-        """What tokens stand for, for an engine's first request with a grammar."""
+        """What tokens stand for, for requests with a grammar."""
         return None if self._tokenizer is None else self._tokenizer.verified().vocabulary()
 
     def change_loras(self, change: LoraChange, answer: Callable[[TritonError | None], None]) -> None:

@@ -253,7 +253,7 @@ class EngineInput(msgspec.Struct, frozen=True, array_like=True):
     add         requests
     abort       request ids
     shutdown    whether the engine ends after this message
-    vocabulary  before the first request with a grammar, once for each engine
+    vocabulary  before or with the first request with a grammar, at most once for each engine
     load        adapters, before the requests that name them
     drop        names of adapters that no further request will have
     """

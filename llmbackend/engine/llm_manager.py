@@ -78,13 +78,14 @@ class LlmManager:
         status_response(id, error, type)    for each pulled request and control signal; error "" = accepted
         engine_lost(request_ids, cause)     the engine has ended, and with it these requests, in the order in which they
                                             were pulled; get_requests may give them out again, to the next engine
-        vocabulary()                        what tokens stand for, before an engine's first request with a grammar; None
+        vocabulary()                        what tokens stand for, for requests with a grammar; once an engine; None
                                             = such requests cannot be served
         adapters()                          the LoRA adapters that the engine should have, name → folder; None = those
                                             of the config. A changed mapping is another object.
         adapter_loaded(result)              for each adapter that was loaded for it, again in each new engine
         """
         self._max_num_seqs = config.max_num_seqs
+        self._reads_ahead = config.transport == "process"
         self._get_requests = get_requests
         self._send_responses = send_responses
         self._control_signal = control_signal
@@ -96,6 +97,8 @@ class LlmManager:
         self._vocabulary = vocabulary
         self._has_sent_vocabulary = False
         """Whether this engine knows what tokens stand for."""
+        self._prepares_grammars = False
+        """Whether the engine is to know it before its first request with a grammar."""
         self._adapters = adapters
         self._adapter_loaded = adapter_loaded
         self._configured_adapters: Mapping[str, str] = config.lora_modules
@@ -129,6 +132,13 @@ class LlmManager:
 
     def wake(self) -> None:
         """There may be new requests or control signals. Any thread, cheap; the loop blocks otherwise."""
+        self._wakeup.set()
+
+    def prepare_grammars(self) -> None:
+        """Has an engine in a process of its own read the vocabulary now, while nobody waits for it, rather than with
+        its first request with a grammar, beside which others would stand still. Any thread. The next engine, after this
+        one has died, has requests to go on with: it reads it when it is needed."""
+        self._prepares_grammars = self._reads_ahead
         self._wakeup.set()
 
     def reset_failures(self) -> None:
@@ -197,8 +207,8 @@ class LlmManager:
             return
         add, abort = self._pull(), self._pull_aborts()
         load, drop = self._adapter_changes()
-        if add or abort or load or drop:
-            vocabulary = self._first_vocabulary(add)
+        vocabulary = self._first_vocabulary(add)
+        if add or abort or load or drop or vocabulary is not None:
             self._supervisor.send(EngineInput(tuple(add), tuple(abort), False, vocabulary, load, drop))
 
     def _adapter_changes(self) -> tuple[tuple[AdapterLoad, ...], tuple[str, ...]]:
@@ -212,10 +222,10 @@ class LlmManager:
         return tuple(load), tuple(name for name in sent if name not in wanted)
 
     def _first_vocabulary(self, add: Sequence[InferRequest]) -> Vocabulary | None:
-        """For the engine's first request with a grammar: an engine without such requests is not burdened with it."""
-        if self._has_sent_vocabulary or not any(request.grammar for request in add):
+        """Once for each engine: when it is to be prepared, or with its first request with a grammar."""
+        if self._has_sent_vocabulary or not (self._prepares_grammars or any(request.grammar for request in add)):
             return None
-        self._has_sent_vocabulary = True
+        self._has_sent_vocabulary, self._prepares_grammars = True, False
         return self._call(self._vocabulary)
 
     def _pull(self) -> list[InferRequest]:
@@ -245,7 +255,7 @@ class LlmManager:
 
     def _lose_engine(self, error: EngineDeadError) -> None:
         """The owner gets back what was live; the first load is not tried again."""
-        self._has_sent_vocabulary = False
+        self._has_sent_vocabulary = self._prepares_grammars = False
         self._sent_adapters = self._configured_adapters
         if not self._first_load.done():
             self._stopping = True

@@ -299,6 +299,32 @@ def test_constrained_requests_survive_their_engine(owner: Owner) -> None:
     assert (owner.num_vocabularies, len(owner.deaths)) == (3, 1)
 
 
+def test_an_engine_is_prepared_for_grammars_before_a_request_needs_it(owner: Owner) -> None:
+    """Once; the engine behind it reads the vocabulary with its first request with a grammar, as ever."""
+    owner.start(transport="process", mock_step_ms=5)
+    owner.manager.prepare_grammars()
+    owner.wait_for(lambda: owner.num_vocabularies == 1)
+    request = msgspec.structs.replace(make_request("r", [1], max_tokens=50), grammar="start: /[a-z]{9}/")
+    owner.submit(request)
+    owner.wait_for_end("r")
+    assert owner.outcomes["r"].finish_reason == "stop" and owner.num_vocabularies == 1
+    owner.submit(endless("plain"))
+    owner.wait_for_tokens("plain")
+    kill_engine(owner)
+    owner.wait_for(lambda: bool(owner.deaths))
+    num_tokens = len(owner.outcomes["plain"].token_ids)
+    owner.wait_for(lambda: len(owner.outcomes["plain"].token_ids) > num_tokens)
+    assert owner.num_vocabularies == 1
+
+
+def test_an_engine_on_a_thread_of_the_host_is_not_prepared(owner: Owner) -> None:
+    owner.start(transport="inline")
+    owner.manager.prepare_grammars()
+    owner.submit(make_request("plain", max_tokens=3))
+    owner.wait_for_end("plain")
+    assert owner.num_vocabularies == 0
+
+
 def test_what_was_live_is_given_back_in_order(owner: Owner) -> None:
     owner.start(transport="process", mock_step_ms=5, max_num_seqs=2)
     owner.submit(endless("b"), endless("a"), endless("queued"))

@@ -6,6 +6,7 @@ on this thread only; what a compiled grammar may use of memory and time is bound
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
@@ -24,7 +25,7 @@ _MAX_CACHED_GRAMMARS: Final = 128
 
 
 class GrammarCompiler:
-    """Owner of the compiled grammars. Its thread starts with the first of them."""
+    """Owner of the compiled grammars. Its thread starts with the first of them, or with the vocabulary."""
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
@@ -36,14 +37,23 @@ class GrammarCompiler:
         self._num_cached_bytes = 0
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Before the first grammar."""
+        """Before the first grammar. It is read at once, on the compiler's thread: that takes a second."""
         self._vocabulary = vocabulary
+        self._started().submit(self._read_vocabulary)
 
     def compile(self, grammar: str) -> Future[LLMatcher]:
         """A matcher of its own. The future raises BadInputError naming the field."""
+        return self._started().submit(self._compile, grammar)
+
+    def _started(self) -> ThreadPoolExecutor:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llm-grammars")
-        return self._thread.submit(self._compile, grammar)
+        return self._thread
+
+    def _read_vocabulary(self) -> None:
+        """What is wrong with it is told to those who need it."""
+        with contextlib.suppress(BadInputError):
+            self._get_tokenizer()
 
     def close(self) -> None:
         if self._thread is not None:
