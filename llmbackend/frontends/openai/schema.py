@@ -152,17 +152,17 @@ class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
     ) = Field(None, description="The response's id has it; the header X-Request-Id wins over it.")
 
 
-def _needs(field: str, *alternatives: JsonObject) -> JsonObject:
+def needs(field: str, *alternatives: JsonObject) -> JsonObject:
     """JSON Schema: where `field` is sent, and not null, one of `alternatives` holds."""
     return {field: {"anyOf": [{"properties": {field: {"enum": [False, None]}}}, *alternatives]}}
 
 
-def _is_true(field: str) -> JsonObject:
+def is_true(field: str) -> JsonObject:
     return {"properties": {field: {"const": True}}, "required": [field]}
 
 
 _NUMBER_OF_LOGPROBS: JsonObject = {"properties": {"logprobs": {"type": "integer"}}, "required": ["logprobs"]}
-_NEEDS_STREAM = _needs("stream_options", _is_true("stream")) | _needs("stream_interval", _is_true("stream"))
+_NEEDS_STREAM = needs("stream_options", is_true("stream")) | needs("stream_interval", is_true("stream"))
 
 
 class ChatPromptFields(ToolFields):
@@ -187,9 +187,9 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
         defer_build=False,
         json_schema_extra={
             "dependentSchemas": _NEEDS_STREAM
-            | _needs("top_logprobs", _is_true("logprobs"))
-            | _needs("return_tokens_as_token_ids", _is_true("logprobs"))
-            | _needs("logprob_token_ids", _is_true("logprobs"))
+            | needs("top_logprobs", is_true("logprobs"))
+            | needs("return_tokens_as_token_ids", is_true("logprobs"))
+            | needs("logprob_token_ids", is_true("logprobs"))
         },
     )
     default_max_tokens: ClassVar[int | None] = None
@@ -229,8 +229,8 @@ class CompletionRequest(_Request, UnservedByCompletions):
         defer_build=False,
         json_schema_extra={
             "dependentSchemas": _NEEDS_STREAM
-            | _needs("return_tokens_as_token_ids", _NUMBER_OF_LOGPROBS)
-            | _needs("logprob_token_ids", _NUMBER_OF_LOGPROBS)
+            | needs("return_tokens_as_token_ids", _NUMBER_OF_LOGPROBS)
+            | needs("logprob_token_ids", _NUMBER_OF_LOGPROBS)
         },
     )
     default_max_tokens: ClassVar[int | None] = 16

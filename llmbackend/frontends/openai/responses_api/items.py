@@ -51,8 +51,8 @@ _Status = (
     ]
     | None
 )
-_CLOSED = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": False})
-"""Unknown fields are refused by `check_items`: pydantic would collect an error for each."""
+_CLOSED = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": {"type": "null"}})
+"""Unknown fields are refused by `check_fields`, unless they are null: pydantic would collect an error for each."""
 
 
 class InputText(TypedDict):

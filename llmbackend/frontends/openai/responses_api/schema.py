@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from ..errors import JsonObject, OpenAIError, missing, refuse
 from ..labels import Labels
 from ..response_format import STRUCTURED_OUTPUTS
-from ..schema import TEMPLATE_NAMES, Sampling
+from ..schema import TEMPLATE_NAMES, Sampling, is_true, needs
 from ..validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
 from .items import Input
 from .request import ENCRYPTED_REASONING, OUTPUT_LOGPROBS
@@ -122,13 +122,45 @@ class UnservedByResponses(ClosedObject):
     request_id: Annotated[Any, Only(reason="responses are found by their ids, which the server draws")] = None
 
 
+_CONVERSATION_SCHEMA: JsonObject = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {
+            "type": "object",
+            "properties": {"id": {"type": "string", "minLength": 1}},
+            "required": ["id"],
+            "additionalProperties": False,
+        },
+    ]
+}
+_HAS_INPUT: JsonObject = {"required": ["input"], "properties": {"input": {"not": {"enum": [None, []]}}}}
+_HAS_HISTORY: list[JsonObject] = [
+    {"required": [field], "properties": {field: {"not": {"type": "null"}}}}
+    for field in ("previous_response_id", "conversation")
+]
+_NEEDS_LOGPROBS: JsonObject = {
+    "anyOf": [
+        {"properties": {"top_logprobs": {"enum": [0, None]}}},
+        {"required": ["include"], "properties": {"include": {"type": "array", "contains": {"const": OUTPUT_LOGPROBS}}}},
+    ]
+}
+
+
 class ResponsesBody(Sampling, Labels, UnservedByResponses):
-    model_config = ConfigDict(defer_build=False)
+    model_config = ConfigDict(
+        defer_build=False,
+        json_schema_extra={
+            "anyOf": [_HAS_INPUT, *_HAS_HISTORY],
+            "dependentSchemas": needs("stream_options", is_true("stream")) | {"top_logprobs": _NEEDS_LOGPROBS},
+        },
+    )
     model: str
     input: Input | None = Field(None, description="May be left out behind a stored response or conversation.")
     instructions: str | None = Field(None, description="The first system message; not stored for later responses.")
     previous_response_id: NonEmpty | None = None
-    conversation: Annotated[ConversationReference, BeforeValidator(_conversation)] | None = None
+    conversation: (
+        Annotated[ConversationReference, BeforeValidator(_conversation), WithJsonSchema(_CONVERSATION_SCHEMA)] | None
+    ) = None
     store: Flag | None = Field(None, description="true unless sent: the response can be retrieved.")
     background: Flag | None = Field(None, description="The answer is made without the client; needs store.")
     include: Annotated[list[str], Items()] | None = Field(None, json_schema_extra={"items": {"enum": [*INCLUDABLE]}})
@@ -148,6 +180,7 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
     structured_outputs: AnyObject | None = Field(
         None, description="One of json, regex, choice, grammar, json_object, structural_tag (a vLLM extra)."
     )
+    prompt_logprobs: Annotated[Any, Only(reason=_NO_PLACE)] = None
     thinking_token_budget: Annotated[int, Range(0)] | None = Field(
         None, description="The reasoning is ended after so many tokens."
     )
@@ -171,9 +204,6 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
             raise _excluded("conversation", "previous_response_id")
         if self.truncation == "auto" and self.truncate_prompt_tokens is not None:
             raise _excluded("truncate_prompt_tokens", "truncation")
-        if self.prompt_logprobs is not None:
-            message = f"'prompt_logprobs' is not supported: {_NO_PLACE}"
-            raise OpenAIError(message, param="prompt_logprobs", code="unsupported_parameter")
         if taken := TEMPLATE_NAMES & (self.chat_template_kwargs or {}).keys():
             names = " and ".join(sorted(TEMPLATE_NAMES))
             raise refuse("chat_template_kwargs", f"variables other than {names}", min(taken))
