@@ -193,10 +193,14 @@ def test_an_answer_is_prefilled(client: anthropic.Anthropic) -> None:
 
 
 def test_the_order_of_events(client: anthropic.Anthropic) -> None:
+    usage = ask(client, THINKS, tools=[WEATHER]).usage
     with client.messages.create(**fields(THINKS, tools=[WEATHER]), stream=True) as stream:
         events = list(stream)
     for event in events:
         type(event).model_validate(event.to_dict())
+    counts = [events[0].message.usage, events[-2].usage]
+    assert len({count.input_tokens + count.cache_read_input_tokens for count in (usage, *counts)}) == 1
+    assert usage.output_tokens == events[-2].usage.output_tokens
     kinds = [event.type for event in events]
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     open_index, next_index = None, 0

@@ -32,8 +32,7 @@ _FIELD_NAMES: Final = {
     "reasoning_effort": "output_config.effort",
 }
 """Chat's names and those of sampling parameters → Anthropic's."""
-_WITH_USAGE: Final = StreamOptions.model_construct(include_usage=True, continuous_usage_stats=True)
-"""The first event has the prompt's tokens."""
+_WITH_USAGE: Final = StreamOptions.model_construct(include_usage=True)
 Body = TypeVar("Body", bound=PromptFields)
 
 
