@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -22,19 +23,17 @@ FILES: Final = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 4 <
 
 
 class AdapterCopies:
-    """`remove` and `close` may be called on any thread."""
+    """Any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._root: Path | None = None
-        self._count = 0
 
     def copy(self, folder: str, path: str) -> str:
-        """Copies the adapter at `path` below `folder`; the copy's folder. Raises LoraFilesError."""
-        if self._root is None:
-            self._root = Path(tempfile.mkdtemp(prefix="llmbackend-lora-"))
-        self._count += 1
-        target = self._root / str(self._count)
-        target.mkdir()
+        """Copies the adapter at `path` below `folder`; the copy's folder. Raises TritonError."""
+        with self._lock:
+            self._root = self._root or Path(tempfile.mkdtemp(prefix="llmbackend-lora-"))
+        target = Path(tempfile.mkdtemp(dir=self._root))
         try:
             with _opened_below(folder, path) as descriptor:
                 for name, limit_bytes in FILES.items():

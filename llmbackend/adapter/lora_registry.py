@@ -42,6 +42,9 @@ NO_ADAPTER = AdapterHandle("")
 @dataclass(eq=False, slots=True)
 class _Loading:
     name: str
+    path: str
+    """As the operator calls it."""
+    copy: str
     handle: AdapterHandle
     engines: set[int] = field(default_factory=set)
     """Which have not told yet how it went."""
@@ -109,7 +112,7 @@ class LoraRegistry:
             key = f"{name}#{next(self._keys)}"
             handle = AdapterHandle(key)
             weakref.finalize(handle, self._retire, key, copy).atexit = False
-            self._loading[key] = _Loading(name, handle, remaining, answer)
+            self._loading[key] = _Loading(name, path, copy, handle, remaining, answer)
             self._wanted = {**self._wanted, key: copy}
         self._on_change()
 
@@ -140,7 +143,8 @@ class LoraRegistry:
                 self._served[loading.name] = loading.handle
                 self._on_names(loading.name, True)
         text = result.error.replace(f"LoRA '{result.name}'", f"LoRA adapter '{loading.name}'")
-        loading.answer(invalid_argument(text) if result.error else None)
+        text = text.replace(loading.copy, loading.path)
+        loading.answer(invalid_argument(text, param="lora_path") if text else None)
 
     def engine_ended(self, engine: int) -> None:
         """Or is to be replaced. What it was to load is given up: it may have died of that, and so would the next."""
@@ -155,8 +159,10 @@ class LoraRegistry:
             loading, self._loading = self._loading, {}
         for one in loading.values():
             one.answer(unavailable("the model was unloaded"))
-        for name in self._served.keys() - self._configured.keys():
+        served, self._served = self._served, {}
+        for name in served.keys() - self._configured.keys():
             self._on_names(name, False)
+        served.clear()  # what `_retire` needs is here until then
         self._copies.close()
 
     def _check_name(self, name: str, in_place: bool) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.infer_request import AdapterLoad, AdapterResult, InferRequest, SamplingParams
 from llmbackend.engine.model_runner import ModelRunner
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -164,4 +164,45 @@ def test_alpha_patterns_are_peft_s(tmp_path: Path) -> None:
     config = config_of(tmp_path / "model", {"doll": tmp_path / "doll"})
     core = EngineCore(config, ModelRunner(config))
     assert run(core, [("doll", PROMPTS[0])])["0"] == generated(merged, PROMPTS[0])
+    core.close()
+
+
+def test_adapters_that_come_and_go_while_others_run(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model")
+    references = {"": model}
+    for seed, name in enumerate(("doll", "sheep")):
+        references[name] = write_adapter(model, TARGETS["llama"]["sheep.v2"], tmp_path / name, seed)
+    config = config_of(tmp_path / "model", {"doll": tmp_path / "doll"}, num_kv_blocks=8)
+    core = EngineCore(config, ModelRunner(config))
+    sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0)
+    tokens: dict[str, tuple[int, ...]] = {}
+    results: list[AdapterResult] = []
+
+    def add(name: str) -> None:
+        core.add(InferRequest(request_id=name, prompt_token_ids=(3, 14, 15), sampling=sampling, lora_name=name))
+
+    def step() -> None:
+        result = core.step()
+        results.extend(result.adapters)
+        for output in result.outputs:
+            assert output.error in (None, ""), output.error
+            tokens[output.request_id] = tokens.get(output.request_id, ()) + output.token_ids
+
+    add("doll")
+    step()
+    core.adapters.load(AdapterLoad("sheep", str(tmp_path / "sheep")))
+    core.adapters.load(AdapterLoad("broken", str(tmp_path / "nowhere")))
+    core.adapters.drop("doll")  # it has a request
+    add("sheep")  # at once: it waits for the files
+    while core.has_work:
+        step()
+    assert tokens == {name: generated(references[name], (3, 14, 15)) for name in ("doll", "sheep")}
+    assert [(one.name, one.error[:32]) for one in sorted(results, key=lambda one: one.name)] == [
+        ("broken", "LoRA 'broken' cannot be read fro"),
+        ("sheep", ""),
+    ]
+    add("doll")
+    (output,) = core.step().outputs
+    assert output.error == "'lora_name' is 'doll', expected one of: sheep"
+    assert run(core, [("sheep", (3, 14, 15))])["0"] == tokens["sheep"]
     core.close()

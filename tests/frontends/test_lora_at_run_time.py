@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from safetensors.torch import load_file, save_file
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
@@ -35,6 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(root / "ours" / "cat", root / "ours" / "broken")
     (root / "ours" / "broken" / "adapter_model.safetensors").write_bytes(b"no tensors")
     (root / "ours" / "empty").mkdir()
+    write_adapter(root / "ours" / "other", 3)
+    tensors = load_file(root / "ours" / "other" / "adapter_model.safetensors")
+    renamed = {name.replace("o_proj", "q"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, root / "ours" / "other" / "adapter_model.safetensors")
     return root / "ours"
 
 
@@ -153,7 +158,8 @@ def test_a_changed_file_changes_no_loaded_adapter(url: str, client: openai.OpenA
         ("linked", 400, "without symbolic links"),
         ("nowhere", 404, "No adapter found for 'nowhere'"),
         ("empty", 404, "No adapter found for 'empty': it has no 'adapter_config.json'"),
-        ("broken", 400, "LoRA adapter 'x' cannot be read"),
+        ("broken", 400, "LoRA adapter 'x' cannot be read from 'broken'"),
+        ("other", 400, "LoRA adapter 'x' changes 'model.layers.0.self_attn.q', which this model does not have"),
     ],
 )
 def test_what_cannot_be_loaded(url: str, path: str, status: int, told: str) -> None:

@@ -1,0 +1,122 @@
+"""LoraRegistry: what a name stands for while engines load, die and are asked to drop adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmbackend.adapter.lora_registry import LoraRegistry
+from llmbackend.core.backend_api import ErrorCode, TritonError
+from llmbackend.engine.infer_request import AdapterResult
+
+
+class Registry(LoraRegistry):
+    """With two engines, and what they and clients were told."""
+
+    def __init__(self, folder: Path, configured: dict[str, str] | None = None) -> None:
+        self.folder = folder
+        self.answers: list[TritonError | None] = []
+        self.names: set[str] = set()
+        super().__init__({} if configured is None else configured, lambda: None, self._note)
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (folder / "cat").mkdir(exist_ok=True)
+            (folder / "cat" / name).write_text(name)
+
+    def _note(self, name: str, is_served: bool) -> None:
+        (self.names.add if is_served else self.names.discard)(name)
+
+    def ask(self, name: str, *, in_place: bool = False, engines: tuple[int, ...] = (0, 1)) -> str:
+        """Its key."""
+        before = set(self.wanted())
+        self.load(name, str(self.folder), "cat", in_place=in_place, engines=engines, answer=self.answers.append)
+        [key] = set(self.wanted()) - before
+        return key
+
+    def serve(self, name: str, *, in_place: bool = False) -> str:
+        key = self.ask(name, in_place=in_place)
+        self.loaded(0, AdapterResult(key))
+        self.loaded(1, AdapterResult(key))
+        return key
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(tmp_path)
+
+
+def refusal(registry: LoraRegistry, name: str) -> str:
+    with pytest.raises(TritonError) as caught:
+        registry.take(name)
+    return caught.value.message
+
+
+def test_an_adapter_is_served_when_every_engine_has_it(registry: Registry) -> None:
+    key = registry.ask("a")
+    registry.loaded(0, AdapterResult(key))
+    assert registry.answers == [] and "LoRA a is not supported" in refusal(registry, "a")
+    registry.loaded(1, AdapterResult(key))
+    assert registry.answers == [None] and registry.take("a").key == key and registry.names == {"a"}
+    registry.loaded(1, AdapterResult(key))  # a later engine, once more
+    assert registry.answers == [None]
+
+
+def test_one_engine_that_cannot_load_it_is_enough(registry: Registry) -> None:
+    key = registry.ask("a")
+    copy = Path(registry.wanted()[key])
+    assert (copy / "adapter_config.json").is_file()
+    registry.loaded(0, AdapterResult(key, f"LoRA '{key}' in '{copy}': no good"))
+    registry.loaded(1, AdapterResult(key))
+    [error] = registry.answers
+    assert error is not None and error.message == "LoRA adapter 'a' in 'cat': no good"
+    assert registry.wanted() == {} and not copy.exists() and registry.names == set()
+
+
+def test_what_an_engine_died_of_is_not_given_to_the_next_one(registry: Registry) -> None:
+    old = registry.serve("a")
+    registry.ask("b")
+    registry.engine_ended(1)
+    assert registry.answers[1] is not None and registry.answers[1].code is ErrorCode.INVALID_ARG
+    assert set(registry.wanted()) == {old}, "those that are served stay"
+
+
+def test_weights_stay_as_long_as_someone_has_them(registry: Registry) -> None:
+    first = registry.serve("a")
+    holder = registry.take("a")
+    second = registry.serve("a", in_place=True)
+    assert registry.take("a").key == second != first == holder.key
+    assert set(registry.wanted()) == {first, second}
+    registry.unload("a")
+    assert set(registry.wanted()) == {first}, "its last holder is a request"
+    del holder
+    assert registry.wanted() == {} and registry.names == set()
+    with pytest.raises(TritonError, match="cannot be found"):
+        registry.unload("a")
+
+
+def test_names_that_cannot_be_had(tmp_path: Path) -> None:
+    registry = Registry(tmp_path, {"doll": "/doll"})
+    registry.serve("a")
+    registry.ask("b")
+    for name, in_place, told in (
+        ("a", False, "has already been loaded"),
+        ("b", True, "is being loaded"),
+        ("doll", True, "is part of the model's configuration"),
+    ):
+        with pytest.raises(TritonError, match=told):
+            registry.ask(name, in_place=in_place)
+    with pytest.raises(TritonError, match="it stays loaded"):
+        registry.unload("doll")
+    with pytest.raises(TritonError, match="no engine is running"):
+        registry.ask("c", engines=())
+    assert registry.take("").key == "" and registry.take("doll").key == "doll"
+    assert refusal(LoraRegistry(None, lambda: None), "doll") == "LoRA feature is not enabled."
+
+
+def test_a_closed_registry_leaves_no_file_and_no_question(registry: Registry) -> None:
+    keys = [registry.serve("a"), registry.ask("b")]
+    copies = [registry.wanted()[key] for key in keys]
+    registry.close()
+    assert [error and error.code for error in registry.answers] == [None, ErrorCode.UNAVAILABLE]
+    assert not any(Path(copy).parent.exists() for copy in copies)
+    assert registry.names == set() and registry.wanted() == {}
