@@ -104,19 +104,25 @@ class ConversationEndpoints:
             return _checked(body["items"])
 
         items = await self._parsed(http, parse)
-        return await self._json(item_list(await self._conversations.add(_id(http), items)))
+        added = await self._conversations.add(_id(http), items)
+        return await self._json(lambda: item_list(added))
 
     async def list_items(self, http: Request) -> Response:
         query = read_page_query(http.query_params)
         items = await self._conversations.items(_id(http))
-        return await self._json(page(items, query))
+        return await self._json(lambda: page(items, query))
 
     async def retrieve_item(self, http: Request) -> Response:
         id, item_id = _id(http), http.path_params["item_id"]
-        for item in await self._conversations.items(id):
-            if item["id"] == item_id:
-                return await self._json(item)
-        raise item_not_found(id, item_id)
+        items = await self._conversations.items(id)
+
+        def found() -> JsonObject:
+            item = next((item for item in items if item["id"] == item_id), None)
+            if item is None:
+                raise item_not_found(id, item_id)
+            return item
+
+        return await self._json(found)
 
     async def delete_item(self, http: Request) -> Response:
         document = await self._conversations.remove(_id(http), http.path_params["item_id"])
@@ -134,8 +140,9 @@ class ConversationEndpoints:
         body = await read_body(self._gate, http, self._max_body_bytes)
         return await self._gate.decode_in_thread(decode_cost(body), lambda: parse(json_object(body)))
 
-    async def _json(self, value: JsonObject) -> Response:
-        return _response(await self._gate.run_in_thread(lambda: orjson.dumps(value)))
+    async def _json(self, make: Callable[[], JsonObject]) -> Response:
+        """JSON of a part of a conversation, which is looked for where nobody waits."""
+        return _response(await self._gate.run_in_thread(lambda: orjson.dumps(make())))
 
 
 def _checked(items: list[JsonObject]) -> list[JsonObject]:

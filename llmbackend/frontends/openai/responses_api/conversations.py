@@ -94,18 +94,24 @@ class Conversations:
         """What a response was asked and has answered, JSON of items with ids. It has its end already: a conversation
         that was deleted meanwhile is none to add to, and one that grew too long is refused by the next request."""
         try:
-            await self._change(owner, id, lambda before: [*before, *orjson.loads(items)])
+            await self._change(owner, id, lambda before: [*before, *orjson.loads(items)], more_bytes=len(items))
         except OpenAIError as error:
             if error.status != 404:
                 raise
 
     async def _change(
-        self, owner: str, id: str, change: Callable[[Items], Items], check: Callable[[bytes], None] | None = None
+        self,
+        owner: str,
+        id: str,
+        change: Callable[[Items], Items],
+        check: Callable[[bytes], None] | None = None,
+        more_bytes: int = 0,
     ) -> Document:
+        """more_bytes: what `change` has to read"""
         async with self._lock(id):
             document = await self._get(owner, id)
             text = await self._gate.decode_in_thread(
-                len(document.items), lambda: orjson.dumps(change(orjson.loads(document.items)))
+                len(document.items) + more_bytes, lambda: orjson.dumps(change(orjson.loads(document.items)))
             )
             if check is not None:
                 check(text)
