@@ -6,6 +6,7 @@ succeeds only if each tool's result reached the model and each of its calls reac
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,6 +50,28 @@ def codex_turns(form: CallFormat) -> list[Turn]:
         Turn(2, "A greeting.", f'<think>"helo" is wrong.</think>{form.call("apply_patch", {"input": _PATCH})}'),
         Turn(3, "A NOTES.md", f"Running it.{run}"),
         Turn(4, "hello, wörld!", f"<think>It works.</think>{LAST_WORDS}"),
+    ]
+
+
+def codex_programs(form: CallFormat) -> list[Turn]:
+    """The same for models that Codex lets write programs: its one tool is `exec` of the namespace `functions`."""
+
+    def program(code: str) -> str:
+        return form.call("functions__exec", {"input": code})
+
+    look = (
+        '// @exec: {"yield_time_ms": 20000}\n'
+        "const show = (name) => tools.exec_command({cmd: `cat ${name}`});\n"
+        'const seen = await Promise.all(["greet.py", "README"].map(show));\n'
+        "for (const one of seen) text(one);\n"
+    )
+    patch = f"text(await tools.apply_patch({json.dumps(_PATCH)}));"
+    run = 'text(await tools.exec_command({cmd: "python3 greet.py > out.txt && cat out.txt"}));'
+    return [
+        Turn(0, TASK, f"<think>I have to see both files.</think>Reading two files.{program(look)}"),
+        Turn(1, "A greeting.", f'<think>"helo" is wrong.</think>{program(patch)}'),
+        Turn(2, "", f"Running it.{program(run)}"),
+        Turn(3, "hello, wörld!", f"<think>It works.</think>{LAST_WORDS}"),
     ]
 
 

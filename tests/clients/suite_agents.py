@@ -17,13 +17,24 @@ import pytest
 
 from tests.agents.scripted_server import engine_dies, scripted_server
 from tests.agents.scripts import CallFormat, Hermes, Qwen3Coder
-from tests.agents.sessions import LAST_WORDS, TASK, check, claude_turns, codex_turns, deaths, prepare
+from tests.agents.sessions import (
+    LAST_WORDS,
+    TASK,
+    check,
+    claude_turns,
+    codex_programs,
+    codex_turns,
+    deaths,
+    prepare,
+)
 from tests.clients.environment import AGENTS_DIRECTORY
 
 TIMEOUT_S = 100
 FORMS = pytest.mark.parametrize("form", [Hermes(), Qwen3Coder()], ids=lambda form: form.parser)
 CODEX_MODEL = "gpt-5.5"
 """A name that Codex knows: for others it does not offer its tool of patches."""
+CODEX_PROGRAM_MODEL = "gpt-6.1-sol"
+"""One that Codex lets write programs, whose tools come as an item of the input, in namespaces."""
 CLAUDE_MODEL = "scripted"
 CODEX_CONFIG = """
 model = "{model}"
@@ -62,10 +73,10 @@ def run(name: str, arguments: Sequence[str], folder: Path, home: Path, variables
     return done.stdout
 
 
-def codex(address: str, folder: Path, home: Path) -> str:
+def codex(address: str, folder: Path, home: Path, model: str = CODEX_MODEL) -> str:
     """Its last words."""
     home.mkdir(exist_ok=True)
-    (home / "config.toml").write_text(CODEX_CONFIG.format(model=CODEX_MODEL, address=address))
+    (home / "config.toml").write_text(CODEX_CONFIG.format(model=model, address=address))
     arguments = ["exec", "--skip-git-repo-check", "--json", TASK]
     output = run("codex", arguments, folder, home, {"CODEX_HOME": str(home)})
     events = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -101,6 +112,14 @@ def test_codex(form: CallFormat, tmp_path: Path) -> None:
     folder = prepare(tmp_path / "work")
     with scripted_server(tmp_path, CODEX_MODEL, form, codex_turns(form)) as server:
         assert codex(server.http, folder, tmp_path / "home") == LAST_WORDS
+    check(folder)
+
+
+@FORMS
+def test_codex_with_programs(form: CallFormat, tmp_path: Path) -> None:
+    folder = prepare(tmp_path / "work")
+    with scripted_server(tmp_path, CODEX_PROGRAM_MODEL, form, codex_programs(form)) as server:
+        assert codex(server.http, folder, tmp_path / "home", CODEX_PROGRAM_MODEL) == LAST_WORDS
     check(folder)
 
 
