@@ -1,8 +1,8 @@
 """What the scripted model says: turn by turn, in the format in which a family of models writes its calls.
 
 For: tests of agents, and the engine's side (in_engine/). Does not know: servers, agents. Invariant: a turn is chosen
-by the conversation alone: the number of tool results that its prompt holds; and it is spoken only if the last of them
-says what the turn is an answer to, so that a result that did not reach the model ends the session.
+by the conversation alone: the first one for as many tool results as its prompt holds, of which the last one (without
+any, the prompt) holds what the turn expects, so that a result that did not reach the model ends the session.
 """
 
 from __future__ import annotations
@@ -71,15 +71,14 @@ def write_script(path: Path, turns: Sequence[Turn]) -> None:
     path.write_text(json.dumps([asdict(turn) for turn in turns]))
 
 
-def read_script(path: Path) -> dict[int, Turn]:
-    """By the number of results before them."""
-    return {turn["after"]: Turn(**turn) for turn in json.loads(path.read_text())}
+def read_script(path: Path) -> list[Turn]:
+    return [Turn(**turn) for turn in json.loads(path.read_text())]
 
 
-def line_after(prompt: bytes, turns: Mapping[int, Turn]) -> bytes:
+def line_after(prompt: bytes, turns: Sequence[Turn]) -> bytes:
     """What the model says after this prompt, END_OF_PROMPT left out."""
     *_, last = results = prompt.split(RESULT_MARK.encode())
-    turn = turns.get(len(results) - 1)
-    if turn is None or turn.expects.encode() not in last:
-        return (UNEXPECTED + repr(last[-400:])).encode()
-    return turn.says.encode()
+    for turn in turns:
+        if turn.after == len(results) - 1 and turn.expects.encode() in last:
+            return turn.says.encode()
+    return (UNEXPECTED + repr(last[-400:])).encode()

@@ -91,6 +91,26 @@ def claude_turns(form: CallFormat, folder: Path) -> list[Turn]:
     ]
 
 
+def claude_helpers(form: CallFormat, folder: Path) -> list[Turn]:
+    """Two helpers side by side, each with a conversation of its own that reads a file; then the words of both."""
+
+    def helper(name: str) -> str:
+        prompt = f"Say what is in {folder / name}."
+        asked = {"description": f"Read {name}", "prompt": prompt, "subagent_type": "general-purpose"}
+        return form.call("Agent", asked | {"run_in_background": False})
+
+    def reads(name: str, found: str, says: str) -> list[Turn]:
+        read = form.call("Read", {"file_path": str(folder / name)})
+        return [Turn(0, f"Say what is in {folder / name}.", read), Turn(1, found, f"<think>I see.</think>{says}")]
+
+    return [
+        *reads("greet.py", "helo,", "It says helo."),
+        *reads("README", "A greeting.", "A greeting is meant."),
+        Turn(0, TASK, f"<think>Others can look.</think>{helper('greet.py')}{helper('README')}"),
+        Turn(2, "A greeting is meant.", LAST_WORDS),
+    ]
+
+
 def deaths(turns: Sequence[Turn]) -> list[int]:
     """After how many tokens of the session its engine dies: in the middle of three of its answers. The scripted model
     makes one token of each byte and one of each end."""

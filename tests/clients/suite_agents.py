@@ -21,6 +21,7 @@ from tests.agents.sessions import (
     LAST_WORDS,
     TASK,
     check,
+    claude_helpers,
     claude_turns,
     codex_programs,
     codex_turns,
@@ -89,7 +90,7 @@ def claude(address: str, folder: Path, home: Path) -> str:
     """Its last words."""
     home.mkdir(exist_ok=True)
     arguments = ["-p", TASK, "--output-format", "stream-json", "--verbose", "--permission-mode", "acceptEdits"]
-    arguments += ["--allowedTools", "Read Edit Write Bash"]
+    arguments += ["--allowedTools", "Read Edit Write Bash Agent"]
     variables = {
         "ANTHROPIC_BASE_URL": f"http://{address}",
         "ANTHROPIC_API_KEY": "none",
@@ -140,6 +141,14 @@ def test_claude_code(form: CallFormat, tmp_path: Path) -> None:
     with scripted_server(tmp_path, CLAUDE_MODEL, form, claude_turns(form, folder)) as server:
         assert claude(server.http, folder, tmp_path / "home") == LAST_WORDS
     check(folder)
+
+
+@FORMS
+def test_claude_code_with_helpers(form: CallFormat, tmp_path: Path) -> None:
+    """Three conversations, two of them side by side."""
+    folder = prepare(tmp_path / "work")
+    with scripted_server(tmp_path, CLAUDE_MODEL, form, claude_helpers(form, folder)) as server:
+        assert claude(server.http, folder, tmp_path / "home") == LAST_WORDS
 
 
 def test_claude_code_while_engines_die(tmp_path: Path) -> None:

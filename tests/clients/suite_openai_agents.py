@@ -12,6 +12,7 @@ import pytest
 from agents import (
     Agent,
     ModelSettings,
+    OpenAIConversationsSession,
     OpenAIResponsesModel,
     RunConfig,
     Runner,
@@ -121,3 +122,14 @@ async def test_previous_response(model: OpenAIResponsesModel) -> None:
     assert first.last_response_id
     second = await Runner.run(agent, "And you?", previous_response_id=first.last_response_id, run_config=QUIET)
     assert second.final_output
+
+
+async def test_conversation(model: OpenAIResponsesModel, base_url: str) -> None:
+    """A session that the server keeps."""
+    agent = Agent(name="one", model=model, model_settings=GREEDY)
+    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        session = OpenAIConversationsSession(openai_client=client)
+        await Runner.run(agent, "Who are you?", session=session, run_config=QUIET)
+        result = await Runner.run(agent, "And what can you do?", session=session, run_config=QUIET)
+        assert result.final_output and len(await session.get_items()) == 4
+        await session.clear_session()
