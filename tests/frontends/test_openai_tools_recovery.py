@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -153,3 +154,33 @@ def test_a_response_is_the_same_whatever_happens_to_the_engine(host: InferenceSe
     undisturbed = ask(())
     assert [item["type"] for item in undisturbed][:2] == ["reasoning", "function_call"]
     assert ask((8, 40)) == undisturbed
+
+
+def test_a_message_is_the_same_whatever_happens_to_the_engine(host: InferenceServer) -> None:
+    """Of Anthropic's API, put together from its events as the official client does it."""
+    fork_servers = children()
+    tool = {"name": NOTE["name"], "input_schema": NOTE["parameters"]}
+    asked: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "note it"}],
+        "tools": [tool],
+        "tool_choice": {"type": "any"},
+        "thinking": {"type": "enabled", "budget_tokens": 9},
+        "max_tokens": 220,
+        "extra_body": {"seed": 5},
+    }
+
+    def ask(client: anthropic.Anthropic, kill_at_events: tuple[int, ...]) -> dict[str, Any]:
+        number = 0
+        with client.messages.stream(model=MODEL, **asked) as stream:
+            for number, _ in enumerate(stream):
+                if number in kill_at_events:
+                    os.kill(min(engines(fork_servers)), signal.SIGKILL)
+            message = stream.get_final_message()
+        assert number > max(kill_at_events, default=0) + 20, "it was over before its engine died"
+        blocks = [{**block.to_dict(), "id": ""} for block in message.content]
+        return {"blocks": blocks, "reason": message.stop_reason, "tokens": message.usage.output_tokens}
+
+    with serve_openai(host) as base, anthropic.Anthropic(base_url=base, api_key="none", max_retries=0) as client:
+        undisturbed = ask(client, ())
+        assert [block["type"] for block in undisturbed["blocks"]][:2] == ["thinking", "tool_use"]
+        assert ask(client, (8, 60)) == undisturbed

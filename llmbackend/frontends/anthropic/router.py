@@ -12,6 +12,7 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 import orjson
@@ -26,11 +27,11 @@ from llmbackend.core.tracing.trace import RequestTrace
 
 from ..http.request_body import release_body
 from ..http.request_scope import LABELS
-from ..http.tracing import received, sampled, traced
 from ..inference_gate import InferenceGate
 from ..openai.answer_plan import plan_answer
+from ..openai.answering import streamed_answer, traced_answer, whole_answer
 from ..openai.errors import JsonObject, OpenAIError, as_json
-from ..openai.generation import Generation, check_fields_taken
+from ..openai.generation import Generation
 from ..openai.labels import logged
 from ..openai.models import ModelCatalog, Target
 from ..openai.prompt_description import describe_prompt
@@ -38,7 +39,7 @@ from ..openai.requests import check_content_type, decode_cost, json_object, read
 from ..openai.responses import Identity
 from ..openai.router import DEFAULT_MAX_BODY_BYTES, model_endpoints
 from ..openai.sealed_reasoning import FIXED_KEY, SealingKey
-from ..openai.streams import EventStream, events, first_arrival, unless_disconnected
+from ..openai.streams import unless_disconnected
 from ..openai.tensors import RETURN_NUM_INPUT_TOKENS
 from ..operations.metrics import load_headers
 from .answers import MessageWriter, whole_message
@@ -99,35 +100,29 @@ class _AnthropicService:
         request = await self._gate.decode_in_thread(
             decode_cost(body), lambda: parse_message(json_object(body), beta, self._key)
         )
-        _note(http, request.generation.labels, beta)
-        target = self.catalog.require(request.generation.model, request.generation.prompts[0].name)
-        request = _fitted(request, target)
-        check_fields_taken(request.generation, target)
-        trace = sampled(self._gate.server, target.name, http, start_ns)
-        received(trace)
-        return await traced(trace, self._answer(http, request, target, request_id, trace))
+        labels = _noted(request.generation.labels, beta)
+        asked = dataclasses.replace(request.generation, labels=labels)
+        answer = partial(self._answer, http, request, request_id)
+        return await traced_answer(self._gate, self.catalog, http, start_ns, asked, answer)
 
     async def _answer(
-        self, http: Request, request: MessageRequest, target: Target, request_id: str, trace: RequestTrace | None
+        self, http: Request, request: MessageRequest, request_id: str, target: Target, trace: RequestTrace | None
     ) -> Response:
+        request = _fitted(request, target)
         asked = request.generation
         identity = Identity.of(asked, target.model.fingerprint, request_id.removeprefix("req_"))
         plan = plan_answer(asked, target)
         generation = Generation(self._gate, asked, target, identity.id, plan=plan, trace=trace)
         release_body(http)
-        headers = load_headers(self._gate.server, http, target.name) | {REQUEST_ID: request_id}
-        try:
-            if asked.stream is None:
-                work = whole_message(generation, request, identity, plan, self._key)
-                body = await unless_disconnected(http.receive, work)
-                generation.close()
-                return Response(body, headers=headers, media_type="application/json")
-            first = await first_arrival(http.receive, generation)
-        except BaseException:
-            generation.close()
-            raise
+        headers = partial(self._headers, http, target, request_id)
+        if asked.stream is None:
+            work = whole_message(generation, request, identity, plan, self._key)
+            return await whole_answer(http, generation, work, headers)
         writer = MessageWriter(request, identity, plan, self._key, request_id)
-        return EventStream(events(generation, first, writer), generation.close, headers)
+        return await streamed_answer(http, generation, writer, headers)
+
+    def _headers(self, http: Request, target: Target, request_id: str) -> dict[str, str]:
+        return load_headers(self._gate.server, http, target.name) | {REQUEST_ID: request_id}
 
     async def count_tokens(self, http: Request, request_id: str) -> Response:
         self._gate.check_room()
@@ -137,7 +132,8 @@ class _AnthropicService:
         request = await self._gate.decode_in_thread(
             decode_cost(body), lambda: parse_prompt(json_object(body), beta, self._key)
         )
-        _note(http, {}, beta)
+        if labels := _noted({}, beta):
+            http.scope[LABELS] = logged(labels)
         prompt = request.prompts[0]
         target = self.catalog.require(request.model, prompt.name)
         plan_answer(request, target)
@@ -159,13 +155,10 @@ def _fitted(request: MessageRequest, target: Target) -> MessageRequest:
     return dataclasses.replace(request, generation=dataclasses.replace(asked, reasoning=reasoning))
 
 
-def _note(http: Request, labels: JsonObject, beta: BetaFields) -> None:
-    """For the access log: how the client calls the request, and what of it is passed over."""
+def _noted(labels: JsonObject, beta: BetaFields) -> JsonObject:
+    """What the access log says: how the client calls the request, and what of it is passed over."""
     beta.write_log()
-    if beta.passed_over:
-        labels = labels | {"passed_over": ",".join(beta.passed_over)}
-    if labels:
-        http.scope[LABELS] = logged(labels)
+    return labels | ({"passed_over": ",".join(beta.passed_over)} if beta.passed_over else {})
 
 
 def _guarded(handler: Endpoint) -> _Handler:
