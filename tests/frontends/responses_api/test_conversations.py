@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
+import orjson
 import pytest
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Capacity
 from llmbackend.frontends.journals.memory_storage import MemoryStorage
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
+from llmbackend.frontends.journals.store_settings import IN_MEMORY
+from llmbackend.frontends.openai.responses_api.conversations import Conversations
 from tests.helpers.openai_live_server import serve_openai
 
 USER: Any = {"type": "message", "role": "user", "content": "Hi!"}
@@ -127,6 +133,22 @@ def test_a_conversation_is_bounded(base: str) -> None:
     assert sizes == [200, 400]
     listed = httpx.get(f"{base}/conversations/{id}/items").json()["data"]
     assert len(listed) == 1
+
+
+def test_an_answer_is_added_once() -> None:
+    async def twice() -> list[str]:
+        store = IN_MEMORY.open()
+        conversations = Conversations(store, InferenceGate(Mock(InferenceServer)), 1 << 20)
+        id = (await conversations.create([], {})).id
+        answer = orjson.dumps([{"type": "message", "id": "msg_1"}, {"type": "message", "id": "msg_2"}])
+        for _ in range(2):
+            await conversations.append_answer("", id, answer)
+        await conversations.append_answer("", "conv_deleted", answer)
+        items = await conversations.items(id)
+        await store.close()
+        return [item["id"] for item in items]
+
+    assert asyncio.run(twice()) == ["msg_1", "msg_2"]
 
 
 def test_changes_at_once_are_all_kept(base: str) -> None:

@@ -91,10 +91,16 @@ class Conversations:
         return await self._change(current_owner(), id, without)
 
     async def append_answer(self, owner: str, id: str, items: bytes) -> None:
-        """What a response was asked and has answered, JSON of items with ids. It has its end already: a conversation
+        """What a response was asked and has answered, JSON of items with ids; those that are there already, since the
+        server died between this and the response's end, are not added again. The response has its end: a conversation
         that was deleted meanwhile is none to add to, and one that grew too long is refused by the next request."""
+
+        def longer(before: Items) -> Items:
+            known = {item["id"] for item in before}
+            return [*before, *(item for item in orjson.loads(items) if item["id"] not in known)]
+
         try:
-            await self._change(owner, id, lambda before: [*before, *orjson.loads(items)], more_bytes=len(items))
+            await self._change(owner, id, longer, more_bytes=len(items))
         except OpenAIError as error:
             if error.status != 404:
                 raise
