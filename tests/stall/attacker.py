@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def main(parent: Connection, http_address: str, grpc_address: str, size: int, ti
     sender = _Sender(http_address, grpc_address, timeout_s)
     for name in messages(parent):
         attack = BY_NAME[name]
-        sent = attack.sent(size)
+        sent = attack.sent(size, sender.post)
         parent.send("ready")
         assert parent.recv() == "go"
         answers = [sender.send(each, attack.expected) for each in sent]
@@ -63,18 +64,28 @@ class _Sender:
             if isinstance(sent, HttpSent) and sent.closes is not None:
                 sent.closes()
 
+    def post(self, path: str, body: object) -> dict[str, Any]:
+        connection = http.client.HTTPConnection(self._http, timeout=self._timeout_s)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body).encode(), {"content-type": "application/json"})
+            response = connection.getresponse()
+            text = response.read()
+        assert response.status == 200, text[:300]
+        document: dict[str, Any] = json.loads(text)
+        return document
+
     def _over_http(self, sent: HttpSent, expected: str) -> Answer:
         connection = http.client.HTTPConnection(self._http, timeout=self._timeout_s)
         with contextlib.closing(connection):
             headers = {"content-type": "application/json"} | sent.headers
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before the body was whole
-                connection.request("POST", sent.path, sent.body, headers)
+                connection.request(sent.method, sent.path, sent.body, headers)
             response = connection.getresponse()
             start = response.read(_WHOLE_BYTES)
             while response.read(1 << 20):
                 pass
         answer = HttpAnswer(response.status, {k.lower(): v for k, v in response.getheaders()}, start)
-        found, text = complaint(HttpInput(sent.path, b""), answer), start.decode(errors="replace")
+        found, text = complaint(HttpInput(sent.path, b"", method=sent.method), answer), start.decode(errors="replace")
         if not found and not re.search(expected, f"{response.status} {text}"):
             found = f"expected {expected!r}, answered {response.status} {text}"
         return Answer(_shown(response.status, text), found)

@@ -9,7 +9,7 @@ import gzip
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 MEMBER = '"k%d":1'
 """Of an object with many members, for `numbered`."""
@@ -24,6 +24,7 @@ class HttpSent:
     body: bytes
     headers: dict[str, str] = field(default_factory=dict)
     closes: Callable[[], None] | None = None
+    method: str = "POST"
 
     def compressed(self, how: Literal["gzip", "deflate"]) -> HttpSent:
         body = gzip.compress(self.body, 1) if how == "gzip" else zlib.compress(self.body, 1)
@@ -41,6 +42,8 @@ class GrpcSent:
 
 
 Sent = HttpSent | GrpcSent
+Post = Callable[[str, object], dict[str, Any]]
+"""A path and a body; the answer. Raises AssertionError unless its status is 200."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,19 @@ class Attack:
     most_bytes: int = 1 << 40
     expected: str = ""
 
-    def sent(self, size: int) -> list[Sent]:
+    def sent(self, size: int, post: Post) -> list[Sent]:
+        """post: for requests that come before the attack's time."""
         return self.make(min(size, self.most_bytes))
+
+
+@dataclass(frozen=True)
+class PreparedAttack(Attack):
+    """One whose requests name what earlier requests have made: `prepare` sends those, and gives the attack's own."""
+
+    prepare: Callable[[int, Post], list[Sent]] = lambda size, post: []
+
+    def sent(self, size: int, post: Post) -> list[Sent]:
+        return self.prepare(min(size, self.most_bytes), post)
 
 
 def repeated(text: str, size: int, between: str = ",") -> str:
