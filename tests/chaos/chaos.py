@@ -38,7 +38,7 @@ from .faults import (
 from .host_rounds import disconnects, reload, sigterm
 from .server import ModelSetup, demo, mock
 from .slow_readers import slow_readers
-from .specs import Lengths, StreamSpec, make_specs
+from .specs import Lengths, StreamSpec, make_specs, resumed
 from .stage import Stage, open_stage
 from .table import Row, print_report, print_row
 
@@ -64,13 +64,13 @@ class Act:
     arguments: Sequence[str] = ()
 
 
-def _hurt(model: str, fault: Fault, times: int, seed: int, **more: bool | int | tuple[float, float]) -> Round:
+def _hurt(model: str, fault: Fault, times: int, seed: int, **more: bool | int | str | tuple[float, float]) -> Round:
     round_ = EngineRound(model, fault, times, seed, **more)  # type: ignore[arg-type]
-    return Round(f"{fault.name} {model}", lambda stage: break_engine(stage, round_))
+    return Round(f"{fault.name}{round_.beside} {model}", lambda stage: break_engine(stage, round_))
 
 
 def acts() -> list[Act]:
-    return [_mock_act(), _demo_act(), _agents_act(), *(_sigterm_act(kill) for kill in (False, True))]
+    return [_mock_act(), _demo_act(), _agents_act(), _resumed_act(), *(_sigterm_act(kill) for kill in (False, True))]
 
 
 def _mock_act() -> Act:
@@ -134,6 +134,17 @@ def _agents_act() -> Act:
     return Act(models, specs, rounds, ("--lora-separator", LORA_SEPARATOR))
 
 
+def _resumed_act() -> Act:
+    """Every connection breaks every few events, and its client comes back."""
+    models = [mock("mock", mock_step_ms=15, block_size=8, num_kv_blocks=900), agents_model("agents")]
+    rounds = [
+        _hurt("mock", KILL, 6, seed=61, beside=", connections cut"),
+        _hurt("agents", KILL, 3, seed=62, concurrency=36, beside=", connections cut"),
+    ]
+    specs = resumed([*make_specs(7, 96, "mock", MOCK_LENGTHS), *make_agent_specs(8, 28, "agents", ())])
+    return Act(models, specs, rounds)
+
+
 def _sigterm_act(kill: bool) -> Act:
     models = [mock("mock", mock_step_ms=15)]
     round_ = Round(f"SIGTERM{' kill' * kill} mock", lambda stage: sigterm(stage, "mock", seed=41, kill=kill))
@@ -148,7 +159,8 @@ def _quick_act() -> Act:
         Round("poison mock", lambda stage: poison(stage, "mock", seed=22, times=1)),
     ]
     models = [mock("mock", mock_step_ms=8, step_timeout_s=1.5, block_size=8, num_kv_blocks=500)]
-    return Act(models, make_specs(1, 40, "mock", QUICK_LENGTHS), rounds)
+    specs = [*make_specs(1, 40, "mock", QUICK_LENGTHS), *resumed(make_specs(2, 24, "mock", QUICK_LENGTHS))]
+    return Act(models, specs, rounds)
 
 
 async def run_chaos(*, quick: bool, only: str = "") -> int:

@@ -25,8 +25,8 @@ OVER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class EngineRound:
-    """`times` faults at random moments. fails: each
-    fault ends one stream with an error."""
+    """`times` faults at random moments. fails: each fault ends one stream with an error. beside: what else happens to
+    the streams."""
 
     model: str
     fault: Fault
@@ -35,10 +35,11 @@ class EngineRound:
     pause_s: tuple[float, float] = (0.05, 0.8)
     concurrency: int = 40
     fails: bool = False
+    beside: str = ""
 
 
 async def break_engine(stage: Stage, round_: EngineRound) -> Row:
-    row = Row(f"{round_.fault.name} ({round_.model})", how="failed" if round_.fails else "")
+    row = Row(f"{round_.fault.name}{round_.beside} ({round_.model})", how="failed" if round_.fails else "")
     rng = random.Random(round_.seed)
     async with stage.load(round_.model, round_.concurrency) as load:
         for _ in range(round_.times):

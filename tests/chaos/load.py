@@ -23,6 +23,7 @@ from .clients.grpc_stream import GrpcClient
 from .clients.messages_api import MessagesClient
 from .clients.openai_api import OpenAIClient
 from .clients.responses_api import ResponsesClient
+from .clients.resumable import ResumableClient
 from .outcome import Collector, Outcome, StreamFailed
 from .specs import Protocol, StreamSpec
 
@@ -63,6 +64,7 @@ class Clients:
 
     def __init__(self, http: str, grpc: str, receive_buffer_bytes: int = 0) -> None:
         openai = OpenAIClient(http, receive_buffer_bytes)
+        resumable = ResumableClient(http, receive_buffer_bytes)
         responses = ResponsesClient(lambda: http, receive_buffer_bytes)
         self._by_protocol: dict[Protocol, StreamClient] = {
             "generate": GenerateClient(http, receive_buffer_bytes),
@@ -72,6 +74,8 @@ class Clients:
             "agent": AgentClient(http, receive_buffer_bytes),
             "responses": responses,
             "background": responses,
+            "resumed_generate": resumable,
+            "resumed_agent": resumable,
             "messages": MessagesClient(http, receive_buffer_bytes),
         }
 

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Protocol = Literal["generate", "grpc", "chat", "completions", "agent", "responses", "messages", "background"]
+Protocol = Literal[
+    "generate", "grpc", "chat", "completions", "agent", "responses", "messages", "background", "resumed_generate",
+    "resumed_agent",
+]  # fmt: skip
 PROTOCOLS: tuple[Protocol, ...] = ("generate", "grpc", "chat", "completions")
 
 POISON = "~"
@@ -51,6 +55,16 @@ def make_specs(seed: int, count: int, model: str, lengths: Lengths = Lengths()) 
     """Mixed requests: protocols in turn, greedy and seeded, one in five not streamed."""
     rng = random.Random(seed)
     return [_spec(rng, index, model, lengths) for index in range(count)]
+
+
+def resumed(specs: Iterable[StreamSpec]) -> list[StreamSpec]:
+    """The streams among them that a client may come back to, with connections that break."""
+    ways: dict[Protocol, Protocol] = {"generate": "resumed_generate", "agent": "resumed_agent"}
+    return [
+        StreamSpec(**(vars(spec) | {"index": spec.index + 300_000, "protocol": ways[spec.protocol]}))
+        for spec in specs
+        if spec.protocol in ways and spec.streams
+    ]
 
 
 def poisoned(spec: StreamSpec) -> StreamSpec:

@@ -52,7 +52,7 @@ class Stage:
             verdict = judge(self.expected[spec], seen)
             row.completed += verdict.is_clean
             row.add(verdict, name=name)
-            if spec.protocol == "agent":
+            if spec.protocol in ("agent", "resumed_agent"):
                 row.add_validity(validity(spec, seen), name=name)
             elif spec.protocol in API_PROTOCOLS:
                 row.add_validity(api_validity(spec, seen), name=name)

@@ -10,7 +10,7 @@ import pytest
 
 from .agents.requests import TOOLS, make_agent_specs
 from .agents.validity import validity
-from .clients.agent_api import _Identity
+from .clients.agent_api import ChatIdentity
 from .judge import judge, judge_prefix
 from .outcome import Collector, Outcome, StreamFailed
 from .specs import StreamSpec
@@ -48,7 +48,7 @@ def test_a_stream_that_was_left_begins_like_the_undisturbed_one() -> None:
 
 def test_parts_are_put_together_however_they_are_cut() -> None:
     seen, whole = Collector(), Collector()
-    stream, document = _Identity(), _Identity()
+    stream, document = ChatIdentity(), ChatIdentity()
     call = {"index": 0, "id": "call_1", "function": {"name": "f", "arguments": '{"a"'}}
     for one in (chunk(1, content="x"), chunk(0, content="a"), chunk(1, content="y"), chunk(0, tool_calls=[call])):
         seen.add(stream.piece(one))
@@ -61,14 +61,14 @@ def test_parts_are_put_together_however_they_are_cut() -> None:
 
 @pytest.mark.parametrize("change", [{"id": "b"}, {"created": 2}, {"model": "n"}])
 def test_an_identity_that_changes_is_an_error(change: dict[str, Any]) -> None:
-    identity = _Identity()
+    identity = ChatIdentity()
     identity.piece(chunk(0, content="a"))
     with pytest.raises(StreamFailed, match=next(iter(change))):
         identity.piece(chunk(0, content="b") | change)
 
 
 def test_the_id_of_a_call_must_stay() -> None:
-    identity = _Identity()
+    identity = ChatIdentity()
     identity.piece(chunk(0, tool_calls=[{"index": 0, "id": "call_1", "function": {"name": "f"}}]))
     with pytest.raises(StreamFailed, match=r"id of call 0\.0"):
         identity.piece(chunk(0, tool_calls=[{"index": 0, "id": "call_2", "function": {"arguments": "{}"}}]))

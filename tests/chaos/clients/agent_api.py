@@ -29,7 +29,7 @@ class AgentClient:
 
     async def pieces(self, spec: StreamSpec) -> AsyncIterator[Piece]:
         body = spec.sampling | ({"stream": True, "stream_options": {"include_usage": True}} if spec.streams else {})
-        identity = _Identity()
+        identity = ChatIdentity()
         try:
             async with self._http.stream("POST", _PATH, json=body) as answer:
                 if answer.status_code != 200:
@@ -52,7 +52,7 @@ async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     raise StreamFailed("the stream ended without [DONE]", "connection")
 
 
-class _Identity:
+class ChatIdentity:
     """What must stay the same within one answer. Owner: its stream's reader."""
 
     def __init__(self) -> None:

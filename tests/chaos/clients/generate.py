@@ -36,7 +36,7 @@ class GenerateClient:
                 async for line in answer.aiter_lines():
                     if not line:
                         continue
-                    piece = piece_of(_outputs(json.loads(line.removeprefix("data: "))), tokens)
+                    piece = piece_of(outputs_of(json.loads(line.removeprefix("data: "))), tokens)
                     assert piece.usage is not None
                     tokens = piece.usage[1]
                     yield piece
@@ -44,7 +44,7 @@ class GenerateClient:
             raise StreamFailed(f"{type(error).__name__}: {error}", "connection") from error
 
 
-def _outputs(event: dict[str, Any]) -> dict[str, Any]:
+def outputs_of(event: dict[str, Any]) -> dict[str, Any]:
     if "error" in event:
         raise StreamFailed(event["error"])
     ids = event.get("output_ids", [])
