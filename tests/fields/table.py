@@ -36,6 +36,8 @@ class Label:
     """A field that asks nothing of the model, and is in the access log."""
 
     value: Any
+    logged: str = ""
+    """Its name in the log, where that is another."""
 
 
 Row = Done | Refused | Label

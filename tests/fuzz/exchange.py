@@ -84,6 +84,6 @@ def _wrong_error(request: HttpInput, answer: HttpAnswer, text: str) -> str:
 
 def _is_anthropic(document: Any) -> bool:
     error = document["error"]
-    if not isinstance(error, dict) or error.keys() != {"type", "message"}:
+    if not isinstance(error, dict) or not {"type", "message"} <= error.keys() <= {"type", "message", "details"}:
         return False
     return bool(document.keys() == {"type", "error", "request_id"})
