@@ -15,6 +15,7 @@ from .agents import AGENTS, CHAT_AGENTS
 from .answers import ANSWERS, CHAT_ANSWERS, COMPLETION_ANSWERS
 from .api import Api
 from .asking import CHAT, COMPLETIONS, Endpoint
+from .messages_api.table import COUNT_API, MESSAGE_API
 from .prompts import CHAT_PROMPTS, COMPLETION_PROMPTS, PROMPTS
 from .refusals import CHAT_REFUSED, COMPLETION_REFUSED, LABELS, REFUSED
 from .sampling import SAMPLING
@@ -68,4 +69,4 @@ def _generating(name: str) -> Api:
     return Api(name, f"`/v1/{name}`", published, _ROWS[name], lambda client: Endpoint(client, name))
 
 
-APIS: Final[tuple[Api, ...]] = (_generating(CHAT), _generating(COMPLETIONS), *TOKENIZING)
+APIS: Final[tuple[Api, ...]] = (_generating(CHAT), _generating(COMPLETIONS), MESSAGE_API, COUNT_API, *TOKENIZING)

@@ -102,4 +102,6 @@ def _refused(api: Asked, field: str, row: Refused) -> str:
 def _check_label(server: FieldServer, api: Asked, field: str, row: Label) -> None:
     mark: Any = row.value
     assert api.texts(**{field: mark}) == api.texts()
-    assert server.logged(f"{api.name} 200 key=- ") and server.logged(f" {row.logged or field}="), "it is not in the access log"
+    assert server.logged(f"{api.name} 200 key=- ") and server.logged(f" {row.logged or field}="), (
+        "it is not in the access log"
+    )

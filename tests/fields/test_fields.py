@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 
+from llmbackend.frontends.anthropic.schema import CountTokensRequest, MessagesRequest
 from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
 from llmbackend.frontends.openai.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
 from .api import Api
 from .asking import CHAT, COMPLETIONS, Endpoint
 from .fields import APIS
+from .messages_api.asking import COUNT_TOKENS, MESSAGES
 from .page import PAGE, page
 from .run import IGNORED, FieldServer, Outcome, field_server, outcomes
 from .tokenizing import CHAT_FORM, DETOKENIZE, TEXT_FORM
@@ -20,6 +22,8 @@ from .tokenizing import CHAT_FORM, DETOKENIZE, TEXT_FORM
 SCHEMAS: dict[str, type[BaseModel]] = {
     CHAT: ChatCompletionRequest,
     COMPLETIONS: CompletionRequest,
+    MESSAGES: MessagesRequest,
+    COUNT_TOKENS: CountTokensRequest,
     CHAT_FORM: TokenizeChatRequest,
     TEXT_FORM: TokenizeTextRequest,
     DETOKENIZE: DetokenizeRequest,

@@ -48,6 +48,28 @@ COMPLETION: list[dict[str, Any]] = [
     {"model": "mock", "prompt": ["a", "b"], "max_tokens": 2, "echo": True, "stream": True},
     {"model": "mock", "prompt": [1, 2, 3], "max_tokens": 2, "logprobs": 1, "ignore_eos": True, "min_tokens": 1},
 ]
+MESSAGES: list[dict[str, Any]] = [
+    {"model": "mock", "messages": HELLO, "max_tokens": 2},
+    {
+        "model": "mock",
+        "system": [{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x"}]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "3"}]},
+        ],
+        "max_tokens": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "stop_sequences": ["q."],
+        "thinking": {"type": "disabled"},
+        "metadata": {"user_id": "u"},
+        "service_tier": "auto",
+    },
+    {"model": "mock", "messages": HELLO, "max_tokens": 2, "stream": True},
+]
+COUNT_TOKENS: list[dict[str, Any]] = [{"model": "mock", "messages": HELLO, "system": "be kind"}]
 TOKENIZE: list[dict[str, Any]] = [
     {"model": "mock", "prompt": "hello", "add_special_tokens": False, "return_token_strs": True},
     {"model": "mock", "messages": CHAT[1]["messages"], "add_generation_prompt": True, "chat_template_kwargs": {"a": 1}},

@@ -30,6 +30,8 @@ def test_strange_requests(target: str, app: AppUnderTest) -> None:
 VALID = [
     *[("/v1/chat/completions", body) for body in examples.CHAT],
     *[("/v1/completions", body) for body in examples.COMPLETION],
+    *[("/v1/messages", body) for body in examples.MESSAGES],
+    *[("/v1/messages/count_tokens", body) for body in examples.COUNT_TOKENS],
     *[("/tokenize", body) for body in examples.TOKENIZE],
     *[("/detokenize", body) for body in examples.DETOKENIZE],
     *[(f"/v2/models/{DECOUPLED}/generate_stream", body) for body in examples.GENERATE],

@@ -69,7 +69,8 @@ class Messages:
 
     def count(self, **fields: Any) -> int:
         document = self._answer(fields, {})
-        return MessageTokensCount.model_validate(document).input_tokens
+        count: int = MessageTokensCount.model_validate(document).input_tokens
+        return count
 
     def texts(self, **fields: Any) -> list[str]:
         if self.name == COUNT_TOKENS:

@@ -21,12 +21,10 @@ WEATHER: Final[dict[str, Any]] = {
 _CLOCK = WEATHER | {"name": "get_time", "description": "Get the time in a city."}
 _QUESTION: Final[dict[str, Any]] = {"messages": said("What is the weather in Paris?"), "max_tokens": 60}
 _HELLO: Final[dict[str, Any]] = {"messages": said("Hello!"), "max_tokens": 60, "tools": [WEATHER, _CLOCK]}
-_SCHEMA: Final = {
-    "type": "object",
-    "properties": {"a": {"type": "boolean"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+_SCHEMA: Final = {"enum": ["yes", "no"]}
+_F: Final = {"name": "f", "input_schema": {"const": {}}}
+_THINKING: Final[dict[str, Any]] = {"model": REASONER, "max_tokens": 300, "tools": [_F], "tool_choice": {"type": "any"}}
+"""The mock model ends an answer early, unless it must call."""
 
 
 @promise("answers name the model that they come from; an unknown one is a 404")
@@ -87,25 +85,26 @@ def _tool_choice(api: Messages) -> None:
         assert api.ask(**_HELLO, tool_choice={"type": kind}).calls == []
     assert api.ask(**_HELLO, tool_choice={"type": "any"}).calls
     assert api.ask(**_HELLO, tool_choice={"type": "tool", "name": "get_time"}).calls == ["get_time"]
-    tools = [{"name": "f", "input_schema": {"const": {}}}]
-    asked: dict[str, Any] = {"model": REASONER, "max_tokens": 300, "tools": tools}
-    one = api.ask(**asked, tool_choice={"type": "any", "disable_parallel_tool_use": True})
-    assert len(one.calls) == 1
+    short: dict[str, Any] = _THINKING | {"thinking": {"type": "enabled", "budget_tokens": 3}}
+    one = api.ask(**short | {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}})
+    assert one.calls == ["f"] and one.json["stop_reason"] == "tool_use"
 
 
 @promise("the thinking comes in a block with its signature; its budget; disabled: none")
 def _thinking(api: Messages) -> None:
-    for budget in (1024, 1025):
-        thought = api.ask(model=REASONER, max_tokens=2000, thinking={"type": "enabled", "budget_tokens": budget})
+    for budget in (3, 5):
+        thought = api.ask(**_THINKING, thinking={"type": "enabled", "budget_tokens": budget})
         (block,) = thought.of("thinking")
-        assert block["thinking"] and block["signature"]
-    assert not api.ask(model=REASONER, max_tokens=40, thinking={"type": "disabled"}).of("thinking")
+        assert len(block["thinking"]) == budget and block["signature"]
+    hidden = api.ask(**_THINKING, thinking={"type": "enabled", "budget_tokens": 3, "display": "omitted"})
+    assert hidden.of("thinking")[0]["thinking"] == ""
+    assert not api.ask(**_THINKING, thinking={"type": "disabled"}).of("thinking")
 
 
 @promise("format: the answer is JSON of the schema; effort: another prompt, where the chat template reads it")
 def _output_config(api: Messages) -> None:
     form = {"type": "json_schema", "schema": _SCHEMA}
-    assert json.loads(api.ask(output_config={"format": form}, max_tokens=60).text)["a"] in (True, False)
+    assert json.loads(api.ask(output_config={"format": form}).text) in ("yes", "no")
     counts = [api.ask(model=REASONER, output_config={"effort": effort}).prompt_tokens for effort in ("low", "medium")]
     assert counts[1] - counts[0] == len("medium") - len("low")
 
@@ -129,7 +128,7 @@ def _chat_template_kwargs(api: Messages) -> None:
 @promise("as output_config.format, in the older form")
 def _output_format(api: Messages) -> None:
     form = {"type": "json_schema", "schema": _SCHEMA}
-    assert json.loads(api.ask(output_format=form, max_tokens=60).text)["a"] in (True, False)
+    assert json.loads(api.ask(output_format=form).text) in ("yes", "no")
     assert api.refusal(output_format=form, output_config={"format": form})
 
 
@@ -153,7 +152,7 @@ ROWS: Final[dict[str, Row]] = {
     "thinking": _thinking,
     "output_config": _output_config,
     "cache_control": _cache_control,
-    "temperature": changes_text("temperature", 0, 1, seed=7),
+    "temperature": changes_text("temperature", 0, 2, seed=7),
     "top_p": as_greedy("top_p", 0.001),
     "top_k": as_greedy("top_k", 1),
     "chat_template_kwargs": _chat_template_kwargs,

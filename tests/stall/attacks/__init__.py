@@ -9,6 +9,7 @@ from .generate import GENERATE_ATTACKS
 from .grpc import GRPC_ATTACKS
 from .http_infer import HTTP_INFER_ATTACKS
 from .memory import MEMORY_ATTACKS
+from .messages_api import MESSAGES_ATTACKS
 from .openai import OPENAI_ATTACKS
 from .structures import STRUCTURE_ATTACKS
 
@@ -19,6 +20,7 @@ ATTACKS: tuple[Attack, ...] = (
     *MEMORY_ATTACKS,
     *OPENAI_ATTACKS,
     *AGENT_ATTACKS,
+    *MESSAGES_ATTACKS,
     *STRUCTURE_ATTACKS,
     *CONTROL_ATTACKS,
 )
