@@ -13,7 +13,7 @@ from .run import DONE, IGNORED, LABEL, REFUSED, Outcome, field_server, outcomes
 
 
 def _tell(outcome: Outcome) -> None:
-    print(f"{outcome.endpoint:22}{outcome.field:32}{outcome.kind:9}{outcome.text}", flush=True)
+    print(f"{outcome.endpoint:27} {outcome.field:31} {outcome.kind:9}{outcome.text}", flush=True)
 
 
 def main() -> int:

@@ -126,7 +126,7 @@ def _events(lines: Iterator[str]) -> Iterator[JsonObject]:
 def openai_reason(error: JsonObject, field: str) -> str:
     """Why a field is refused, from an error of OpenAI's shape."""
     assert error["param"] == field and error["code"] == "unsupported_parameter", error
-    assert re.match(rf"'{field}' is not supported: \w", error["message"]), error
+    assert re.match(rf"'{field}' is not supported: ['\w]", error["message"]), error
     reason: str = error["message"].partition(": ")[2]
     return reason
 

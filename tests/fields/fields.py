@@ -18,6 +18,7 @@ from .asking import CHAT, COMPLETIONS, Endpoint
 from .messages_api.table import COUNT_API, MESSAGE_API
 from .prompts import CHAT_PROMPTS, COMPLETION_PROMPTS, PROMPTS
 from .refusals import CHAT_REFUSED, COMPLETION_REFUSED, LABELS, REFUSED
+from .responses_api import kinds, stored, table
 from .sampling import SAMPLING
 from .structure import STRUCTURE
 from .table import Row
@@ -69,4 +70,18 @@ def _generating(name: str) -> Api:
     return Api(name, f"`/v1/{name}`", published, _ROWS[name], lambda client: Endpoint(client, name))
 
 
-APIS: Final[tuple[Api, ...]] = (_generating(CHAT), _generating(COMPLETIONS), MESSAGE_API, COUNT_API, *TOKENIZING)
+RESPONSES_APIS: Final = (
+    table.API,
+    kinds.ITEMS,
+    kinds.TOOLS,
+    kinds.INCLUDE,
+    stored.RETRIEVE,
+    stored.INPUT_ITEMS,
+)
+APIS: Final[tuple[Api, ...]] = (
+    _generating(CHAT),
+    _generating(COMPLETIONS),
+    MESSAGE_API,
+    COUNT_API,
+    *TOKENIZING,
+)

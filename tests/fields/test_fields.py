@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from llmbackend.frontends.anthropic.schema import CountTokensRequest, MessagesRequest
+from llmbackend.frontends.openai.responses_api.schema import ResponsesBody
 from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
 from llmbackend.frontends.openai.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 
@@ -16,12 +17,14 @@ from .asking import CHAT, COMPLETIONS, Endpoint
 from .fields import APIS
 from .messages_api.asking import COUNT_TOKENS, MESSAGES
 from .page import PAGE, page
+from .responses_api.asking import RESPONSES
 from .run import IGNORED, FieldServer, Outcome, field_server, outcomes
 from .tokenizing import CHAT_FORM, DETOKENIZE, TEXT_FORM
 
 SCHEMAS: dict[str, type[BaseModel]] = {
     CHAT: ChatCompletionRequest,
     COMPLETIONS: CompletionRequest,
+    RESPONSES: ResponsesBody,
     MESSAGES: MessagesRequest,
     COUNT_TOKENS: CountTokensRequest,
     CHAT_FORM: TokenizeChatRequest,

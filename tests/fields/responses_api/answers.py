@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from ..asking import DEMO, REASONER
+from ..asking import REASONER
 from ..table import Row, promise
 from .asking import Answer, Responses
 
@@ -21,12 +21,7 @@ _CUSTOM: Final = {"type": "custom", "name": "patch", "description": "Change a fi
 _DIGITS: Final = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{3}"}
 _QUESTION: Final[dict[str, Any]] = {"input": "What is the weather in Paris?", "max_output_tokens": 60}
 _HELLO: Final[dict[str, Any]] = {"input": "Hello!", "max_output_tokens": 60, "tools": [_WEATHER, _CLOCK]}
-_SCHEMA: Final = {
-    "type": "object",
-    "properties": {"a": {"type": "boolean"}},
-    "required": ["a"],
-    "additionalProperties": False,
-}
+_SCHEMA: Final = {"enum": ["yes", "no"]}
 _THINKING: Final[dict[str, Any]] = {"model": REASONER, "ignore_eos": True, "max_output_tokens": 40}
 
 
@@ -58,7 +53,7 @@ _SEVERAL: Final[dict[str, Any]] = {
     "tools": [{"type": "function", "name": "f", "parameters": {"const": {}}, "strict": False}],
     "ignore_eos": True,
     "input": "What is a KV cache?",
-    "chat_template_kwargs": {},
+    "thinking_token_budget": 2,
 }
 
 
@@ -78,17 +73,18 @@ def _text(api: Responses) -> None:
     plain = api.ask(text={"format": {"type": "text"}})
     assert plain.text == api.ask().text and not plain.text.startswith("{")
     form = {"type": "json_schema", "name": "one", "schema": _SCHEMA, "strict": True}
-    assert json.loads(api.ask(text={"format": form}, max_output_tokens=60).text)["a"] in (True, False)
+    assert json.loads(api.ask(text={"format": form}).text) in ("yes", "no")
     assert api.ask(text={"format": {"type": "json_object"}}).text[:1] == "{"
 
 
-@promise("another effort is another prompt, where the chat template reads it; else it is refused; items of reasoning")
+@promise("items of reasoning; an effort is a hint: another prompt, where the chat template reads it")
 def _reasoning(api: Responses) -> None:
     counts = [
         api.ask(model=REASONER, reasoning={"effort": effort}).usage["input_tokens"] for effort in ("low", "medium")
     ]
     assert counts[1] - counts[0] == len("medium") - len("low")
-    assert api.refusal(model=DEMO, reasoning={"effort": "low"})["param"] == "reasoning.effort"
+    assert api.ask(reasoning={"effort": "low"}).text == api.ask().text
+    assert api.refusal(reasoning={"summary": "detailed"})["param"] == "reasoning.summary"
     (item,) = api.ask(**_THINKING).of("reasoning")
     assert item["content"][0]["text"] and item["summary"] == []
 

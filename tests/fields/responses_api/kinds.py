@@ -99,7 +99,8 @@ def _reasoning(place: InPlace) -> None:
     (item,) = place.api.ask(**thinking).of("reasoning")
     sealed = item | {"content": None}
     assert _prompt_tokens(place, item) == _prompt_tokens(place, sealed)
-    altered = sealed | {"encrypted_content": "A" + item["encrypted_content"][1:]}
+    seal: str = item["encrypted_content"]
+    altered = sealed | {"encrypted_content": seal[:8] + seal[8:][::-1]}
     error = place.api.refusal(input=[_QUESTION, altered])
     assert error["param"] == "input[1].encrypted_content", error
 
@@ -112,8 +113,9 @@ def _item_reference(place: InPlace) -> None:
     assert _prompt_tokens(place, reference) == _prompt_tokens(place, spoken)
 
 
-_LOOKED_UP: Final = {"type": "function", "name": "f", "description": "Found.", "parameters": {}, "strict": False}
-_SEARCH: Final = {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": {}}
+_QUERY: Final = {"type": "object", "properties": {"query": {"enum": ["f"]}}, "required": ["query"]}
+_LOOKED_UP: Final = {"type": "function", "name": "f", "description": "Found.", "parameters": _QUERY, "strict": True}
+_SEARCH: Final = {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": _QUERY}
 
 
 @promise("a call of the client's search for tools, and the tools that it found, which can be called")
