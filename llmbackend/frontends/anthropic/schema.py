@@ -64,6 +64,7 @@ class UnservedFields(ClosedObject):
     thread: Annotated[Any, Only(reason="this server keeps no messages")] = None
     user_profile_id: Annotated[Any, Only(reason=_NO_ACCOUNTS)] = None
     workspace_id: Annotated[Any, Only(reason=_NO_ACCOUNTS)] = None
+    kv_transfer_params: Annotated[Any, Only(reason="the KV memory of a request stays in one engine")] = None
 
 
 class PromptFields(UnservedFields):

@@ -58,9 +58,9 @@ _REFUSED: Final[dict[str, Row]] = {
     "thread": Refused([{"id": "thread_1"}]),
     "kv_transfer_params": Refused([{}]),
 }
-"""Under an `anthropic-beta` header they are passed over, but for `thread` and the last of them."""
+"""Under an `anthropic-beta` header they are passed over, but for `thread`."""
 _LABELS: Final[dict[str, Row]] = {"metadata": Label({"user_id": "user-7"}, logged="user_id")}
-_ONLY_MESSAGES: Final = ("service_tier", "kv_transfer_params")
+_ONLY_MESSAGES: Final = ("service_tier",)
 
 
 _BETA_NAME: Final = "Anthropic, beta"

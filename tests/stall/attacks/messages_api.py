@@ -94,5 +94,5 @@ MESSAGES_ATTACKS: tuple[Attack, ...] = (
         for name, members, model in _BODIES
         if name in _COUNTED
     ),
-    Attack("messages flood of calls", _flood, expected="^200 .*tool_use"),
+    Attack("messages flood of calls", _flood, expected='(?s)^200 .*"tool_use"'),
 )

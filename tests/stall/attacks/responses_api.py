@@ -149,7 +149,7 @@ _MANY_TOOLS = [{"type": "function", "name": f"f{number}", "parameters": _TEXT} f
 RESPONSES_ATTACKS: tuple[Attack, ...] = (
     *(Attack(f"responses {name}", make, _MAX_BYTES) for name, make in _LARGE),
     Attack("responses flood of calls", _required_flood({"type": "function", "name": "f", "parameters": _TEXT})),
-    Attack("responses flood of custom input", _required_flood(_CUSTOM), expected="^200 .*custom_tool_call_input"),
+    Attack("responses flood of custom input", _required_flood(_CUSTOM), expected="(?s)^200 .*custom_tool_call_input"),
     Attack(
         f"responses {MAX_TOOLS} tools",
         lambda size: [
