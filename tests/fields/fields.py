@@ -15,10 +15,11 @@ from .agents import AGENTS, CHAT_AGENTS
 from .answers import ANSWERS, CHAT_ANSWERS, COMPLETION_ANSWERS
 from .api import Api
 from .asking import CHAT, COMPLETIONS, Endpoint
+from .conversations import CONVERSATIONS
 from .messages_api.table import COUNT_API, MESSAGE_API
 from .prompts import CHAT_PROMPTS, COMPLETION_PROMPTS, PROMPTS
 from .refusals import CHAT_REFUSED, COMPLETION_REFUSED, LABELS, REFUSED
-from .responses_api import kinds, stored, table
+from .responses_api import kinds, table
 from .sampling import SAMPLING
 from .structure import STRUCTURE
 from .table import Row
@@ -75,12 +76,12 @@ RESPONSES_APIS: Final = (
     kinds.ITEMS,
     kinds.TOOLS,
     kinds.INCLUDE,
-    stored.RETRIEVE,
-    stored.INPUT_ITEMS,
 )
 APIS: Final[tuple[Api, ...]] = (
     _generating(CHAT),
     _generating(COMPLETIONS),
+    *RESPONSES_APIS,
+    *CONVERSATIONS,
     MESSAGE_API,
     COUNT_API,
     *TOKENIZING,

@@ -27,9 +27,8 @@ _CUSTOM_CALL: Final = {"type": "custom_tool_call", "call_id": "call_1", "name": 
 class InPlace:
     """A request's field that holds objects of some kind. place: makes the fields; param: where errors say it is."""
 
-    def __init__(self, client: httpx.Client, place: Place, param: str) -> None:
-        self.api = Responses(client)
-        self.name = self.api.name
+    def __init__(self, client: httpx.Client, name: str, place: Place, param: str) -> None:
+        self.api, self.name = Responses(client), name
         self._place, self._param = place, param
 
     def texts(self, **fields: Any) -> list[str]:
@@ -110,7 +109,7 @@ def _item_reference(place: InPlace) -> None:
     answer = place.api.ask()
     reference = {"type": "item_reference", "id": answer.items[0]["id"]}
     spoken = {"role": "assistant", "content": answer.text}
-    assert _prompt_tokens(place, reference) == _prompt_tokens(place, spoken)
+    assert _prompt_tokens(place, reference, _QUESTION) == _prompt_tokens(place, spoken, _QUESTION)
 
 
 _QUERY: Final = {"type": "object", "properties": {"query": {"enum": ["f"]}}, "required": ["query"]}
@@ -199,7 +198,8 @@ _WEB_SEARCHES: Final = ("web_search", "web_search_2025_08_26", "web_search_previ
 def _api(title: str, published: frozenset[str], done: Mapping[str, Row], place: Place, param: str) -> Api:
     refused: dict[str, Row] = {kind: Refused([kind]) for kind in published - done.keys()}
     rows = {**refused, **done}
-    return Api("responses", title, {"OpenAI": published}, rows, lambda client: InPlace(client, place, param))
+    name = f"responses {param.partition('[')[0]}"
+    return Api(name, title, {"OpenAI": published}, rows, lambda client: InPlace(client, name, place, param))
 
 
 ITEMS: Final = _api(
