@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..asking import BYTES, WORDS
-from ..table import Refused, Row, promise
+from ..table import Row, promise
 from .asking import Responses
 
 
@@ -65,16 +65,23 @@ def _truncation(api: Responses) -> None:
 @promise("the response can be fetched, or not")
 def _store(api: Responses) -> None:
     kept, gone = (api.ask(store=value) for value in (True, False))
-    assert api.ask(previous_response_id=kept.id).text
-    assert api.refusal(previous_response_id=gone.id)["code"] == "previous_response_not_found"
+    assert api.get(kept.id).json() == kept.json and api.get(gone.id).status_code == 404
     assert (kept.json["store"], gone.json["store"]) == (True, False)
+
+
+@promise("the answer is the queued response, which ends without the client; needs store")
+def _background(api: Responses) -> None:
+    queued = api.ask(background=True)
+    assert queued.json["status"] in ("queued", "in_progress") and queued.json["background"] is True
+    assert api.ended(queued.id).text == api.ask(background=False).text
+    assert api.refusal(background=True, store=False)["param"] == "background"
 
 
 @promise("it comes back with the response, also later")
 def _metadata(api: Responses) -> None:
     for metadata in ({"run": "7"}, {}):
         answer = api.ask(metadata=metadata)
-        assert answer.json["metadata"] == metadata
+        assert answer.json["metadata"] == metadata == api.get(answer.id).json()["metadata"]
 
 
 @promise("so many tokens of the prompt's end are kept")
@@ -102,7 +109,7 @@ PROMPTS: dict[str, Row] = {
     "conversation": _conversation,
     "truncation": _truncation,
     "store": _store,
-    "background": Refused([True], [False]),
+    "background": _background,
     "metadata": _metadata,
     "truncate_prompt_tokens": _truncate_prompt_tokens,
     "add_special_tokens": _add_special_tokens,

@@ -38,7 +38,8 @@ class Stored:
         return document
 
     def texts(self, **query: Any) -> list[str]:
-        return [str(self.ask(self.made(metadata={}), **query).get("output"))]
+        answer = self.made()
+        return [str(self.ask(answer, **query).get("output") == answer.items)]
 
     def refusal(self, **query: Any) -> JsonObject:
         response = self.api.get(f"{self.made().id}{self._below}", **query)

@@ -11,6 +11,7 @@ from .http_infer import HTTP_INFER_ATTACKS
 from .memory import MEMORY_ATTACKS
 from .messages_api import MESSAGES_ATTACKS
 from .openai import OPENAI_ATTACKS
+from .responses_api import RESPONSES_ATTACKS
 from .structures import STRUCTURE_ATTACKS
 
 ATTACKS: tuple[Attack, ...] = (
@@ -20,6 +21,7 @@ ATTACKS: tuple[Attack, ...] = (
     *MEMORY_ATTACKS,
     *OPENAI_ATTACKS,
     *AGENT_ATTACKS,
+    *RESPONSES_ATTACKS,
     *MESSAGES_ATTACKS,
     *STRUCTURE_ATTACKS,
     *CONTROL_ATTACKS,

@@ -33,6 +33,8 @@ _CHAIN = 60
 """Responses behind one another."""
 _FOLLOWED = 24
 _FLOODED_TOKENS = 2000
+_LARGE_BYTES = 1 << 20
+"""Of an attack that is not there for its form alone."""
 
 
 def _body(members: Callable[[int], str], model: str = STEADY) -> Callable[[int], list[Sent]]:
@@ -132,15 +134,16 @@ def _listed(size: int, post: Post) -> list[Sent]:
 
 def _followed(size: int, post: Post) -> list[Sent]:
     """Many live journals; each is then read from its beginning to its end."""
-    body = {"model": STEADY, "input": "hi", "background": True, "ignore_eos": True, "max_output_tokens": 300}
+    most = 300 if size >= _LARGE_BYTES else 30
+    body = {"model": STEADY, "input": "hi", "background": True, "ignore_eos": True, "max_output_tokens": most}
     made = [post(_PATH, body | {"seed": number}) for number in range(_FOLLOWED)]
     return [HttpSent(f"{_PATH}/{one['id']}?stream=true", b"", method="GET") for one in made]
 
 
 def _until_full(size: int) -> list[Sent]:
     """As many responses as there is room for, and more: the oldest go."""
-    body = {"model": AGENT, "input": "word " * min(size // 5, 9000), "max_output_tokens": 1}
-    return [HttpSent(_PATH, json.dumps(body | {"max_output_tokens": 16}).encode())] * 40
+    body = {"model": AGENT, "input": "word " * min(size // 5, 9000), "max_output_tokens": 16}
+    return [HttpSent(_PATH, json.dumps(body).encode())] * (60 if size >= _LARGE_BYTES else 4)
 
 
 _CUSTOM = {"type": "custom", "name": "c"}

@@ -72,7 +72,7 @@ async def _lineage(store: ResponseStore, id: str | None, max_bytes: int) -> list
     try:
         found = await store.lineage(current_owner(), "response", id, max_bytes)
     except NotStoredError as error:
-        message = f"Previous response with id '{error}' not found."
+        message = f"Previous response with id '{str(error)[:80]}' not found."
         raise OpenAIError(message, param=_PREVIOUS, code="previous_response_not_found") from None
     except LineageTooLongError as error:
         message = f"'{_PREVIOUS}': what the response goes on behind is too long, expected {error}"
