@@ -91,3 +91,12 @@ def test_a_custom_tool_held_to_its_form(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"tools": [CODE], "tool_choice": choice, "max_output_tokens": 200}
     (item,) = [item for item in streamed(client, **options)["output"] if item["type"] == "custom_tool_call"]
     assert len(item["input"]) == 6 and item["input"][2] == "-"
+
+
+def test_an_answer_that_was_cut_off_is_gone_on_with(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"temperature": 0, "store": True}
+    whole = ask(client, **options).output_text
+    cut = ask(client, max_output_tokens=4, **options)
+    assert cut.status == "incomplete" and whole.startswith(cut.output_text)
+    rest = ask(client, previous_response_id=cut.id, input=[], **options)
+    assert cut.output_text + rest.output_text == whole
