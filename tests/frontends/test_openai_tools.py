@@ -173,7 +173,10 @@ def test_choices_have_calls_of_their_own(client: openai.OpenAI) -> None:
 
 
 def test_at_most_one_call_without_parallel_ones(client: openai.OpenAI) -> None:
-    _, found = both(client, TWO_CALLS, tools=TOOLS, parallel_tool_calls=False)
+    all_calls, _ = both(client, TWO_CALLS, tools=TOOLS)
+    whole, found = both(client, TWO_CALLS, tools=TOOLS, parallel_tool_calls=False)
+    assert found["content"] == "Let me see. "
+    assert whole.usage.completion_tokens < all_calls.usage.completion_tokens - len(ROME), "it did not end with its call"
     assert ([one[2] for one in found["calls"].values()], found["finish_reason"]) == ([PARIS], "tool_calls")
 
 

@@ -114,7 +114,7 @@ def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, tar
     """The grammar of the answer, {} where it is free. wanted: the form of the answer's text, which the request names
     by itself."""
     if not use.needs_grammar and wanted is None:
-        return {}
+        return _ended_by_one_call(use, calls)
     if calls.grammar is None or not (use.is_required or calls.trigger):
         raise _refused(target, use.field, f"writes calls in the format '{calls.name}', which no grammar enforces")
     if use.is_required:
@@ -125,6 +125,15 @@ def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, tar
         form = {"type": "or", "elements": [required_calls(use, calls.grammar), _as_format(wanted, use)]}
     arguments = CALL_ARGUMENTS if wanted is None else {}
     return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}, **arguments}}
+
+
+def _ended_by_one_call(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
+    """Where one call is all that there may be, the answer ends behind it: no tokens are spent on what nobody gets. Not
+    where arguments are no JSON, or calls begin without a marker: there, later calls are left out, as vLLM does."""
+    if use.max_calls != 1 or calls.grammar is None or calls.grammar.key_end or not calls.trigger:
+        return {}
+    form = voluntary_calls(use, calls.grammar, calls.trigger)
+    return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}}}
 
 
 def _as_format(wanted: JsonObject, use: ToolUse) -> JsonObject:
