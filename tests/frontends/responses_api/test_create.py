@@ -4,7 +4,7 @@ streamed and parsed, with calls and reasoning."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -14,6 +14,10 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.frontends.journals.documents import Capacity, StoreError, Write
+from llmbackend.frontends.journals.memory_storage import MemoryStorage
+from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.store_settings import IN_MEMORY
 from llmbackend.frontends.openai.responses_api.openapi import RESPONSE as DOCUMENTED
 from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
@@ -259,3 +263,25 @@ def test_a_model_that_tells_counts_with_each_response(failing: openai.OpenAI) ->
     response = EventReader().read_all(events_of(ask(failing, body | {"stream": True}).content))
     for usage in (response["usage"], ask(failing, body).json()["usage"]):
         assert (usage["input_tokens"], usage["output_tokens"]) == (2, len("You said: hi"))
+
+
+class FullStorage(MemoryStorage):
+    """A disk without room."""
+
+    def commit(self, writes: Sequence[Write], now_s: float) -> None:
+        if writes:
+            raise StoreError("the disk is full")
+
+
+def test_a_response_that_can_not_be_stored_fails(scripted_host: InferenceServer) -> None:
+    store = ResponseStore(FullStorage(Capacity(1 << 20, 100)), StoreOptions(ttl_s=60))
+    with (
+        serve_openai(scripted_host, store=store) as base,
+        openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client,
+    ):
+        body = {"model": MODEL, "input": f"{SAY}Hi"}
+        response = EventReader().read_all(events_of(ask(client, body | {"stream": True}).content))
+        assert response["status"] == "failed" and "the disk is full" in response["error"]["message"]
+        with pytest.raises(openai.InternalServerError, match="the disk is full"):
+            client.responses.create(model=MODEL, input=f"{SAY}Hi")
+        assert client.responses.create(model=MODEL, input=f"{SAY}Hi", store=False).output_text == "Hi"

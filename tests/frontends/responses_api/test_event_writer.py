@@ -184,6 +184,15 @@ def test_a_failure_is_the_last_event() -> None:
     assert [(one["status"], one["content"][0]["text"]) for one in response["output"]] == [("incomplete", "Hi")]
 
 
+def test_an_end_that_can_not_be_kept_is_a_failure_in_its_place() -> None:
+    writer = ResponseWriter(state_of(None))
+    told = writer.begin() + b"".join(writer.delta(0, delta) for delta in plain("Hi"))
+    writer.end()
+    failure = writer.fail(OpenAIError("the store is full", status=503, kind="service_unavailable_error"))
+    response = EventReader().read_all(events_of(told + failure))
+    assert (response["status"], response["completed_at"]) == ("failed", None)
+
+
 def entry(text: str, rank: int = 1) -> dict[str, dict[str, Any]]:
     return {str(ord(text[0])): {"logprob": -0.5, "rank": rank, "decoded_token": text}}
 

@@ -73,7 +73,7 @@ class ResponseState:
 
     def fail(self, error: OpenAIError) -> None:
         self.builder.stop()
-        self.status = "failed"
+        self.status, self._completed_at_s = "failed", None
         self._error = {"code": _ERROR_CODES.get(error.status, "server_error"), "message": error.message}
 
     def cancel(self) -> None:
