@@ -84,6 +84,45 @@ def test_an_effort_that_is_a_hint_is_no_reason_to_refuse() -> None:
         rendered("<think>", reasoning_effort="none", **hint)
 
 
+_ROLES = "{% for one in messages %}{{ one.role }}:{{ one.content }};{% endfor %}"
+_FIRST_ONLY = (
+    "{% if messages[1:] | selectattr('role', 'equalto', 'system') | list %}{{ raise_exception('no') }}{% endif %}"
+)
+_LEAVES_OUT = (
+    "{% for one in messages %}{% if loop.first or one.role != 'system' %}{{ one.role }}:{{ one.content }};{% endif %}"
+    "{% endfor %}"
+)
+_LATER = [
+    {"role": role, "content": text}
+    for role, text in (
+        ("system", "s"),
+        ("user", "a"),
+        ("system", "Mid."),
+        ("user", "b"),
+        ("assistant", "c"),
+        ("system", "Now."),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (_ROLES, "system:s;user:a;system:Mid.;user:b;assistant:c;system:Now.;"),
+        (_FIRST_ONLY + _ROLES, "system:s;user:a\nMid.\nb;assistant:c;user:Now.;"),
+        (_LEAVES_OUT, "system:s;user:a\nMid.\nb;assistant:c;user:Now.;"),
+    ],
+)
+def test_a_later_system_message_is_never_lost(template: str, expected: str) -> None:
+    assert rendered(template, *_LATER, system_is_anywhere=True) == expected
+
+
+def test_a_later_system_message_is_as_the_template_has_it_unless_asked() -> None:
+    assert rendered(_LEAVES_OUT, *_LATER) == "system:s;user:a;user:b;assistant:c;"
+    with pytest.raises(TritonError, match="refuses 'messages': no"):
+        rendered(_FIRST_ONLY + _ROLES, *_LATER)
+
+
 @pytest.mark.parametrize(
     ("template", "effort", "expected"),
     [

@@ -90,6 +90,8 @@ def test_turns_of_one_role_are_one() -> None:
 def test_system_messages_stand_where_they_were_sent() -> None:
     sent = messages({"role": "system", "content": "b"}, USER, {"role": "system", "content": "c"}, system="a")
     assert [(one["role"], one["content"]) for one in sent] == [("system", "a\nb"), ("user", "x"), ("system", "c")]
+    later = parsed(messages=[USER, {"role": "system", "content": "c"}, USER])
+    assert prompt(later.generation)["system_is_anywhere"] is True
 
 
 def test_the_line_for_billing_is_left_out() -> None:

@@ -7,6 +7,7 @@ Source: transformers' documented chat-template interface.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from llmbackend.core.json_text import count_outside_strings
 
 from ..generation_bounds import check_at_most
 from .called_arguments import CalledArguments
+from .system_messages import has_all, later_texts, said_as_user
 
 MAX_MESSAGES_BYTES = 4 << 20
 MAX_VALUES = 1 << 16
@@ -36,6 +38,8 @@ MAX_TEMPLATE_KWARGS_DEPTH = 32
 
 _EFFORT_IS_HINT = "reasoning_effort_is_hint"
 """true: a template that can only answer in one way, without an effort or a switch, takes no notice of it."""
+_SYSTEM_IS_ANYWHERE = "system_is_anywhere"
+"""true: a system message behind the start that the template refuses or leaves out is said as the user's."""
 _FIELDS = (
     "messages",
     "tools",
@@ -45,6 +49,7 @@ _FIELDS = (
     "documents",
     "reasoning_effort",
     _EFFORT_IS_HINT,
+    _SYSTEM_IS_ANYWHERE,
     "chat_template",
 )
 _INPUT = "input 'messages'"
@@ -101,7 +106,7 @@ def read_chat(text: bytes, bounds: ChatBounds) -> ChatRequest:
         if chat.get(name):
             num_chars = len(json.dumps(chat[name], ensure_ascii=False))
             check_at_most(f"'{name}' of {_INPUT}", num_chars, bounds.max_chars, "characters of JSON", param=name)
-    own = ("add_generation_prompt", "documents", "reasoning_effort", _EFFORT_IS_HINT)
+    own = ("add_generation_prompt", "documents", "reasoning_effort", _EFFORT_IS_HINT, _SYSTEM_IS_ANYWHERE)
     options = kwargs | {name: chat[name] for name in own if name in chat}
     continues = _continues(chat)
     if continues:
@@ -263,8 +268,19 @@ class ChatTemplate:
             if value and name not in self._variables:
                 raise _not_read(f"'{name}' of {_INPUT}", name)
         variables: dict[str, Any] = {**self.special_tokens, "add_generation_prompt": True, "tools": tools or None}
-        variables |= options
+        is_anywhere = options.get(_SYSTEM_IS_ANYWHERE) is True
+        variables |= {name: value for name, value in options.items() if name != _SYSTEM_IS_ANYWHERE}
         conversation = [self._as_read(index, one) for index, one in enumerate(normalise_messages(messages))]
+        later = later_texts(conversation) if is_anywhere else []
+        if later:
+            with contextlib.suppress(TritonError):
+                prompt = self._rendered(conversation, variables)
+                if has_all(prompt, later):
+                    return prompt
+            conversation = said_as_user(conversation)
+        return self._rendered(conversation, variables)
+
+    def _rendered(self, conversation: Sequence[Message], variables: Mapping[str, Any]) -> str:
         try:
             return self._template.render(messages=conversation, **variables)
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:

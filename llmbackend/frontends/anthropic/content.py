@@ -52,6 +52,8 @@ class Conversation:
     """As chat templates read them."""
     is_prefilled: bool
     """Whether the answer goes on with the last one, an assistant's."""
+    has_later_system: bool
+    """Whether a system message stands behind another one."""
 
 
 def read_conversation(system: object, messages: object, beta: BetaFields, key: SealingKey) -> Conversation:
@@ -110,7 +112,8 @@ class _Reader:
                 f"'{last.param}' is the last message, and an assistant's: expected text that the answer goes on with"
             )
             raise OpenAIError(message, param=last.param, code="invalid_value")
-        return Conversation([turn.message() for turn in self._turns], is_prefilled)
+        has_later_system = any(turn.role == "system" for turn in self._turns[1:])
+        return Conversation([turn.message() for turn in self._turns], is_prefilled, has_later_system)
 
     def add_system(self, content: object, param: str) -> None:
         blocks = self._blocks(content, param, "system")

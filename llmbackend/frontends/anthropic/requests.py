@@ -147,6 +147,8 @@ def _structure(fields: PromptFields) -> tuple[JsonObject, str]:
 def _prompt(fields: PromptFields, tools: ToolUse | None, beta: BetaFields, key: SealingKey) -> Any:
     conversation = read_conversation(fields.system, fields.messages, beta, key)
     options: JsonObject = {}
+    if conversation.has_later_system:
+        options["system_is_anywhere"] = True
     if tools is not None:
         options["tools"] = tools.tools
     if conversation.is_prefilled:
