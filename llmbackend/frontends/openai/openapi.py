@@ -18,6 +18,7 @@ from ..http.responses import TEXT
 from .errors import JsonObject
 from .lora_endpoints import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
 from .responses_api import conversation_openapi, stored_openapi
+from .responses_api.input_tokens import FIELDS as INPUT_TOKENS_FIELDS
 from .responses_api.openapi import RESPONSE
 from .responses_api.schema import ResponsesBody
 from .schema import ChatCompletionRequest, CompletionRequest
@@ -149,6 +150,8 @@ _RESPONSES: Final[JsonObject] = {
     ),
     "Completion": _completion("text_completion", {"text": _STRING}, _FINISH_REASONS),
     "Response": RESPONSE,
+    "InputTokens": closed({"object": {"const": "response.input_tokens"}, "input_tokens": _COUNT}),
+    "InputTokensBody": {"allOf": [ref("ResponsesBody")], "propertyNames": {"enum": sorted(INPUT_TOKENS_FIELDS)}},
     "TokenizeRequest": {"anyOf": [ref("TokenizeTextRequest"), ref("TokenizeChatRequest")]},
     "Tokens": closed(
         {"count": _COUNT, "max_model_len": _COUNT, "tokens": array(_COUNT), "token_strs": optional(array(_STRING))}
@@ -199,6 +202,12 @@ OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
     ("POST", "/v1/responses"): operation(
         "Answer a conversation, with items", _answer("Response") | _REFUSED, body=body("ResponsesBody")
     ),
+    ("POST", "/v1/responses/input_tokens"): operation(
+        "The number of tokens of a prompt",
+        {"200": json_response("InputTokens")} | _REFUSED,
+        body=body("InputTokensBody"),
+    ),
+    ("POST", "/v1/responses/compact"): operation("Not supported", refusals("OpenAIError", 400)),
     ("POST", "/v1/chat/completions/render"): operation(
         "What an engine would get for a conversation",
         {"200": json_response("Rendered")} | _REFUSED,

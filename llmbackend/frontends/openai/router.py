@@ -51,6 +51,7 @@ from .responses_api.background import BackgroundResponses
 from .responses_api.conversation_endpoints import ConversationEndpoints
 from .responses_api.conversations import Conversations
 from .responses_api.create import ResponseCreation
+from .responses_api.input_tokens import InputTokenEndpoints
 from .responses_api.stored_endpoints import StoredResponseEndpoints
 from .schema import REQUEST_ID, StreamOptions
 from .sealed_reasoning import FIXED_KEY, SealingKey
@@ -97,6 +98,8 @@ def create_openai_router(
     background = BackgroundResponses(gate, catalog, store, conversations, sealing_key) if store is not None else None
     responses = ResponseCreation(gate, catalog, max_body_bytes, store, conversations, sealing_key, background)
     router.add_route("/v1/responses", _guarded(responses.create), methods=["POST"])
+    for path, endpoint in InputTokenEndpoints(gate, catalog, responses, max_body_bytes).routes().items():
+        router.add_route(path, _guarded(endpoint), methods=["POST"])
     for method, path, endpoint in StoredResponseEndpoints(gate, store, background, sealing_key).routes():
         router.add_route(path, _guarded(endpoint), methods=[method])
     router.routes.append(Route("/v1/{path:path}", _UnknownPath(tuple(router.routes))))

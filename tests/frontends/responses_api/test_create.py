@@ -285,3 +285,25 @@ def test_a_response_that_can_not_be_stored_fails(scripted_host: InferenceServer)
         with pytest.raises(openai.InternalServerError, match="the disk is full"):
             client.responses.create(model=MODEL, input=f"{SAY}Hi")
         assert client.responses.create(model=MODEL, input=f"{SAY}Hi", store=False).output_text == "Hi"
+
+
+def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
+    first = client.responses.create(model=MODEL, input=SAY + "One.", temperature=0)
+    for fields in (
+        {"input": SAY + "Hello"},
+        {"input": SAY + "Hello", "instructions": "Be brief.", "tools": [WEATHER], "tool_choice": "auto"},
+        {"input": SAY + "Hello", "previous_response_id": first.id},
+    ):
+        body: dict[str, Any] = {"model": MODEL, **fields}
+        counted = httpx.post(f"{client.base_url}responses/input_tokens", json=body).json()
+        made = httpx.post(f"{client.base_url}responses", json=body | {"max_output_tokens": 1}, timeout=30).json()
+        assert counted == {"object": "response.input_tokens", "input_tokens": made["usage"]["input_tokens"]}
+    assert client.responses.input_tokens.count(model=MODEL, input=SAY + "Hello").input_tokens > 5
+    for wrong in ({"stream": True}, {"store": False}, {"personality": "friendly"}):
+        answer = httpx.post(f"{client.base_url}responses/input_tokens", json={"model": MODEL, "input": "x"} | wrong)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] in wrong
+
+
+def test_conversations_are_not_compacted(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="compacts no conversations"):
+        client.responses.compact(model=MODEL, input="x")

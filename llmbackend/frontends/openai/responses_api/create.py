@@ -121,16 +121,17 @@ class ResponseCreation:
         start_ns = time.monotonic_ns()
         self._gate.check_room()
         check_content_type(http)
-        prepared = await self._prepared(await read_body(self._gate, http, self._max_body_bytes))
+        prepared = await self.prepared(await read_body(self._gate, http, self._max_body_bytes))
         answer = partial(self._answer, http, prepared)
         return await traced_answer(self._gate, self._catalog, http, start_ns, prepared.request.generation, answer)
 
-    async def _prepared(self, body: bytes) -> PreparedResponse:
+    async def prepared(self, body: bytes, read: Callable[[JsonObject], ReadBody] = read_responses) -> PreparedResponse:
+        """read: checks the fields of the body"""
         cost = decode_cost(body)
-        read = await self._gate.decode_in_thread(cost, lambda: read_responses(json_object(body)))
-        history = await fetch_history(self._store, self._conversations, read.wanted, self._gate, _MAX_HISTORY_BYTES)
+        fields = await self._gate.decode_in_thread(cost, lambda: read(json_object(body)))
+        history = await fetch_history(self._store, self._conversations, fields.wanted, self._gate, _MAX_HISTORY_BYTES)
         cost += _HISTORY_ITEM_COST * len(history.items)
-        return await self._gate.decode_in_thread(cost, partial(prepare, read, history, self._key))
+        return await self._gate.decode_in_thread(cost, partial(prepare, fields, history, self._key))
 
     async def _answer(
         self, http: Request, prepared: PreparedResponse, target: Target, trace: RequestTrace | None

@@ -1,0 +1,88 @@
+"""POST /v1/responses/input_tokens: how many tokens a request's prompt has. Nothing is generated or stored.
+
+For: the OpenAI router. Does not know: tokenizers, templates. Invariant: the number is the `usage.input_tokens` of the
+response to the same body.
+Source: OpenAI's API reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.inference_gate import InferenceGate
+
+from ..errors import JsonObject, OpenAIError
+from ..generation import check_fields_taken
+from ..models import ModelCatalog
+from ..prompt_description import describe_prompt
+from ..requests import check_content_type, read_body
+from ..streams import unless_disconnected
+from ..tensors import RETURN_NUM_INPUT_TOKENS
+from .create import ResponseCreation
+from .parsing import ReadBody, read_responses
+
+FIELDS = frozenset(
+    (
+        "conversation",
+        "input",
+        "instructions",
+        "model",
+        "parallel_tool_calls",
+        "previous_response_id",
+        "reasoning",
+        "text",
+        "tool_choice",
+        "tools",
+        "truncation",
+        "chat_template_kwargs",
+    )
+)
+"""Of a create-response request: those that the prompt depends on, and those that OpenAI's clients may send here."""
+_PROMPT_SAMPLING = ("truncate_prompt_tokens", "add_special_tokens")
+
+
+class InputTokenEndpoints:
+    def __init__(
+        self, gate: InferenceGate, catalog: ModelCatalog, creation: ResponseCreation, max_body_bytes: int
+    ) -> None:
+        self._gate = gate
+        self._catalog = catalog
+        self._creation = creation
+        self._max_body_bytes = max_body_bytes
+
+    def routes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        """Each takes POST."""
+        return {"/v1/responses/input_tokens": self.count, "/v1/responses/compact": self.compact}
+
+    async def count(self, http: Request) -> Response:
+        self._gate.check_room()
+        check_content_type(http)
+        body = await read_body(self._gate, http, self._max_body_bytes)
+        request = (await self._creation.prepared(body, _read)).request.generation
+        target = self._catalog.require(request.model, request.prompts[0].name)
+        check_fields_taken(request, target)
+        release_body(http)
+        sampling = {name: value for name, value in request.sampling.items() if name in _PROMPT_SAMPLING}
+        (prompt,) = request.prompts
+        work = describe_prompt(self._gate, target, prompt, (RETURN_NUM_INPUT_TOKENS,), sampling=sampling)
+        try:
+            found = await unless_disconnected(http.receive, work)
+        except OpenAIError as error:
+            raise request.in_own_fields(error) from None
+        counted = {"object": "response.input_tokens", "input_tokens": found.num_tokens}
+        return Response(orjson.dumps(counted), media_type="application/json")
+
+    async def compact(self, http: Request) -> Response:
+        raise OpenAIError("this server compacts no conversations", code="unsupported")
+
+
+def _read(body: JsonObject) -> ReadBody:
+    for name in body:
+        if name not in FIELDS:
+            raise OpenAIError(f"unknown field '{name[:80]}'", param=name[:80], code="unknown_parameter")
+    return read_responses(body)
