@@ -30,6 +30,7 @@ alice:sk-alice
 bob:sk-bob
 few:sk-few concurrency=1
 ten:sk-ten rpm=10
+short:sk-short tpm=40
 root:sk-root role=operator
 """
 # Answers with the tenant of the request, as the host sees it.
@@ -274,6 +275,22 @@ def test_a_keys_requests_at_once_are_bounded_and_others_go_on(server: ServerProc
     running.close()
     body = {"model": "mock", "prompt": "x"}
     eventually(lambda: post(server, "/v1/completions", "sk-few", body)[0] == 200)  # what ended does not count any more
+
+
+def test_what_a_prompt_is_costs_a_key_no_tokens(server: ServerProcess) -> None:
+    text, model = "x" * 100, {"model": "mock"}
+    for _ in range(3):
+        status, told = post(server, "/tokenize", "sk-short", {**model, "prompt": text})
+        assert (status, told["count"]) == (200, 100)
+    assert post(server, "/detokenize", "sk-short", {**model, "tokens": told["tokens"]}) == (200, {"prompt": text})
+    messages = [{"role": "user", "content": text}]
+    status, told = post(server, "/v1/chat/completions/render", "sk-short", {**model, "messages": messages})
+    assert status == 200 and len(told["token_ids"]) > 100
+    status, told = post(server, "/v1/messages/count_tokens", "sk-short", {**model, "messages": messages})
+    assert status == 200 and told["input_tokens"] > 100
+    assert post(server, "/v1/completions", "sk-short", {**model, "prompt": text, "max_tokens": 1})[0] == 200
+    assert post(server, "/tokenize", "sk-short", {**model, "prompt": text})[0] == 429, "a generation does"
+    assert post(server, "/tokenize", "sk-none", {**model, "prompt": text})[0] == 401
 
 
 def test_prompts_are_counted_and_not_bodies(server: ServerProcess) -> None:

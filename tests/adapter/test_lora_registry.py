@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,8 +42,10 @@ class Registry(LoraRegistry):
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    return Registry(tmp_path)
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    registry = Registry(tmp_path)
+    yield registry
+    registry.close()
 
 
 def refusal(registry: LoraRegistry, name: str) -> str:
@@ -110,6 +113,7 @@ def test_names_that_cannot_be_had(tmp_path: Path) -> None:
     with pytest.raises(TritonError, match="no engine is running"):
         registry.ask("c", engines=())
     assert registry.take("").key == "" and registry.take("doll").key == "doll"
+    registry.close()
     assert refusal(LoraRegistry(None, lambda: None), "doll") == "LoRA feature is not enabled."
 
 

@@ -22,6 +22,8 @@ from .request_identity import REQUEST_IDENTITY, RequestIdentity
 
 _PROMPT_TOKENS: Final = "num_input_tokens"
 _GENERATED_TOKENS: Final = "num_output_tokens"
+_PROMPT_ONLY: Final = "prompt_only"
+"""Input of a request by which nothing is computed."""
 _SWITCHES: Final = {f"return_{name}": name for name in (_PROMPT_TOKENS, _GENERATED_TOKENS)}
 
 
@@ -38,7 +40,7 @@ class KeyedServer(InferenceServer):
         if refusal is not None:
             raise refusal.error()
         names = [tensor.name for tensor in description.inputs]
-        if request.raw_input is not None or not _counts_tokens(names):
+        if request.raw_input is not None or not _counts_tokens(names) or _generates_nothing(request):
             return super().infer_async(replace(request, tenant=identity.account.tenant), callback)
         return super().infer_async(*_metered(request, callback, identity, description.batches))
 
@@ -66,6 +68,11 @@ def _counts_tokens(inputs: Collection[str]) -> bool:
     return _SWITCHES.keys() <= set(inputs)
 
 
+def _generates_nothing(request: InferenceRequest) -> bool:
+    """Whether the request only asks what its prompt is; it is charged no tokens."""
+    return any(tensor.name == _PROMPT_ONLY and _is_on(tensor) for tensor in request.inputs)
+
+
 def _metered(
     request: InferenceRequest, callback: ResponseCallback, identity: RequestIdentity, batches: bool
 ) -> tuple[InferenceRequest, ResponseCallback]:
@@ -90,6 +97,12 @@ def _metered(
         tenant=identity.account.tenant,
     )
     return request, _Meter(identity, callback, hidden)
+
+
+def _is_on(tensor: Tensor | RawTensor) -> bool:
+    if tensor.datatype != "BOOL":
+        return False
+    return tensor.raw == b"\1" if isinstance(tensor, RawTensor) else bool(tensor.data.all())
 
 
 def _is_false(tensor: Tensor | RawTensor) -> bool:
