@@ -44,7 +44,7 @@ class PromptBounds:
         return cls(most, most * max_token_chars, most, f"this model's maximum context length is {most} tokens")
 
     def described(self) -> PromptBounds:
-        """Those of a prompt that is only described."""
+        """Those of a prompt that is only described, or cut to what fits."""
         return PromptBounds(
             max(self.below_tokens, MAX_DESCRIBED_TOKENS + 1),
             max(self.max_chars, MAX_DESCRIBED_CHARS),
@@ -64,6 +64,8 @@ class PromptMaker:
         self._tokenizer = tokenizer
         self._limits = limits
         self._in_context = PromptBounds.of_context(limits, tokenizer.max_token_chars)
+        self._before_cut = self._in_context.described()
+        self._described = self._in_context.described()
         self._fim = fim_encoder(tokenizer, limits.vocab_size)
 
     def make(self, inputs: LlmInputs) -> Prompt:
@@ -74,14 +76,14 @@ class PromptMaker:
         if suffix:
             prompt = self._fim_prompt(inputs, suffix, adds, keep)
         else:
-            prompt = self._prompt(inputs, adds, keep, self._in_context)
+            prompt = self._prompt(inputs, adds, keep, self._in_context if keep is None else self._before_cut)
         self._check_length(len(prompt.token_ids))
         return prompt
 
     def describe(self, inputs: LlmInputs) -> Prompt:
         """The prompt, which may be empty, and longer than the context. Raises TritonError INVALID_ARG."""
         adds, keep = self._params(inputs.sampling)
-        return self._prompt(inputs, adds, keep, self._in_context.described())
+        return self._prompt(inputs, adds, keep, self._described)
 
     def _params(self, values: Mapping[str, Any]) -> tuple[bool | None, int | None]:
         """add_special_tokens, and how many tokens of the prompt's end to keep; None = all."""
@@ -134,11 +136,10 @@ class PromptMaker:
 
     def _encode(self, text: str, add_special_tokens: bool, keep: int | None, bounds: PromptBounds) -> tuple[int, ...]:
         _check_chars(len(text), bounds)
-        if not text and bounds is self._in_context:  # the tokenizer would perhaps add a special token
+        if not text and bounds is not self._described:  # the tokenizer would perhaps add a special token
             return ()
-        below = bounds.below_tokens if keep is None else None
         try:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, below=below)
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, below=bounds.below_tokens)
             return tuple(ids if keep is None else ids[-keep:])
         except TooManyTokensError as error:
             self._check_below(error.num_tokens, bounds)

@@ -69,6 +69,15 @@ def test_a_prompt_beyond_the_context_is_cut_to_what_has_room(host: LlmHost) -> N
     assert len(prompt_ids(host, {"truncate_prompt_tokens": -1}, input_ids=[1] * 1000)) == 252
 
 
+def test_a_text_of_more_characters_than_the_context_could_have_is_cut_as_well(host: LlmHost) -> None:
+    text = "x" * 20_000 + "the end"
+    assert prompt_ids(host, {"truncate_prompt_tokens": 7}, text_input=text) == list(b"the end")
+    messages = [*MESSAGES[:1] * 300, {"role": "user", "content": text}]
+    assert prompt_ids(host, {"truncate_prompt_tokens": 11}, messages=chat(messages)) == list(b"assistant: ")
+    too_long = host.infer(text_input="x" * ((4 << 20) + 1), sampling={"truncate_prompt_tokens": 7})
+    assert "characters, expected at most 4194304" in error_of(too_long)
+
+
 @pytest.mark.parametrize(("value", "expected"), [(0, "at least 1, or -1"), (-2, "at least -1"), (256, "at most 255")])
 def test_truncations_that_cannot_be(host: LlmHost, value: int, expected: str) -> None:
     message = error_of(host.infer(text_input="a", sampling={"truncate_prompt_tokens": value}))
