@@ -6,11 +6,13 @@ in the table.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .agents.api_requests import make_api_specs
 from .agents.model import LORA_SEPARATOR, adapters_of, agents_model
 from .agents.requests import make_agent_specs
 from .engine_rounds import (
@@ -35,6 +37,7 @@ from .faults import (
     STOP,
     Fault,
 )
+from .host_deaths import host_deaths
 from .host_rounds import disconnects, reload, sigterm
 from .server import ModelSetup, demo, mock
 from .slow_readers import slow_readers
@@ -70,7 +73,14 @@ def _hurt(model: str, fault: Fault, times: int, seed: int, **more: bool | int | 
 
 
 def acts() -> list[Act]:
-    return [_mock_act(), _demo_act(), _agents_act(), _resumed_act(), *(_sigterm_act(kill) for kill in (False, True))]
+    return [
+        _mock_act(),
+        _demo_act(),
+        _agents_act(),
+        _resumed_act(),
+        _host_deaths_act(),
+        *(_sigterm_act(kill) for kill in (False, True)),
+    ]
 
 
 def _mock_act() -> Act:
@@ -130,7 +140,8 @@ def _agents_act() -> Act:
         Round("cancel while restarting agents", lambda stage: cancel_while_restarting(stage, "agents", seed=55)),
         Round("disconnects agents", lambda stage: disconnects(stage, "agents", seed=56)),
     ]
-    specs = make_agent_specs(5, 56, "agents", adapters_of("agents"))
+    chats, others = make_agent_specs(5, 56, "agents", adapters_of("agents")), make_api_specs(6, 63, "agents")
+    specs = [spec for both in itertools.zip_longest(chats, others) for spec in both if spec is not None]
     return Act(models, specs, rounds, ("--lora-separator", LORA_SEPARATOR))
 
 
@@ -143,6 +154,12 @@ def _resumed_act() -> Act:
     ]
     specs = resumed([*make_specs(7, 96, "mock", MOCK_LENGTHS), *make_agent_specs(8, 28, "agents", ())])
     return Act(models, specs, rounds)
+
+
+def _host_deaths_act() -> Act:
+    rounds = [Round("SIGKILL host agents", lambda stage: host_deaths(stage, "agents", seed=71))]
+    specs = [spec for spec in make_api_specs(9, 63, "agents") if spec.protocol == "background"]
+    return Act([agents_model("agents")], specs, rounds)
 
 
 def _sigterm_act(kill: bool) -> Act:

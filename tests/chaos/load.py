@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Protocol as Interface
 
 from .clients import StreamClient
 from .clients.agent_api import AgentClient
@@ -93,6 +94,12 @@ class Clients:
         return self._by_protocol[spec.protocol]
 
 
+class ClientChoice(Interface):
+    """Which client reads a stream."""
+
+    def of(self, spec: StreamSpec) -> StreamClient: ...
+
+
 class LiveStream:
     """One stream while it runs. Owner: its own task."""
 
@@ -136,7 +143,7 @@ class LiveStream:
 class Load:
     """`async with Load(...)` keeps `concurrency` streams live; leaving it begins no new ones and waits for the rest."""
 
-    def __init__(self, clients: Clients, specs: Sequence[StreamSpec], concurrency: int) -> None:
+    def __init__(self, clients: ClientChoice, specs: Sequence[StreamSpec], concurrency: int) -> None:
         self.runs: list[Run] = []
         self.arrivals = Arrivals()
         self._clients = clients

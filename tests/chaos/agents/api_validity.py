@@ -17,7 +17,7 @@ from .api_requests import PATCH
 from .requests import PARAMETERS, PLAN_SCHEMA
 from .validity import Validity
 
-_CUT_OFF = ("max_output_tokens", "max_tokens ")
+_CUT_OFF = ("max_output_tokens", "max_tokens ", "model_context_window_exceeded ")
 _CALLS = ("function_call", "custom_tool_call", "tool_use")
 
 

@@ -6,11 +6,13 @@ event that does not have what the deltas had, end the stream with an error.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -21,15 +23,18 @@ from .http_transport import http_transport
 
 _PATH = "/v1/responses"
 _LAST = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
+_AGAIN_S = 0.05
+Result = TypeVar("Result")
 _TEXTS = {"message": "text", "reasoning": "reasoning", "function_call": "arguments", "custom_tool_call": "input"}
 """The name of an item's text among the parts."""
 
 
 class ResponsesClient:
-    """address: asked before each request, since a server that was started again has another."""
+    """address: asked before each request, since a server that was started again has another. patience_s: how long a
+    background response's reader tries to come back to a server that is gone."""
 
-    def __init__(self, address: Callable[[], str], receive_buffer_bytes: int = 0) -> None:
-        self._address = address
+    def __init__(self, address: Callable[[], str], receive_buffer_bytes: int = 0, patience_s: float = 0.0) -> None:
+        self._address, self._patience_s = address, patience_s
         self._http = httpx.AsyncClient(timeout=None, transport=http_transport(httpx, receive_buffer_bytes))
 
     async def close(self) -> None:
@@ -52,25 +57,47 @@ class ResponsesClient:
 
     async def _by_cursor(self, spec: StreamSpec, seen: _Reading) -> AsyncIterator[Piece]:
         """Reads a few events at a time, each time on a new connection."""
-        created = await self._posted(spec.sampling | {"background": True, "store": True})
+        created = await self._patiently(lambda: self._posted(spec.sampling | {"background": True, "store": True}))
         if created["status"] not in ("queued", "in_progress"):
             raise StreamFailed(f"a background response begins as {created['status']}", "identity")
         seen.identity.keep("id", created["id"])
         rng = random.Random(spec.index)
         while not seen.is_over:
-            query = {"stream": "true"} | ({} if seen.cursor < 0 else {"starting_after": str(seen.cursor)})
-            left = rng.randint(3, 40)
-            async with (
-                self._http.stream("GET", f"{self._url()}/{created['id']}", params=query) as answer,
-                aclosing(events(answer, _is_last)) as found,  # type: ignore[type-var]
-            ):
-                async for event in found:
-                    yield seen.piece(event)
-                    left -= 1
-                    if not left:
-                        break
-        stored = await self._http.get(f"{self._url()}/{created['id']}")
+            for event in await self._patiently(lambda: self._next_events(created["id"], seen.cursor, rng)):
+                yield seen.piece(event)
+        stored = await self._patiently(lambda: self._http.get(f"{self._url()}/{created['id']}"))
         seen.check_whole(stored.json())
+
+    async def _next_events(self, name: str, cursor: int, rng: random.Random) -> list[Event]:
+        """Some of those behind the cursor, over a connection of their own; fewer where it breaks."""
+        query = {"stream": "true"} | ({} if cursor < 0 else {"starting_after": str(cursor)})
+        found: list[Event] = []
+        most = rng.randint(3, 40)
+        async with (
+            self._http.stream("GET", f"{self._url()}/{name}", params=query) as answer,
+            aclosing(events(answer, _is_last)) as coming,  # type: ignore[type-var]
+        ):
+            try:
+                async for event in coming:
+                    found.append(event)
+                    if len(found) == most:
+                        break
+            except (httpx.HTTPError, StreamFailed):
+                if not found:
+                    raise
+        return found
+
+    async def _patiently(self, once: Callable[[], Awaitable[Result]]) -> Result:
+        """Again and again while there is no server."""
+        deadline_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return await once()
+            except (httpx.HTTPError, StreamFailed) as error:
+                is_gone = isinstance(error, httpx.HTTPError) or error.code in ("connection", "503")
+                if not is_gone or time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(_AGAIN_S)
 
     async def _posted(self, body: dict[str, Any]) -> dict[str, Any]:
         answer = await self._http.post(self._url(), json=body)
