@@ -92,6 +92,9 @@ class Storage(Protocol):
     is_persistent: bool
     """Whether its documents are there after a restart of the server. Then its methods wait, for a disk or a network."""
 
+    takes_over_each_s: float | None
+    """How often `live` is asked again, where several servers share the store."""
+
     def commit(self, writes: Sequence[Write], now_s: float) -> None:
         """All writes in one transaction; then removes what has expired by `now_s`, and what exceeds the capacity."""
 
@@ -108,7 +111,7 @@ class Storage(Protocol):
         """A live document's progress, by step."""
 
     def live(self) -> list[Document]:
-        """The live documents that no running server writes: asked once, when a server starts."""
+        """The live documents that no running server writes, which from now on are the caller's."""
 
     def next_expiry_s(self) -> float | None:
         """When the next document expires; None where none does, or the store sees to it by itself."""

@@ -18,6 +18,7 @@ class MemoryStorage:
     """A Storage."""
 
     is_persistent = False
+    takes_over_each_s: float | None = None
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity

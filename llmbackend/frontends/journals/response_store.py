@@ -8,6 +8,7 @@ network on the event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +21,13 @@ from .commits import Commits
 from .documents import Append, Delete, Document, Kind, Put, Storage, StoreError
 from .journal import Journal
 
+log = logging.getLogger(__name__)
 MAX_LINEAGE = 4096
 """Documents that one goes on behind, at most."""
 HELD_EVENT_BYTES = 4 << 20
 """Events of a live document that are in memory; readers that are further behind read them from the store."""
+_WATCH_INTERVAL_S = 0.25
+"""Between two looks for events that another server writes."""
 _LOADED_BYTES = 1 << 20
 """Of events that are read at once."""
 _MAX_UNCOMMITTED_BYTES = 1 << 20
@@ -76,6 +80,9 @@ class ResponseStore:
         """Set before `start`."""
         self._expiry: asyncio.TimerHandle | None = None
         self._expiring: asyncio.Task[None] | None = None
+        self._takes_over_each_s = storage.takes_over_each_s
+        self._taking_over: asyncio.Task[None] | None = None
+        self._watching: set[asyncio.Task[None]] = set()
 
     @property
     def num_transactions(self) -> int:
@@ -83,10 +90,23 @@ class ResponseStore:
 
     async def start(self) -> None:
         """Hands the live documents of a server that has ended to the producer. Raises StoreError."""
-        for document in await self._commits.read(lambda storage, now_s: storage.live()):
-            if self.producer is not None:
-                await self.producer.take_over(document)
+        await self._take_over()
         await self._expire()
+        if self._takes_over_each_s is not None:
+            self._taking_over = asyncio.get_running_loop().create_task(self._keep_taking_over(self._takes_over_each_s))
+
+    async def _take_over(self) -> None:
+        if (producer := self.producer) is not None:
+            for document in await self._commits.read(lambda storage, now_s: storage.live()):
+                await producer.take_over(document)
+
+    async def _keep_taking_over(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self._take_over()
+            except StoreError as error:
+                log.warning("%s", error)
 
     async def suspend(self) -> None:
         """Before the server ends: leaves what is live in a store that stays to the next server."""
@@ -97,8 +117,9 @@ class ResponseStore:
         """After the last request. Journals that are still written end where they are."""
         if self._expiry is not None:
             self._expiry.cancel()
-        if self._expiring is not None:
-            self._expiring.cancel()
+        for task in (self._expiring, self._taking_over, *self._watching):
+            if task is not None:
+                task.cancel()
         for log in list(self._live.values()):
             log.abandon()
         await self._commits.close()
@@ -148,7 +169,12 @@ class ResponseStore:
         if (log := self._live.get(document.id)) is not None:
             return log.journal
         journal = await self._stored_journal(document)
-        journal.end()
+        if document.is_live:
+            watching = asyncio.get_running_loop().create_task(self._watch(document.id, journal))
+            self._watching.add(watching)
+            watching.add_done_callback(self._watching.discard)
+        else:
+            journal.end()
         return journal
 
     def append(self, log: LiveLog, step: Append) -> asyncio.Future[None]:
@@ -167,6 +193,21 @@ class ResponseStore:
         self._live[document.id] = log
         log.opened(self._add(document))
         return log
+
+    async def _watch(self, id: str, journal: Journal) -> None:
+        """Another server writes it: looks for its events while somebody reads them here."""
+        try:
+            while True:
+                await asyncio.sleep(_WATCH_INTERVAL_S)
+                document = await self._commits.read(lambda storage, now_s: storage.get(id, now_s))
+                while events := await self._load(id, journal.next_number):
+                    journal.publish(events)
+                if document is None or not document.is_live or not journal.num_readers:
+                    return
+        except StoreError as error:
+            journal.end(error)
+        finally:
+            journal.end()
 
     async def _stored_journal(self, document: Document) -> Journal:
         count = await self._commits.read(lambda storage, now_s: storage.num_events(document.id))

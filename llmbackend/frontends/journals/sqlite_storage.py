@@ -45,6 +45,7 @@ class SqliteStorage:
     """A Storage."""
 
     is_persistent = True
+    takes_over_each_s: float | None = None
 
     def __init__(self, path: Path, capacity: Capacity) -> None:
         """Opens the file, or makes it. Raises StoreError."""

@@ -12,11 +12,13 @@ from typing import ClassVar, Final
 
 from .documents import Capacity, Storage
 from .memory_storage import MemoryStorage
+from .redis_storage import RedisStorage
 from .response_store import ResponseStore, StoreOptions
 from .sqlite_storage import SqliteStorage
 
 MEMORY: Final = "memory"
 _SQLITE: Final = "sqlite:"
+_REDIS: Final = ("redis://", "rediss://", "unix://")
 DAY_S: Final = 86_400.0
 _MEMORY_TTL_S: Final = 3_600.0
 _PERSISTENT_TTL_S: Final = 30 * DAY_S
@@ -37,12 +39,12 @@ class StoreSettings:
     resume_grace_s: float = 30.0
     """How long a stream that asked to be resumable goes on without a client."""
 
-    FORMS: ClassVar = "memory, or sqlite:PATH"
+    FORMS: ClassVar = "memory, sqlite:PATH, or redis://HOST:PORT/DB"
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        if self.url != MEMORY and not self._path:
-            raise ValueError(f"the response store is '{self.url}', expected {self.FORMS}")
+        if self.url != MEMORY and not self._path and not self.url.startswith(_REDIS):
+            raise ValueError(f"the response store is '{self.url.rpartition('@')[2]}', expected {self.FORMS}")
 
     def open(self) -> ResponseStore:
         """Raises StoreError."""
@@ -55,6 +57,8 @@ class StoreSettings:
 
     def _storage(self) -> Storage:
         capacity = Capacity(self.max_bytes, self.max_responses_per_key)
+        if self.url.startswith(_REDIS):
+            return RedisStorage(self.url, capacity)
         return SqliteStorage(Path(self._path), capacity) if self._path else MemoryStorage(capacity)
 
 

@@ -14,6 +14,7 @@ import pytest
 from llmbackend.frontends.journals.documents import Capacity, Document, Storage
 from llmbackend.frontends.journals.journal import EventsGoneError, Journal
 from llmbackend.frontends.journals.memory_storage import MemoryStorage
+from llmbackend.frontends.journals.redis_storage import RedisStorage
 from llmbackend.frontends.journals.response_store import (
     LineageTooLongError,
     NotStoredError,
@@ -23,19 +24,21 @@ from llmbackend.frontends.journals.response_store import (
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 
 TTL_S = 100.0
+NOW_S = 4e9
+"""Later than Redis' own clock says."""
 Run = Callable[[Coroutine[Any, Any, None]], None]
 
 
 class Clock:
     def __init__(self) -> None:
-        self.now_s = 1000.0
+        self.now_s = NOW_S
 
     def __call__(self) -> float:
         return self.now_s
 
 
 def document(id: str, owner: str = "", body: bytes = b"{}", parent: str = "", is_live: bool = False) -> Document:
-    return Document(owner, "response", id, body, 1000.0, 1000.0 + TTL_S, parent=parent, is_live=is_live)
+    return Document(owner, "response", id, body, NOW_S, NOW_S + TTL_S, parent=parent, is_live=is_live)
 
 
 @asynccontextmanager
@@ -54,12 +57,14 @@ class MakeStorage(Protocol):
     def __call__(self, max_bytes: int = 1 << 20, max_documents: int = 100) -> Storage: ...
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "redis"])
 def make_storage(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStorage:
     """Opens the same store each time, if it is one that stays."""
 
     def make(max_bytes: int = 1 << 20, max_documents: int = 100) -> Storage:
         capacity = Capacity(max_bytes, max_documents)
+        if request.param == "redis":
+            return RedisStorage(request.getfixturevalue("redis_url"), capacity)
         return MemoryStorage(capacity) if request.param == "memory" else SqliteStorage(tmp_path / "store", capacity)
 
     return make

@@ -192,7 +192,7 @@ def test_a_failed_transaction_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_settings() -> None:
-    with pytest.raises(ValueError, match="'file:x', expected memory, or sqlite:PATH"):
+    with pytest.raises(ValueError, match="'file:x', expected memory, sqlite:PATH, or redis://"):
         StoreSettings(url="file:x")
     with pytest.raises(ValueError, match="'sqlite:', expected"):
         StoreSettings(url="sqlite:")

@@ -81,7 +81,11 @@ class StoredResponseEndpoints:
             )
         if self._background is not None:
             await self._background.cancel(document.id)
-        return _response((await self._document(http)).body)
+        document = await self._document(http)
+        if document.is_live:
+            message = f"The response '{document.id}' is being made by another server, which alone can cancel it"
+            raise OpenAIError(message, status=409, code="made_elsewhere")
+        return _response(document.body)
 
     async def input_items(self, http: Request) -> Response:
         query = read_page_query(http.query_params)

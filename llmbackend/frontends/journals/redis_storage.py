@@ -1,0 +1,282 @@
+"""Documents in a Redis server, which several servers may share.
+
+For: `--response-store redis://…`. Does not know: event loops. Invariants: one server writes each live
+document; one that has ended, which its lease tells, loses its live documents to the first other one that asks; one
+commit is one MULTI/EXEC; what is left of it when Redis itself ends is Redis' configuration.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from .documents import Append, Capacity, Delete, Document, Put, StoreError, Write
+
+if TYPE_CHECKING:
+    from redis import Redis
+    from redis.client import Pipeline
+
+LEASE_S: Final = 30
+"""Without a sign of life, after which a server counts as ended; one on the same machine is looked for instead."""
+_RENEWED_EACH_S: Final = 10.0
+_TIMEOUT_S: Final = 5.0
+_KEPT_LONGER_S: Final = 3600
+"""Keys outlive their documents by this, should no server be there to remove them."""
+_REMOVED_AT_ONCE: Final = 64
+_PREFIX: Final = "llmbackend:responses:"
+_FIELDS: Final = (
+    *("owner", "kind", "id", "body", "created_s", "expires_s", "items", "parent", "is_live", "continuation"),
+)
+
+
+class RedisStorage:
+    """A Storage."""
+
+    is_persistent = True
+    takes_over_each_s: float | None = LEASE_S
+
+    def __init__(self, url: str, capacity: Capacity) -> None:
+        """Connects. Raises StoreError."""
+        self._capacity = capacity
+        self._instance = f"{_machine()}|{os.getpid()}|{uuid.uuid4().hex}"
+        self._shown = url.rpartition("@")[2]
+        self._redis = _client(url)
+        with self._errors():
+            self._renew()
+        self._closing = threading.Event()
+        self._renewer = threading.Thread(target=self._keep_lease, name="response-store-lease", daemon=True)
+        self._renewer.start()
+
+    def commit(self, writes: Sequence[Write], now_s: float) -> None:
+        with self._errors():
+            held = self._sizes({_id(write) for write in writes})
+            with self._redis.pipeline(transaction=True) as pipe:
+                for write in writes:
+                    match write:
+                        case Put(document):
+                            self._put(pipe, document, held)
+                        case Append() if write.id in held:
+                            self._append(pipe, write, held)
+                        case Delete(id) if id in held:
+                            self._delete(pipe, id, *held.pop(id))
+                pipe.execute()
+            self._remove(self._redis.zrangebyscore(_key("expiry"), 0, now_s, 0, _REMOVED_AT_ONCE))
+            for owner in {write.document.owner for write in writes if isinstance(write, Put)}:
+                excess = self._redis.zcard(_key("owned", owner)) - self._capacity.max_documents_per_owner
+                if excess > 0:
+                    self._remove(self._redis.zrange(_key("finished-of", owner), 0, excess - 1))
+            if int(self._redis.get(_key("bytes")) or 0) > self._capacity.max_bytes:
+                self._evict()
+
+    def get(self, id: str, now_s: float) -> Document | None:
+        with self._errors():
+            document = self._document(id)
+        return None if document is None or document.expires_s <= now_s else document
+
+    def num_events(self, id: str) -> int:
+        with self._errors():
+            return int(self._redis.llen(_key("events", id)))
+
+    def events(self, id: str, first: int, max_bytes: int) -> list[bytes]:
+        found: list[bytes] = []
+        with self._errors():
+            while max_bytes > 0:
+                start = first + len(found)
+                some: list[bytes] = self._redis.lrange(_key("events", id), start, start + _REMOVED_AT_ONCE - 1)
+                if not some:
+                    break
+                found += some
+                max_bytes -= sum(map(len, some))
+        return found
+
+    def progress(self, id: str) -> list[bytes]:
+        with self._errors():
+            return list(self._redis.lrange(_key("progress", id), 0, -1))
+
+    def live(self) -> list[Document]:
+        with self._errors():
+            writers: dict[bytes, bytes] = self._redis.hgetall(_key("live"))
+            ended = {writer for writer in set(writers.values()) if self._has_ended(writer.decode())}
+            ids = [
+                id.decode() for id, writer in writers.items() if writer in ended and self._adopts(id.decode(), writer)
+            ]
+            return [found for found in map(self._document, ids) if found is not None]
+
+    def next_expiry_s(self) -> float | None:
+        with self._errors():
+            first = self._redis.zrange(_key("expiry"), 0, 0, withscores=True)
+            return float(first[0][1]) if first else None
+
+    def close(self) -> None:
+        self._closing.set()
+        self._renewer.join()
+        try:
+            self._redis.delete(_key("instance", self._instance))
+        except Exception:  # it ends by itself
+            return
+        finally:
+            self._redis.connection_pool.disconnect()
+
+    # --- writes -----------------------------------------------------------------------------------------------------
+
+    def _sizes(self, ids: set[str]) -> dict[str, tuple[str, int]]:
+        """(owner, bytes with the log) of those that exist."""
+        ordered = sorted(ids)
+        with self._redis.pipeline(transaction=False) as pipe:
+            for id in ordered:
+                pipe.hmget(_key("doc", id), "owner", "size_bytes", "log_bytes")
+            rows = pipe.execute()
+        return {
+            id: (owner.decode(), int(size) + int(log_bytes or 0))
+            for id, (owner, size, log_bytes) in zip(ordered, rows, strict=True)
+            if owner is not None
+        }
+
+    def _put(self, pipe: Pipeline, document: Document, held: dict[str, tuple[str, int]]) -> None:
+        id, key = document.id, _key("doc", document.id)
+        fields = {name: getattr(document, name) for name in _FIELDS} | {"is_live": int(document.is_live)}
+        before = 0
+        if id in held:
+            before, progress_bytes = (int(one or 0) for one in self._redis.hmget(key, "size_bytes", "progress_bytes"))
+            if progress_bytes and not document.is_live:
+                pipe.hincrby(key, "log_bytes", -progress_bytes)
+                pipe.hdel(key, "progress_bytes")
+                pipe.decrby(_key("bytes"), progress_bytes)
+        pipe.hset(key, mapping={**fields, "size_bytes": document.size_bytes})
+        pipe.incrby(_key("bytes"), document.size_bytes - before)
+        pipe.zadd(_key("expiry"), {id: document.expires_s})
+        pipe.zadd(_key("owned", document.owner), {id: document.created_s})
+        if document.is_live:
+            pipe.hset(_key("live"), id, self._instance)
+        else:
+            pipe.hdel(_key("live"), id)
+            pipe.delete(_key("progress", id))
+            pipe.zadd(_key("finished"), {id: document.created_s})
+            pipe.zadd(_key("finished-of", document.owner), {id: document.created_s})
+        for name in ("doc", "events", "progress"):
+            pipe.expireat(_key(name, id), int(document.expires_s) + _KEPT_LONGER_S)
+        held.setdefault(id, (document.owner, document.size_bytes))
+
+    def _append(self, pipe: Pipeline, step: Append, held: dict[str, tuple[str, int]]) -> None:
+        if step.events:
+            pipe.rpush(_key("events", step.id), *step.events)
+        if step.progress:
+            pipe.rpush(_key("progress", step.id), step.progress)
+            pipe.hincrby(_key("doc", step.id), "progress_bytes", len(step.progress))
+        pipe.hincrby(_key("doc", step.id), "log_bytes", step.size_bytes)
+        pipe.incrby(_key("bytes"), step.size_bytes)
+        if not step.first:  # lists are made by their first push
+            expires_s = self._redis.zscore(_key("expiry"), step.id)
+            for name in ("events", "progress"):
+                if expires_s is not None:
+                    pipe.expireat(_key(name, step.id), int(expires_s) + _KEPT_LONGER_S)
+
+    def _delete(self, pipe: Pipeline, id: str, owner: str, size_bytes: int) -> None:
+        pipe.delete(*(_key(name, id) for name in ("doc", "events", "progress")))
+        pipe.hdel(_key("live"), id)
+        for name in (_key("expiry"), _key("finished"), _key("owned", owner), _key("finished-of", owner)):
+            pipe.zrem(name, id)
+        pipe.decrby(_key("bytes"), size_bytes)
+
+    def _remove(self, ids: Sequence[bytes]) -> None:
+        if not ids:
+            return
+        names = {id.decode() for id in ids}
+        held = self._sizes(names)
+        with self._redis.pipeline(transaction=True) as pipe:
+            for id, (owner, size_bytes) in held.items():
+                self._delete(pipe, id, owner, size_bytes)
+            for gone in names - held.keys():  # its keys ended by themselves
+                pipe.zrem(_key("expiry"), gone)
+                pipe.zrem(_key("finished"), gone)
+            pipe.execute()
+
+    def _evict(self) -> None:
+        while int(self._redis.get(_key("bytes")) or 0) > self._capacity.max_bytes:
+            oldest = self._redis.zrange(_key("finished"), 0, 0)
+            if not oldest:
+                return
+            self._remove(oldest)
+
+    def _document(self, id: str) -> Document | None:
+        owner, kind, _, body, created_s, expires_s, items, parent, is_live, continuation = self._redis.hmget(
+            _key("doc", id), *_FIELDS
+        )
+        if body is None:
+            return None
+        times = float(created_s), float(expires_s)
+        more = items, parent.decode(), is_live == b"1", continuation
+        return Document(owner.decode(), kind.decode(), id, body, *times, *more)
+
+    # --- leases -----------------------------------------------------------------------------------------------------
+
+    def _has_ended(self, writer: str) -> bool:
+        if writer == self._instance:
+            return False
+        machine, pid, _ = writer.split("|")
+        if machine == _machine():
+            return int(pid) != os.getpid() and not os.path.exists(f"/proc/{pid}")
+        return not self._redis.exists(_key("instance", writer))
+
+    def _adopts(self, id: str, writer: bytes) -> bool:
+        """Whether no other server was faster."""
+        lock = _key("adopted", f"{id}|{writer.decode()}")
+        if not self._redis.set(lock, self._instance, nx=True, ex=LEASE_S):
+            return False
+        self._redis.hset(_key("live"), id, self._instance)
+        return True
+
+    def _keep_lease(self) -> None:
+        while not self._closing.wait(_RENEWED_EACH_S):
+            try:
+                self._renew()
+            except Exception:  # Redis is away; tried again
+                continue
+
+    def _renew(self) -> None:
+        self._redis.set(_key("instance", self._instance), b"", ex=LEASE_S)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        import redis
+
+        try:
+            try:
+                self._redis.ping()  # opens a connection that Redis has closed
+            except redis.ConnectionError:
+                self._redis.ping()
+            yield
+        except redis.RedisError as error:
+            raise StoreError(f"the response store '{self._shown}' failed: {error}") from None
+
+
+def _key(*parts: str) -> str:
+    return _PREFIX + ":".join(parts)
+
+
+def _id(write: Write) -> str:
+    return write.document.id if isinstance(write, Put) else write.id
+
+
+def _machine() -> str:
+    """Where process ids mean the same."""
+    return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}".replace("|", "")
+
+
+def _client(url: str) -> Redis:
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ImportError:
+        raise StoreError("the package 'redis' is not installed (pip install 'llmbackend[redis]')") from None
+    retry = Retry(NoBackoff(), 0)  # a transaction must not be run twice
+    try:
+        return redis.Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S, retry=retry)
+    except ValueError as error:
+        raise StoreError(f"the response store '{url.rpartition('@')[2]}': {error}") from None

@@ -1,0 +1,95 @@
+"""The Redis store: several servers, one of which ends."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from llmbackend.frontends.journals.documents import Append, Capacity, Document, Put, StoreError
+from llmbackend.frontends.journals.redis_storage import RedisStorage, _client
+from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
+from llmbackend.frontends.journals.store_settings import StoreSettings
+
+from .test_response_store import NOW_S, Clock, document, events_of, opened
+
+CAPACITY = Capacity(1 << 20, 100)
+_ENDED = """
+import os, sys
+from llmbackend.frontends.journals.documents import Append, Capacity, Document, Put
+from llmbackend.frontends.journals.redis_storage import RedisStorage
+
+storage = RedisStorage(sys.argv[1], Capacity(1 << 20, 100))
+live = Document("", "response", "a", b"{}", 4e9, 4e9 + 100, is_live=True, continuation=b"how to go on")
+storage.commit([Put(live), Append("a", 0, (b"0", b"1"), b"p0"), Append("a", 2, (), b"p1")], 4e9)
+os._exit(9)
+"""
+
+
+class Collecting:
+    """A Producer."""
+
+    def __init__(self) -> None:
+        self.found: list[Document] = []
+
+    async def take_over(self, document: Document) -> None:
+        self.found.append(document)
+
+    async def suspend(self) -> None: ...
+
+
+def test_one_server_takes_over_what_an_ended_one_has_left(redis_url: str) -> None:
+    assert subprocess.run([sys.executable, "-c", _ENDED, redis_url], check=False).returncode == 9
+
+    async def run() -> None:
+        stores = [
+            ResponseStore(RedisStorage(redis_url, CAPACITY), StoreOptions(ttl_s=100.0), Clock()) for _ in range(2)
+        ]
+        for store in stores:
+            store.producer = Collecting()
+            await store.start()
+        first, second = (store.producer.found for store in stores)  # type: ignore[union-attr]
+        assert [one.continuation for one in first] == [b"how to go on"] and second == []
+        log, progress = await stores[0].resume(first[0])
+        assert progress == [b"p0", b"p1"] and log.journal.next_number == 2
+        log.append([b"2"], b"p2")
+        elsewhere = await stores[1].journal(await stores[1].get("", "response", "a"))
+        reader = asyncio.create_task(events_of(elsewhere))
+        await asyncio.sleep(0)
+        await log.finish(replace(first[0], body=b"[]"), [b"3"])
+        assert await reader == [(number, b"%d" % number) for number in range(4)]
+        for store in stores:
+            await store.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_held_is_counted(redis_url: str) -> None:
+    storage = RedisStorage(redis_url, CAPACITY)
+    storage.commit([Put(document("a", is_live=True)), Append("a", 0, (b"x" * 10,), b"y" * 100)], NOW_S)
+    storage.commit([Append("gone", 0, (b"x",), b"y")], NOW_S)
+    storage.commit([Put(document("a"))], NOW_S)
+    assert int(storage._redis.get("llmbackend:responses:bytes")) == document("a").size_bytes + 10
+    assert storage.num_events("gone") == 0 and storage.progress("a") == []
+    storage.commit([], NOW_S + 1000)
+    assert int(storage._redis.get("llmbackend:responses:bytes")) == 0
+    storage.close()
+
+
+def test_a_redis_that_is_away(redis_url: str) -> None:
+    with pytest.raises(StoreError, match=r"'127.0.0.1:1/0' failed"):
+        StoreSettings(url="redis://user:secret@127.0.0.1:1/0").open()
+
+    async def run() -> None:
+        storage = RedisStorage(redis_url, CAPACITY)
+        async with opened(storage) as store:
+            await store.put(document("a"))
+            storage._redis.connection_pool.disconnect()
+            storage._redis = _client("redis://127.0.0.1:1/0")
+            with pytest.raises(StoreError):
+                await store.put(document("b"))
+
+    asyncio.run(run())
