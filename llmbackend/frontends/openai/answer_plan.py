@@ -57,6 +57,11 @@ class AnswerPlan:
         return error
 
     @property
+    def has_grammar(self) -> bool:
+        """Whether the model is held to what it may write, calls among it."""
+        return STRUCTURED_OUTPUTS in self.sampling
+
+    @property
     def schemas(self) -> dict[str, JsonObject]:
         return {function.name: function.parameters for function in self.tool_use.functions} if self.tool_use else {}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.frontends.openai.parsers import is_plain_text
+from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS, OutputParser, ToolCallArguments, is_plain_text
 from llmbackend.frontends.openai.parsers.schema_types import allowed_types, json_of
 
 
@@ -78,3 +78,18 @@ def test_plain_text() -> None:
 )
 def test_what_a_text_means(text: str, types: set[str], expected: str) -> None:
     assert json_of(text, frozenset(types)) == expected
+
+
+@pytest.mark.parametrize("strings_are_text", [True, False])
+def test_a_string_that_its_schema_narrows_is_its_text_where_no_grammar_asks_for_json(strings_are_text: bool) -> None:
+    """Its quotes are part of it, as in a string of code; a grammar has the model write JSON, which is read as such."""
+    narrowed = {"type": "string", "minLength": 1}
+    count = {"type": "integer"}
+    schema = {"type": "object", "properties": {"text": narrowed, "count": count, "any": {"type": ["string", "null"]}}}
+    parser = OutputParser(TOOL_CALL_FORMATS["qwen3_coder"], schemas={"f": schema}, strings_are_text=strings_are_text)
+    values = (("text", '"helo,"'), ("count", "3"), ("any", "null"))
+    parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values)
+    text = f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+    events = parser.push(0, text, False) + parser.finish("stop")
+    arguments = json.loads("".join(event.text for event in events if isinstance(event, ToolCallArguments)))
+    assert arguments == {"text": '"helo,"' if strings_are_text else "helo,", "count": 3, "any": None}

@@ -32,12 +32,15 @@ class OutputParser:
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
         reasoning_is_open: bool = False,
         shows_special_tokens: bool = False,
+        strings_are_text: bool = False,
     ) -> None:
         """tool_call_format: None where the request has no tools: no calls are looked for
         reasoning_format: None where the model does not reason
         schemas: the request's functions by name, with the JSON schema of their parameters
         reasoning_is_open: whether the prompt ends inside reasoning, so that the output begins there
         shows_special_tokens: whether special tokens that are no markers are content (skip_special_tokens is false)
+        strings_are_text: whether the model writes every string between tags as its text, quotes and all; otherwise one
+            that its schema narrows may also come as JSON, which is what a grammar holds a model to
         """
         self._reader = Reader(shows_special_tokens=shows_special_tokens)
         self._sink = Sink()
@@ -50,7 +53,7 @@ class OutputParser:
         elif messages is not None:
             self._body = MessagesReader(reader, sink, messages, reads_calls=False, names=())
         else:
-            self._body = MarkedCallsReader(reader, sink, body, reasoning_format, schemas or {})
+            self._body = MarkedCallsReader(reader, sink, body, reasoning_format, schemas or {}, strings_are_text)
         self._sink.is_reasoning = reasoning_is_open and reasoning_format is not None
         self._num_tokens = 0
         self.num_reasoning_tokens = 0

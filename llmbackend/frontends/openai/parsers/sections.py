@@ -23,13 +23,20 @@ class MarkedCallsReader:
     """Owner: its OutputParser."""
 
     def __init__(
-        self, reader: Reader, sink: Sink, table: MarkedCalls, reasoning: ReasoningFormat | None, schemas: Schemas
+        self,
+        reader: Reader,
+        sink: Sink,
+        table: MarkedCalls,
+        reasoning: ReasoningFormat | None,
+        schemas: Schemas,
+        strings_are_text: bool,
     ) -> None:
         self._reader = reader
         self._sink = sink
         self._table = table
         self._reasoning = reasoning
         self._schemas = schemas
+        self._strings_are_text = strings_are_text
         self._markers = markers(frozenset(table.begin))
         self._calls = {call.begin: call for call in table.calls}
         lists = (table.list_begin,) if table.list_begin else ()
@@ -132,7 +139,8 @@ class MarkedCallsReader:
             yield from read_headed_call(reader, sink, call)
         elif isinstance(call, TaggedCall):
             ends = (*self._table.end, *self._table.begin)
-            return (yield from TaggedCallReader(reader, sink, call, self._schemas, ends).read())
+            tagged = TaggedCallReader(reader, sink, call, self._schemas, ends, strings_are_text=self._strings_are_text)
+            return (yield from tagged.read())
         else:
             yield from LiteralCallReader(reader, sink, call, self._schemas.keys()).read()
         return None

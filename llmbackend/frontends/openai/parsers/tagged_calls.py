@@ -15,6 +15,7 @@ from .schema_types import Schemas, allowed_types, is_plain_text, json_of
 from .sink import Sink
 from .tables import TaggedCall
 
+_STRING = frozenset(("string",))
 _KEY = re.compile(r"\s*([^\s<>\"](?:[^<>\"\n]*[^\s<>\"])?)\s*")
 
 
@@ -22,12 +23,20 @@ class TaggedCallReader:
     """Reads the calls of one section, one after the other."""
 
     def __init__(
-        self, reader: Reader, sink: Sink, call: TaggedCall, schemas: Schemas, section_ends: tuple[str, ...]
+        self,
+        reader: Reader,
+        sink: Sink,
+        call: TaggedCall,
+        schemas: Schemas,
+        section_ends: tuple[str, ...],
+        *,
+        strings_are_text: bool,
     ) -> None:
         self._reader = reader
         self._sink = sink
         self._call = call
         self._schemas = schemas
+        self._strings_are_text = strings_are_text
         self._ends = (*call.end, *section_ends)
         self._own_ends = call.end
         self._has_any = False
@@ -75,8 +84,9 @@ class TaggedCallReader:
         self._sink.arguments(f"{', ' if self._has_any else '{'}{_quoted(key)}: ")
         self._has_any = True
         schema = self._schemas.get(function)
-        value = _ValueWriter(self._sink, allowed_types(schema, key), trims_newline=call.trims_newline)
-        if is_plain_text(schema, key):
+        types = allowed_types(schema, key)
+        value = _ValueWriter(self._sink, types, trims_newline=call.trims_newline)
+        if is_plain_text(schema, key) or (self._strings_are_text and types == _STRING):
             value.begin_string()
         found = yield from reader.until(self._value_ends, value.push)
         value.end(is_cut_off=not found and reader.is_cut_off)
