@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import Mock
 
 import httpx
@@ -20,10 +20,11 @@ from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Capacity
 from llmbackend.frontends.journals.memory_storage import MemoryStorage
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
-from llmbackend.frontends.journals.store_settings import IN_MEMORY
+from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
 from llmbackend.frontends.openai.responses_api.conversations import Conversations
 from tests.helpers.openai_live_server import serve_openai
 
+T = TypeVar("T")
 USER: Any = {"type": "message", "role": "user", "content": "Hi!"}
 ANSWER: Any = {"role": "assistant", "content": "Hello."}
 CALL: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -149,6 +150,26 @@ def test_an_answer_is_added_once() -> None:
         return [item["id"] for item in items]
 
     assert asyncio.run(twice()) == ["msg_1", "msg_2"]
+
+
+def test_a_conversation_outlives_its_server_and_is_its_owners(tmp_path: Path) -> None:
+    settings = StoreSettings(url=f"sqlite:{tmp_path / 'store'}")
+
+    async def with_store(work: Callable[[Conversations], Awaitable[T]]) -> T:
+        store = settings.open()
+        try:
+            return await work(Conversations(store, InferenceGate(Mock(InferenceServer)), 1 << 20))
+        finally:
+            await store.close()
+
+    async def make(conversations: Conversations) -> str:
+        id = (await conversations.create([{"type": "message", "text": "kept"}], {"a": "b"})).id
+        await conversations.append_answer("another key", id, b'[{"type":"message","id":"msg_1"}]')
+        return id
+
+    id = asyncio.run(with_store(make))
+    items = asyncio.run(with_store(lambda conversations: conversations.items(id)))
+    assert [item.get("text") for item in items] == ["kept"]
 
 
 def test_changes_at_once_are_all_kept(base: str) -> None:
