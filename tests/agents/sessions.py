@@ -112,7 +112,7 @@ def claude_helpers(form: CallFormat, folder: Path) -> list[Turn]:
 
 
 def deaths(turns: Sequence[Turn]) -> list[int]:
-    """After how many tokens of the session its engine dies: in the middle of three of its answers. The scripted model
-    makes one token of each byte and one of each end."""
+    """After how many tokens of the session its engine dies: in the first half of it, so that each death comes before
+    the end. The scripted model makes one token of each byte and one of each end."""
     tokens = sum(len(turn.says.encode()) + 1 for turn in turns)
-    return [share * tokens // 4 for share in (1, 2, 3)]
+    return [share * tokens // 6 for share in (1, 2, 3)]
