@@ -125,6 +125,11 @@ def test_system_messages_at_the_start_become_one() -> None:
     ]
 
 
+def test_a_later_system_message_is_one_that_templates_may_not_read() -> None:
+    assert "system_is_anywhere" not in chat(parsed(input=[user("a")], instructions="i"))
+    assert chat(parsed(input=[user("a"), {"role": "developer", "content": "b"}]))["system_is_anywhere"] is True
+
+
 def test_history_comes_before_the_input() -> None:
     history = History((user("a"), said("b")))
     request = parsed(history, previous_response_id="resp_1", input="c", instructions="i")

@@ -157,6 +157,9 @@ def _generation(
     fields = read.fields
     use = tools.use(fields.tool_choice, _max_calls(fields))
     options = _template_options(fields, own or history.items)
+    messages = _messages(read, history, own, key)
+    if any(message["role"] == "system" for message in messages[1:]):
+        options["system_is_anywhere"] = True
     if use is not None:
         options["tools"] = use.tools
     structure, structure_field = fields.chosen_structure()
@@ -172,7 +175,7 @@ def _generation(
         sampling["logprobs"] = logprobs.top
     return GenerationRequest(
         model=fields.model,
-        prompts=(messages_tensor(_messages(read, history, own, key), options),),
+        prompts=(messages_tensor(messages, options),),
         id_prefix=ID_PREFIX,
         prompt_field="input",
         sampling=sampling,
