@@ -23,7 +23,7 @@ def main(
     arguments: Annotated[list[str] | None, typer.Argument(help="For pytest.")] = None,
     only: Annotated[str, typer.Option(help="The suites whose name contains this.")] = "",
     model: Annotated[Path | None, typer.Option(help="A checkpoint to ask instead of the bundled model.")] = None,
-    url: Annotated[str, typer.Option(help="A server with models `demo` and `other`, instead of one of our own.")] = "",
+    url: Annotated[str, typer.Option(help="A server with the models of served.py, instead of one of our own.")] = "",
 ) -> None:
     chosen = [suite for suite in SUITES if only.lower() in suite.name]
     if not chosen:

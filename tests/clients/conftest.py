@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 URL_VARIABLE = "LLMBACKEND_CLIENTS_URL"
-"""The URL of a server with the models `demo` and `other`, without /v1; unset: one is started."""
+"""The URL of a server with the models of served.py, without /v1; unset: one is started."""
 
 
 @pytest.fixture(scope="session")
