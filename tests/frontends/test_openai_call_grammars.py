@@ -205,3 +205,20 @@ def test_a_mistake_in_a_grammar_is_told_of_the_tool(name: str, syntax: str, defi
     assert plan.is_about_calls(error)
     shown = plan.in_own_fields(error)
     assert shown.param == "tools[0].format" and shown.message.startswith("'tools[0].format': ")
+
+
+@pytest.mark.parametrize(
+    "schema", [{}, {"type": ["object", "null"]}, {"anyOf": [{"required": ["a"]}, {"type": "null"}]}]
+)
+def test_arguments_are_an_object_whatever_the_schema_says(schema: dict[str, Any]) -> None:
+    form = required_calls(use({"f": schema}), grammar_of("hermes"))
+    parameters: dict[str, Any] = {"structured_outputs": {"structural_tag": {"format": form}}}
+    for arguments, is_right in (('{"a": 1}', True), ("false", False), ('"t"', False), ("null", False), ("[]", False)):
+        written = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert byte_grammars.accepts(COMPILER, written, **parameters) == is_right, written
+
+
+def test_a_schema_of_something_else_than_an_object_is_refused() -> None:
+    with pytest.raises(OpenAIError, match="'type' is 'string', expected \"object\"") as raised:
+        required_calls(use({"now": {}, "f": {"type": "string"}}), grammar_of("hermes"))
+    assert raised.value.param == "tools[1].function.parameters"

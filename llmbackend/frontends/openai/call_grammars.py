@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llmbackend.core.errors import shown
+
 from .errors import JsonObject, OpenAIError
 from .parsers import CallGrammar
 from .tagged_parameters import NotTaggedError, tagged_parameters
@@ -20,14 +22,14 @@ _ANY_OBJECT: JsonObject = {"type": "object"}
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
     """Nothing but calls, at least one, with arguments by the functions' schemas."""
-    tags = [_call(function, grammar, _closed(function.parameters)) for function in use.functions]
+    tags = [_call(function, grammar, _arguments(function)) for function in use.functions]
     return _section(_calls(tags, use, grammar), grammar)
 
 
 def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
     """Free text, in which a call that begins follows the schema of a strict function, or is any object of another."""
     tags = [
-        _call(function, grammar, _closed(function.parameters) if function.is_strict else _ANY_OBJECT)
+        _call(function, grammar, _arguments(function) if function.is_strict else _ANY_OBJECT)
         for function in use.functions
     ]
     if grammar.begin:
@@ -90,11 +92,16 @@ def _sequence(*elements: JsonObject) -> JsonObject:
     return {"type": "sequence", "elements": list(elements)}
 
 
-def _closed(schema: JsonObject) -> JsonObject:
-    """Without arguments that the function does not have, which a small model would go on inventing."""
-    if "properties" not in schema or schema.get("type", "object") != "object":
-        return schema
-    return {"additionalProperties": False, **schema}
+def _arguments(function: Function) -> JsonObject:
+    """The schema of a function's arguments, which are an object whatever the schema says, and have no members that the
+    function does not know, which a small model would go on inventing."""
+    schema = function.parameters
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        message = f"'{function.param}': 'type' is {shown(types)}, expected \"object\": arguments are one"
+        raise OpenAIError(message, param=function.param)
+    closed = {"additionalProperties": False} if "properties" in schema else {}
+    return {**closed, **schema, "type": "object"}
 
 
 def _tagged(function: Function, grammar: CallGrammar) -> JsonObject:
