@@ -50,6 +50,16 @@ def written(settings: ServerSettings, file: str = "1/model.json") -> Any:
     return json.loads((repository / settings.flag_model / file).read_text())
 
 
+def test_the_folder_of_adapters_becomes_absolute(
+    settings_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapters").mkdir()
+    monkeypatch.chdir(tmp_path)
+    settings = settings_of("--model", "mock", "--lora-folder", "adapters")
+    assert settings.protocols.openai_lora_folder == str(tmp_path / "adapters")
+    assert settings_of("--model", "mock").protocols.openai_lora_folder == ""
+
+
 def test_every_argument_of_the_table_is_a_flag() -> None:
     known = (FIELDS | NO_EFFECT | ONLY_VALUE.keys() | OWN_PARAMETERS.keys() | FORMER.keys()) - {
         "model",
@@ -119,6 +129,7 @@ def test_vllms_arguments_without_effect_are_taken_and_named(
         (["--tokenizer", "/no/such"], "--tokenizer is '/no/such', which does not exist"),
         (["--chat-template", "no.jinja"], "--chat-template is 'no.jinja', expected a file that exists, or a Jinja"),
         (["--lora-modules", "x"], "--lora-modules is 'x', expected NAME=PATH"),
+        (["--lora-folder", "/nowhere"], "--lora-folder is '/nowhere', expected a folder that exists"),
         (["--lora-modules", "a=b"], "--lora-modules is set, expected"),
         (["--request-timeout-s", "-1"], "--request-timeout-s is '-1', expected a number of seconds above 0"),
         (["--model=", "--max-num-seqs=2"], "--max-num-seqs is an engine argument of --model"),
