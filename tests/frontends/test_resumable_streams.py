@@ -210,3 +210,10 @@ def test_a_reader_that_is_too_far_behind_is_told_so(
     response = client.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
     assert (response.status_code, "are no longer held" in response.text) == (404, True)
     assert come_back(client, COMPLETIONS, f"{stream}:{TOKENS}")[-1][1] == "[DONE]"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("headers", [ASK, {"Last-Event-ID": "a" * 32}])
+def test_endpoints_that_can_not_refuse_it_by_name(client: httpx.Client, path: str, headers: dict[str, str]) -> None:
+    response = client.post(path, json={"model": MODEL, "input": "x", "stream": True}, headers=headers)
+    assert (response.status_code, f"a stream of {path} can not" in response.text) == (400, True), response.text

@@ -28,6 +28,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 from ..http.request_body import release_body
 from ..http.request_scope import LABELS
 from ..inference_gate import InferenceGate
+from ..journals.resumable_streams import refuse_resuming
 from ..openai.answer_plan import plan_answer
 from ..openai.answering import streamed_answer, traced_answer, whole_answer
 from ..openai.errors import JsonObject, OpenAIError, as_json
@@ -93,6 +94,7 @@ class _AnthropicService:
 
     async def messages(self, http: Request, request_id: str) -> Response:
         start_ns = time.monotonic_ns()
+        refuse_resuming(http)
         self._gate.check_room()
         check_content_type(http)
         beta = BetaFields(http.headers.get("anthropic-beta", ""))

@@ -9,15 +9,19 @@ its streams in one turn, so that their writes are one transaction.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from llmbackend.core.server_log import CAUSE, cause_of
+
 from .documents import Storage, StoreError, Write
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class Commits:
@@ -69,6 +73,7 @@ class Commits:
                 try:
                     await self._run(partial(self._storage.commit, writes, self._clock_s()))
                 except StoreError as failure:
+                    log.error("%s", failure, extra={CAUSE: cause_of(failure)})
                     error = failure
                 if done is not None and not done.done():
                     _set(done, error)

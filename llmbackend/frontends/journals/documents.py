@@ -10,11 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from llmbackend.core.errors import ErrorCode, TritonError
+
 Kind = Literal["response", "conversation"]
 
 
-class StoreError(Exception):
-    """A store that cannot be used or cannot take a write; the text says why."""
+class StoreError(TritonError):
+    """A store that cannot be used or cannot take a write. Its text says why, to operators; a client gets no paths and
+    addresses."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("the store of responses can not be used now, see the server's log", ErrorCode.UNAVAILABLE)
+        self._reason = reason
+
+    def __str__(self) -> str:
+        return self._reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from llmbackend.core.errors import TritonError
 from llmbackend.frontends.access.request_identity import REQUEST_IDENTITY
 
 from .commits import Commits
@@ -310,8 +311,8 @@ class LiveLog:
         self._size_bytes += step.size_bytes
         self._uncommitted_bytes += step.size_bytes
         if self._size_bytes > self._store.options.max_log_bytes and not self._is_over:
-            message = f"the response has more than {self._store.options.max_log_bytes} bytes of events"
-            asyncio.get_running_loop().call_soon(self.on_failure, StoreError(message))
+            error = TritonError(f"the response has more than {self._store.options.max_log_bytes} bytes of events")
+            asyncio.get_running_loop().call_soon(self.on_failure, error)
         return step
 
     def _committed(self, events: tuple[bytes, ...], done: asyncio.Future[None]) -> None:

@@ -68,6 +68,14 @@ def last_event_id(request: Request) -> str:
     return header(request, _LAST_EVENT_ID).strip()
 
 
+def refuse_resuming(request: Request, instead: str = "") -> None:
+    """Of an endpoint whose streams are not resumable. Raises TritonError for a request that asks for it. instead: what
+    the endpoint has"""
+    if is_resumable(request) or last_event_id(request):
+        more = f"; {instead}" if instead else ""
+        raise invalid_argument(f"a stream of {request.url.path} can not be come back to by 'Last-Event-ID'{more}")
+
+
 @dataclass(eq=False, slots=True)
 class _Stream:
     """One resumable stream, while it may be asked for."""

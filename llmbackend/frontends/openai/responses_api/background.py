@@ -257,8 +257,10 @@ async def events_of(journal: Journal, after: int = -1) -> AsyncGenerator[bytes, 
         async with aclosing(journal.follow(after, QUIET_S)) as following:
             async for events in following:
                 yield b"".join(events.parts) or PING
-    except (EventsGoneError, StoreError) as error:
+    except EventsGoneError as error:
         yield OpenAIError(str(error), status=503, kind="server_error", code="events_lost").event()
+    except StoreError as error:
+        yield OpenAIError.of(error).event()
 
 
 def _continuation(prepared: PreparedResponse, identity: Identity, seed: int) -> bytes:

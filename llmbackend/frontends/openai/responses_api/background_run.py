@@ -8,13 +8,13 @@ was; a run ends once: by itself, or stopped by its owner.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
 
-from llmbackend.frontends.errors import log_bug
 from llmbackend.frontends.journals.documents import StoreError
 from llmbackend.frontends.journals.response_store import LiveLog
 
@@ -24,6 +24,7 @@ from ..tensors import Delta
 from .event_writer import ResponseWriter
 from .response_state import ResponseState
 
+log = logging.getLogger(__name__)
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[tuple[object, ...]])
 
@@ -137,8 +138,8 @@ class BackgroundRun:
 
     def _store_failed(self, error: Exception) -> None:
         """Called by the log, between two steps of the task."""
-        log_bug("a background response can not be stored", error)
-        self._failure = OpenAIError(str(error), status=503, kind="service_unavailable_error", code="unavailable")
+        log.error("the background response %s can not be stored: %s", self.log.id, error)
+        self._failure = OpenAIError.of(error)
         if self._task is not None and not self._is_ending:
             self._is_ending = True
             self._task.cancel()

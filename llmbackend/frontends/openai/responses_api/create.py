@@ -23,6 +23,7 @@ from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import ResponseStore, current_owner
+from llmbackend.frontends.journals.resumable_streams import refuse_resuming
 from llmbackend.frontends.operations.metrics import load_headers
 
 from ..answer_plan import AnswerPlan, plan_answer
@@ -119,6 +120,7 @@ class ResponseCreation:
 
     async def create(self, http: Request) -> Response:
         start_ns = time.monotonic_ns()
+        refuse_resuming(http, "one with 'background': true is read on by its starting_after")
         self._gate.check_room()
         check_content_type(http)
         prepared = await self.prepared(await read_body(self._gate, http, self._max_body_bytes))

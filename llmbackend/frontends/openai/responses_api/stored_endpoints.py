@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.journals.documents import Document, StoreError
+from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import NotStoredError, ResponseStore, current_owner
 
 from ..errors import JsonObject, OpenAIError, refuse
@@ -106,8 +106,6 @@ class StoredResponseEndpoints:
             raise OpenAIError(
                 f"Response with id '{id[:80]}' not found.", status=404, code="response_not_found"
             ) from None
-        except StoreError as error:
-            raise OpenAIError(str(error), status=503, kind="server_error", code="unavailable") from None
 
     async def _stream(self, document: Document, after: int) -> Response:
         journal = await self._store.journal(document)
