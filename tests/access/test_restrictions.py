@@ -23,6 +23,7 @@ from llmbackend.frontends.access.permissions import (
     Category,
     Restriction,
     Restrictions,
+    begins_no_inference,
     category_of,
     needs_operator,
     parse_restrictions,
@@ -179,3 +180,8 @@ def test_every_rpc_has_a_category() -> None:
 def test_what_is_open_is_health_alone() -> None:
     assert {category_of(path) for path in OPEN_PATHS} == {Category.HEALTH}
     assert {CATEGORY_OF_RPC[method] for method in OPEN_RPCS} == {Category.HEALTH}
+
+
+def test_reading_a_response_later_begins_no_inference() -> None:
+    assert begins_no_inference("/v1/responses/resp_1") and begins_no_inference("/v1/responses/resp_1/cancel")
+    assert not begins_no_inference("/v1/responses") and not begins_no_inference("/v1/responses/input_tokens")
