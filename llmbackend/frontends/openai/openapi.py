@@ -174,10 +174,14 @@ _RESPONSES: Final[JsonObject] = {
 }
 
 
-def _answer(schema: str) -> JsonObject:
+_CHUNKS: Final = "The whole answer, or with `stream` one event per chunk and then `data: [DONE]`."
+_EVENTS: Final = "The whole response, or with `stream` its events, the last of which holds it."
+
+
+def _answer(schema: str, description: str = _CHUNKS) -> JsonObject:
     return {
         "200": {
-            "description": "The whole answer, or with `stream` one event per chunk and then `data: [DONE]`.",
+            "description": description,
             "content": {"application/json": {"schema": ref(schema)}, "text/event-stream": {}},
         }
     }
@@ -200,7 +204,7 @@ OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
         "Continue a text", _answer("Completion") | _REFUSED, body=body("CompletionRequest")
     ),
     ("POST", "/v1/responses"): operation(
-        "Answer a conversation, with items", _answer("Response") | _REFUSED, body=body("ResponsesBody")
+        "Answer a conversation, with items", _answer("Response", _EVENTS) | _REFUSED, body=body("ResponsesBody")
     ),
     ("POST", "/v1/responses/input_tokens"): operation(
         "The number of tokens of a prompt",
