@@ -132,7 +132,7 @@ class ResponseCreation:
         cost = decode_cost(body)
         fields = await self._gate.decode_in_thread(cost, lambda: read(json_object(body)))
         history = await fetch_history(self._store, self._conversations, fields.wanted, self._gate, _MAX_HISTORY_BYTES)
-        cost += _HISTORY_ITEM_COST * len(history.items)
+        cost += history.size_bytes + _HISTORY_ITEM_COST * len(history.items)
         return await self._gate.decode_in_thread(cost, partial(prepare, fields, history, self._key))
 
     async def _answer(

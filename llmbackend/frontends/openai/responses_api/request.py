@@ -56,6 +56,8 @@ class History:
     """Of the previous responses or the conversation, oldest first: inputs and outputs."""
     by_id: Mapping[str, JsonObject] = field(default_factory=dict)
     """The items that the body refers to."""
+    size_bytes: int = 0
+    """Of the JSON that all of it was read from."""
 
 
 NO_HISTORY = History()

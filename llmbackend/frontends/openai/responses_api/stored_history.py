@@ -7,6 +7,7 @@ responses only; documents are parsed off the event loop.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 
 import orjson
@@ -46,15 +47,29 @@ async def fetch_history(
             f"'{field}' is not supported: this server keeps no responses", param=field, code="unsupported"
         )
     previous = await _lineage(store, wanted.previous_response_id, max_bytes)
-    referred = await _referred(store, wanted.item_ids)
-    items, found = await gate.run_in_thread(lambda: (tuple(_items(previous)), list(_items(referred))))
+    referred = await _referred(store, wanted.item_ids, max_bytes)
+    items: list[JsonObject] | None = None
+    size_bytes = sum(document.size_bytes for document in (*previous, *referred))
     if wanted.conversation is not None:
-        items = tuple(await _conversation(conversations, wanted.conversation, max_bytes))
-    by_id = {item["id"]: item for item in (*items, *found) if "id" in item}
-    return History(items, {id: by_id[id] for id in wanted.item_ids if id in by_id})
+        items, conversation_bytes = await _conversation(conversations, wanted.conversation, max_bytes)
+        size_bytes += conversation_bytes
+    return await gate.run_in_thread(partial(_history, wanted, previous, referred, items, size_bytes))
 
 
-async def _conversation(conversations: Conversations, id: str, max_bytes: int) -> list[JsonObject]:
+def _history(
+    wanted: WantedHistory,
+    previous: list[Document],
+    referred: list[Document],
+    conversation: list[JsonObject] | None,
+    size_bytes: int,
+) -> History:
+    items = tuple(_items(previous) if conversation is None else conversation)
+    by_id = {item["id"]: item for item in (*items, *_items(referred)) if "id" in item}
+    return History(items, {id: by_id[id] for id in wanted.item_ids if id in by_id}, size_bytes)
+
+
+async def _conversation(conversations: Conversations, id: str, max_bytes: int) -> tuple[list[JsonObject], int]:
+    """Its items, and the size of their JSON."""
     try:
         document = await conversations.get(id)
     except OpenAIError as error:
@@ -63,7 +78,7 @@ async def _conversation(conversations: Conversations, id: str, max_bytes: int) -
     if len(document.items) > max_bytes:
         message = f"'{_CONVERSATION}': the conversation has {len(document.items)} bytes, expected at most {max_bytes}"
         raise OpenAIError(message, param=_CONVERSATION, code="invalid_value")
-    return await conversations.read(document)
+    return await conversations.read(document), len(document.items)
 
 
 async def _lineage(store: ResponseStore, id: str | None, max_bytes: int) -> list[Document]:
@@ -83,17 +98,20 @@ async def _lineage(store: ResponseStore, id: str | None, max_bytes: int) -> list
     return found
 
 
-async def _referred(store: ResponseStore, item_ids: tuple[str, ...]) -> list[Document]:
+async def _referred(store: ResponseStore, item_ids: tuple[str, ...], max_bytes: int) -> list[Document]:
     if len(item_ids) > _MAX_REFERENCES:
         message = f"'input' refers to {len(item_ids)} items, expected at most {_MAX_REFERENCES}"
         raise OpenAIError(message, param="input", code="invalid_value")
     found: list[Document] = []
     for id in dict.fromkeys(map(response_of, item_ids)):
         if id is not None:
-            try:
-                found.append(await store.get(current_owner(), "response", id))
-            except NotStoredError:
-                continue  # the parser names the item
+            with suppress(NotStoredError):  # the parser names the item
+                document = await store.get(current_owner(), "response", id)
+                max_bytes -= document.size_bytes
+                found.append(document)
+        if max_bytes < 0:
+            message = "'input' refers to items of responses that are too long to be read for it"
+            raise OpenAIError(message, param="input", code="invalid_value")
     return found
 
 
