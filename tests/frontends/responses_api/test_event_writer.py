@@ -14,6 +14,7 @@ from llmbackend.frontends.openai.answer_plan import AnswerPlan
 from llmbackend.frontends.openai.errors import OpenAIError
 from llmbackend.frontends.openai.logprobs import LogprobForm
 from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
+from llmbackend.frontends.openai.response_format import STRUCTURED_OUTPUTS
 from llmbackend.frontends.openai.responses import Identity
 from llmbackend.frontends.openai.responses_api.event_writer import ResponseWriter
 from llmbackend.frontends.openai.responses_api.request import NamedTool, ToolKind
@@ -50,6 +51,7 @@ def plan_of(sample: Sample) -> AnswerPlan:
         reasoning_format=REASONING_FORMATS.get(sample.reasoning),
         includes_reasoning=True,
         shows_special_tokens=False,
+        sampling={STRUCTURED_OUTPUTS: {}},  # the samples are what a model writes that is held to a grammar
     )
 
 
