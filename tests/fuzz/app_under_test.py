@@ -18,6 +18,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.anthropic import create_anthropic_router
 from llmbackend.frontends.http_app import create_http_app
+from llmbackend.frontends.journals.store_settings import StoreSettings
 from llmbackend.frontends.openai import create_openai_router
 
 from .exchange import HttpAnswer, HttpInput
@@ -46,9 +47,9 @@ class AppUnderTest:
         )
         self.server = InferenceServer(options)
         self.server.start()
-        self._app = create_http_app(
-            self.server, routers=(create_anthropic_router(self.server), create_openai_router(self.server))
-        )
+        self._store = StoreSettings().open()
+        routers = (create_anthropic_router(self.server), create_openai_router(self.server, store=self._store))
+        self._app = create_http_app(self.server, routers=routers)
         self._loop = asyncio.new_event_loop()
         self._tracebacks = _Tracebacks()
         logging.getLogger().addHandler(self._tracebacks)
@@ -59,14 +60,24 @@ class AppUnderTest:
         for model in (DECOUPLED, WHOLE):
             body = {"text_input": "x", "max_tokens": 1}
             self.send(HttpInput(f"/v2/models/{model}/generate", json.dumps(body).encode()))
+            self.send(HttpInput("/v1/responses", json.dumps({"model": DECOUPLED, "input": "x"}).encode()))
             infer = {"inputs": [{"name": "input_ids", "datatype": "INT32", "shape": [1], "data": [1]}]}
             timed = infer | {"parameters": {"timeout": 60_000_000, "max_tokens": 1}}
             self.send(HttpInput(f"/v2/models/{model}/infer", json.dumps(timed).encode()))
 
     def close(self) -> None:
         logging.getLogger().removeHandler(self._tracebacks)
+        self._loop.run_until_complete(self._end_tasks())
         self._loop.close()
         assert self.server.stop(20)
+
+    async def _end_tasks(self) -> None:
+        """Of background responses, which run only while a request does."""
+        await self._store.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """On the application's event loop. Raises TimeoutError for a hang."""

@@ -48,6 +48,39 @@ COMPLETION: list[dict[str, Any]] = [
     {"model": "mock", "prompt": ["a", "b"], "max_tokens": 2, "echo": True, "stream": True},
     {"model": "mock", "prompt": [1, 2, 3], "max_tokens": 2, "logprobs": 1, "ignore_eos": True, "min_tokens": 1},
 ]
+RESPONSES: list[dict[str, Any]] = [
+    {"model": "mock", "input": "hello", "max_output_tokens": 2},
+    {
+        "model": "mock",
+        "instructions": "be kind",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "3"},
+            {"type": "custom_tool_call", "call_id": "c2", "name": "g", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "y"}]},
+        ],
+        "max_output_tokens": 3,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "store": False,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "metadata": {"a": "b"},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "truncation": "auto",
+        "parallel_tool_calls": True,
+        "max_tool_calls": 2,
+    },
+    {"model": "mock", "input": "hello", "max_output_tokens": 2, "stream": True},
+    {"model": "mock", "input": "hello", "max_output_tokens": 2, "background": True, "store": True},
+]
+INPUT_TOKENS: list[dict[str, Any]] = [{"model": "mock", "input": "hello", "instructions": "be kind"}]
+CONVERSATIONS_MADE: list[dict[str, Any]] = [
+    {"items": [{"role": "user", "content": "x"}], "metadata": {"a": "b"}},
+    {},
+]
 MESSAGES: list[dict[str, Any]] = [
     {"model": "mock", "messages": HELLO, "max_tokens": 2},
     {

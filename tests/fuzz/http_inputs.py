@@ -100,7 +100,9 @@ _PATHS = st.sampled_from(
         "/v2/models/{}/versions/{}/ready", "/v2/models/{}/versions/{}/config", "/v2/models/{}/versions/{}/generate",
         "/v2/repository/{}/index", "/v2/repository/models/{}/unload", "/v2/repository/{}/models/{}/load",
         "/v1/models/{}", "/v1/{}", "/v1/messages/{}", "/v1/responses/{}", "/v1/responses/{}/cancel",
-        "/v1/responses/{}/input_items", "/v2/{}", "/{}", "/v2/systemsharedmemory/region/{}/register", "/v2/health/{}",
+        "/v1/responses/{}/input_items", "/v1/responses/{}?stream=true&starting_after={}", "/v1/conversations/{}",
+        "/v1/conversations/{}/items", "/v1/conversations/{}/items/{}", "/v1/conversations/{}/items?limit={}&after={}",
+        "/v2/{}", "/{}", "/v2/systemsharedmemory/region/{}/register", "/v2/health/{}",
     ]
 )  # fmt: skip
 _SEGMENTS = st.sampled_from(
@@ -124,6 +126,9 @@ def _path(draw: st.DrawFn) -> HttpInput:
 HTTP_INPUTS: dict[str, st.SearchStrategy[HttpInput]] = {
     "OpenAI chat": _post(["/v1/chat/completions"], json_bodies(examples.CHAT)),
     "OpenAI completions": _post(["/v1/completions"], json_bodies(examples.COMPLETION)),
+    "Responses": _post(["/v1/responses"], json_bodies(examples.RESPONSES)),
+    "input_tokens": _post(["/v1/responses/input_tokens"], json_bodies(examples.INPUT_TOKENS)),
+    "conversations": _post(["/v1/conversations"], json_bodies(examples.CONVERSATIONS_MADE)),
     "Messages": _post(["/v1/messages", "/v1/messages?beta=true"], json_bodies(examples.MESSAGES)),
     "count_tokens": _post(["/v1/messages/count_tokens"], json_bodies(examples.COUNT_TOKENS)),
     "tokenize": _post(["/tokenize"], json_bodies(examples.TOKENIZE)),

@@ -30,6 +30,9 @@ def test_strange_requests(target: str, app: AppUnderTest) -> None:
 VALID = [
     *[("/v1/chat/completions", body) for body in examples.CHAT],
     *[("/v1/completions", body) for body in examples.COMPLETION],
+    *[("/v1/responses", body) for body in examples.RESPONSES],
+    *[("/v1/responses/input_tokens", body) for body in examples.INPUT_TOKENS],
+    *[("/v1/conversations", body) for body in examples.CONVERSATIONS_MADE],
     *[("/v1/messages", body) for body in examples.MESSAGES],
     *[("/v1/messages/count_tokens", body) for body in examples.COUNT_TOKENS],
     *[("/tokenize", body) for body in examples.TOKENIZE],
