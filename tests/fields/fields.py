@@ -19,7 +19,7 @@ from .conversations import CONVERSATIONS
 from .messages_api.table import COUNT_API, MESSAGE_API
 from .prompts import CHAT_PROMPTS, COMPLETION_PROMPTS, PROMPTS
 from .refusals import CHAT_REFUSED, COMPLETION_REFUSED, LABELS, REFUSED
-from .responses_api import kinds, stored, table
+from .responses_api import counting, kinds, stored, table
 from .sampling import SAMPLING
 from .structure import STRUCTURE
 from .table import Row
@@ -76,6 +76,7 @@ RESPONSES_APIS: Final = (
     kinds.ITEMS,
     kinds.TOOLS,
     kinds.INCLUDE,
+    counting.API,
     stored.RETRIEVE,
     stored.INPUT_ITEMS,
 )

@@ -82,7 +82,10 @@ class InputTokenEndpoints:
 
 
 def _read(body: JsonObject) -> ReadBody:
+    if body.get("personality") is not None:
+        message = "'personality' is not supported: the instructions say how the model speaks"
+        raise OpenAIError(message, param="personality", code="unsupported_parameter")
     for name in body:
-        if name not in FIELDS:
+        if name not in FIELDS and name != "personality":
             raise OpenAIError(f"unknown field '{name[:80]}'", param=name[:80], code="unknown_parameter")
     return read_responses(body)
