@@ -124,6 +124,8 @@ class GenerationRequest:
             return in_structure_field(error, self.structure_field, self.schema_field)
         elif error.code == CONTEXT_LENGTH_EXCEEDED and error.param is None:
             error.param = self.prompt_field
+            if self.prompt_field != MESSAGES:
+                error.message = error.message.replace(f"input '{MESSAGES}'", f"'{self.prompt_field}'")
         elif error.param is not None and (own := self.field_names.get(error.param)) is not None:
             error.message = error.message.replace(f"'{error.param}'", f"'{own}'")
             error.param = own

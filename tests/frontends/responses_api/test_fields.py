@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from openai.types.responses import response_create_params, response_includable, response_input_item_param, tool_param
 
+from llmbackend.core.errors import invalid_argument
 from llmbackend.frontends.openai.errors import OpenAIError
 from llmbackend.frontends.openai.requests import GenerationRequest
 from llmbackend.frontends.openai.response_format import STRUCTURED_OUTPUTS
@@ -238,3 +239,9 @@ def test_errors_of_the_model_name_the_clients_field() -> None:
 def test_an_error_stops_at_the_first_wrong_item() -> None:
     error = refused(input=[{"role": "user", "content": "a"}, {"type": "x"}, {"type": "y"}])
     assert error.param == "input[1].type"
+
+
+def test_a_prompt_that_is_too_long_is_the_input() -> None:
+    told = invalid_argument("input 'messages' has 5331850 bytes, expected at most 4194304")
+    error = parsed().generation.in_own_fields(OpenAIError.of(told))
+    assert (error.param, error.message) == ("input", "'input' has 5331850 bytes, expected at most 4194304")
