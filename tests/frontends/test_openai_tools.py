@@ -12,12 +12,10 @@ import pytest
 
 from llmbackend.adapter import generation_bounds
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.openai import grammar_size
 from tests.helpers.openai_live_server import serve_openai
-from tests.helpers.scripted_text import SAY, SCRIPT_TEMPLATE, follow_scripts
+from tests.helpers.scripted_text import MODEL, SAY, host_of_scripts
 
-MODEL = "scripted"
 WEATHER: dict[str, Any] = {
     "name": "get_weather",
     "description": "The weather of a city.",
@@ -36,18 +34,8 @@ TWO_CALLS = f"Let me see. {call(PARIS)}\n{call(ROME)}"
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
-    version = tmp_path_factory.mktemp("repository") / MODEL / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
-    engine = {"model": "mock", "transport": "inline", "max_model_len": 4096, "chat_template": SCRIPT_TEMPLATE}
-    engine |= {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    (version / "model.json").write_text(json.dumps(engine))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        follow_scripts(monkeypatch)
-        server = InferenceServer(ServerOptions(model_repositories=[version.parent.parent]))
-        server.start()
-        yield server
-        assert server.stop(timeout_s=20)
+    with host_of_scripts(tmp_path_factory.mktemp("repository")) as host:
+        yield host
 
 
 @pytest.fixture(scope="module")

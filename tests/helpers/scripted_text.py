@@ -7,14 +7,24 @@ end of the sequence.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from llmbackend.adapter.text.tokenizer import ByteTokenizer
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.server_options import ServerOptions
 from llmbackend.engine.mock import mock_model
 from llmbackend.engine.mock.mock_model import FloatArray
 from llmbackend.engine.step import Int32Array
 
 SAY = "SAY:"
+MODEL = "scripted"
+"""Of `host_of_scripts`."""
 _END_OF_PROMPT = 0x1C
 """Counts as white space."""
 SCRIPT_TEMPLATE = (
@@ -45,3 +55,20 @@ def _split(tokens: list[int]) -> tuple[bytes, list[int]]:
 def follow_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mock model follows scripts from now on."""
     monkeypatch.setattr(mock_model, "mock_logits", scripted_logits)
+
+
+@contextmanager
+def host_of_scripts(repository: Path, **engine_args: Any) -> Iterator[InferenceServer]:
+    """A host with such a model, which writes calls as Hermes and reasoning as Qwen3 do."""
+    version = repository / MODEL / "1"
+    version.mkdir(parents=True)
+    (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
+    arguments = {"model": "mock", "transport": "inline", "max_model_len": 4096, "chat_template": SCRIPT_TEMPLATE}
+    arguments |= {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", **engine_args}
+    (version / "model.json").write_text(json.dumps(arguments))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        follow_scripts(monkeypatch)
+        server = InferenceServer(ServerOptions(model_repositories=[repository]))
+        server.start()
+        yield server
+        assert server.stop(timeout_s=20)

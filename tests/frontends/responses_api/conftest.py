@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import openai
 import pytest
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.journals.store_settings import IN_MEMORY
 from tests.helpers.openai_live_server import serve_openai
-from tests.helpers.scripted_text import SCRIPT_TEMPLATE, follow_scripts
-
-MODEL = "scripted"
+from tests.helpers.scripted_text import MODEL, host_of_scripts
 
 
 @pytest.fixture(scope="module")
 def scripted_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
-    version = tmp_path_factory.mktemp("repository") / MODEL / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
-    engine = {"model": "mock", "transport": "inline", "max_model_len": 4096, "chat_template": SCRIPT_TEMPLATE}
-    engine |= {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    (version / "model.json").write_text(json.dumps(engine))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        follow_scripts(monkeypatch)
-        server = InferenceServer(ServerOptions(model_repositories=[version.parent.parent]))
-        server.start()
-        yield server
-        assert server.stop(timeout_s=20)
+    with host_of_scripts(tmp_path_factory.mktemp("repository")) as host:
+        yield host
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,15 @@ import openai
 import pytest
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.store_settings import StoreSettings
 from llmbackend.frontends.limits import InferenceLimits
 from tests.helpers.openai_live_server import serve_openai
-from tests.helpers.scripted_text import SAY, SCRIPT_TEMPLATE, follow_scripts
+from tests.helpers.scripted_text import MODEL, SAY, host_of_scripts
 from tests.helpers.waiting import eventually
 
 from .event_reader import EventReader, events_of
 
-MODEL = "scripted"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris é"}}\n</tool_call>'
 SCRIPT = f"<think>hm, é</think>Here: {CALL}"
 TOOLS: list[Any] = [{"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False}]
@@ -30,18 +28,8 @@ LONG = "x" * 3000
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
-    version = tmp_path_factory.mktemp("repository") / MODEL / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
-    engine = {"model": "mock", "transport": "inline", "max_model_len": 8192, "chat_template": SCRIPT_TEMPLATE}
-    engine |= {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "mock_step_ms": 1}
-    (version / "model.json").write_text(json.dumps(engine))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        follow_scripts(monkeypatch)
-        server = InferenceServer(ServerOptions(model_repositories=[version.parent.parent]))
-        server.start()
-        yield server
-        assert server.stop(timeout_s=20)
+    with host_of_scripts(tmp_path_factory.mktemp("repository"), max_model_len=8192, mock_step_ms=1) as host:
+        yield host
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,8 @@ from llmbackend.frontends.openai.responses_api.openapi import RESPONSE as DOCUME
 from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
 from tests.helpers.fake_llm_server import FakeLlmServer
 from tests.helpers.openai_live_server import serve_openai
-from tests.helpers.scripted_text import SAY
+from tests.helpers.scripted_text import MODEL, SAY
 
-from .conftest import MODEL
 from .event_reader import EventReader, events_of
 
 RESPONSE: TypeAdapter[Any] = TypeAdapter(Response)
