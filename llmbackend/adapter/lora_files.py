@@ -1,4 +1,4 @@
-"""Copies of LoRA adapters' files: what engines read, whatever happens to the originals afterwards.
+"""Copies of LoRA adapters' files, which engines read: later changes to the originals have no effect.
 
 For: LoraRegistry. Does not know: what is in the files, engines. Invariants: nothing outside the operator's folder is
 read, whatever links lie in it; a copy never changes, so that an engine that starts later computes the same.

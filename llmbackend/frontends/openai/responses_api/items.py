@@ -159,14 +159,17 @@ class ReasoningItem(TypedDict):
     status: NotRequired[_Status]
 
 
-class _Call(TypedDict):
+class _OfTool(TypedDict):
     __pydantic_config__ = _CLOSED  # type: ignore[misc]
     id: NotRequired[str | None]
     call_id: str
-    name: str
     namespace: NotRequired[str | None]
     status: NotRequired[_Status]
     caller: NotRequired[Annotated[Any, Only(_DIRECT, reason=_NOT_PROGRAMMATIC)]]
+
+
+class _Call(_OfTool):
+    name: str
 
 
 class FunctionCallItem(_Call):
@@ -179,15 +182,9 @@ class CustomToolCallItem(_Call):
     input: str
 
 
-class _Output(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
-    id: NotRequired[str | None]
-    call_id: str
-    output: ToolOutput
+class _Output(_OfTool):
     name: NotRequired[str | None]
-    namespace: NotRequired[str | None]
-    status: NotRequired[_Status]
-    caller: NotRequired[Annotated[Any, Only(_DIRECT, reason=_NOT_PROGRAMMATIC)]]
+    output: ToolOutput
 
 
 class FunctionCallOutputItem(_Output):
