@@ -78,10 +78,7 @@ class Endpoint:
 
     def refusal(self, **fields: Any) -> JsonObject:
         """The `error` of a request that must be refused as the client's fault."""
-        response = self._post(fields)
-        assert response.status_code == 400, f"expected a refusal, got {response.status_code}: {response.text[:300]}"
-        error: JsonObject = response.json()["error"]
-        return error
+        return refused(self._post(fields))
 
     def texts(self, **fields: Any) -> list[str]:
         return self.ask(**fields).texts
@@ -121,6 +118,13 @@ def _events(lines: Iterator[str]) -> Iterator[JsonObject]:
     for line in lines:
         if line.startswith("data: {"):
             yield json.loads(line[6:])
+
+
+def refused(response: httpx.Response) -> JsonObject:
+    """The `error` of a response that must refuse its request as the client's fault."""
+    assert response.status_code == 400, f"expected a refusal, got {response.status_code}: {response.text[:300]}"
+    error: JsonObject = response.json()["error"]
+    return error
 
 
 def openai_reason(error: JsonObject, field: str) -> str:

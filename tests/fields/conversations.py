@@ -16,7 +16,7 @@ from openai.types.conversations import (
 )
 
 from .api import Api
-from .asking import JsonObject, openai_reason
+from .asking import JsonObject, openai_reason, refused
 from .table import Row, promise
 
 _ITEMS: Final = [{"role": "user", "content": text} for text in ("one", "two", "three")]
@@ -41,10 +41,7 @@ class Conversations:
         return [str(self.ask(**fields).get("data"))]
 
     def refusal(self, **fields: Any) -> JsonObject:
-        response = self._sent(None, fields)
-        assert response.status_code == 400, f"expected a refusal, got {response.status_code}: {response.text[:300]}"
-        error: JsonObject = response.json()["error"]
-        return error
+        return refused(self._sent(None, fields))
 
     def reason(self, field: str, value: Any) -> str:
         return openai_reason(self.refusal(**{field: value}), field)

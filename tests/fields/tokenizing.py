@@ -10,7 +10,7 @@ from typing import Any, Final
 import httpx
 
 from .api import Api
-from .asking import BYTES, DEMO, REASONER, WORDS, Endpoint, JsonObject, openai_reason, said
+from .asking import BYTES, DEMO, REASONER, WORDS, Endpoint, JsonObject, openai_reason, refused, said
 from .table import Refused, Row, promise
 
 CHAT_FORM, TEXT_FORM, DETOKENIZE = "tokenize (chat)", "tokenize (text)", "detokenize"
@@ -45,10 +45,7 @@ class Tokenizer:
         return [str(self.ask(**fields))]
 
     def refusal(self, **fields: Any) -> JsonObject:
-        response = self._post(fields)
-        assert response.status_code == 400, f"expected a refusal, got {response.status_code}: {response.text[:300]}"
-        error: JsonObject = response.json()["error"]
-        return error
+        return refused(self._post(fields))
 
     def reason(self, field: str, value: Any) -> str:
         return openai_reason(self.refusal(**{field: value}), field)

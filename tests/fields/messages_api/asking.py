@@ -15,7 +15,7 @@ import httpx
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from ..asking import DEMO, JsonObject, said
+from ..asking import DEMO, JsonObject, refused, said
 
 MESSAGES, COUNT_TOKENS = "messages", "messages/count_tokens"
 MAX_TOKENS = 16
@@ -84,10 +84,9 @@ class Messages:
     def refusal(self, **fields: Any) -> JsonObject:
         """The `error` of a request that must be refused as the client's fault."""
         response = self._post(fields, {})
-        assert response.status_code == 400, f"expected a refusal, got {response.status_code}: {response.text[:300]}"
+        error = refused(response)
         document = response.json()
         assert document["type"] == "error" and document["request_id"] == response.headers["request-id"], document
-        error: JsonObject = document["error"]
         assert error["type"] == "invalid_request_error", error
         return error
 

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from tests.helpers.waiting import eventually
 
-from ..asking import DEMO, JsonObject, openai_reason
+from ..asking import DEMO, JsonObject, openai_reason, refused
 
 RESPONSES = "responses"
 MAX_OUTPUT_TOKENS = 16
@@ -85,10 +85,7 @@ class Responses:
 
     def refusal(self, **fields: Any) -> JsonObject:
         """The `error` of a request that must be refused as the client's fault."""
-        response = self._post(fields)
-        assert response.status_code == 400, f"expected a refusal, got {response.status_code}: {response.text[:300]}"
-        error: JsonObject = response.json()["error"]
-        return error
+        return refused(self._post(fields))
 
     def reason(self, field: str, value: Any) -> str:
         return openai_reason(self.refusal(**{field: value}), field)

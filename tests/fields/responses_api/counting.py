@@ -11,7 +11,7 @@ import httpx
 from openai.types.responses import input_token_count_params
 
 from ..api import Api
-from ..asking import DEMO, REASONER, JsonObject, openai_reason
+from ..asking import DEMO, REASONER, JsonObject, openai_reason, refused
 from ..table import Refused, Row, promise
 from .asking import Responses
 
@@ -37,10 +37,7 @@ class Counting:
         return [str(self.count(**fields))]
 
     def refusal(self, **fields: Any) -> JsonObject:
-        response = self._post(fields)
-        assert response.status_code == 400, f"expected a refusal, got {response.status_code}: {response.text[:300]}"
-        error: JsonObject = response.json()["error"]
-        return error
+        return refused(self._post(fields))
 
     def reason(self, field: str, value: Any) -> str:
         return openai_reason(self.refusal(**{field: value}), field)

@@ -12,7 +12,7 @@ import httpx
 from openai.types.responses import input_item_list_params, response_retrieve_params
 
 from ..api import Api
-from ..asking import JsonObject, openai_reason
+from ..asking import JsonObject, openai_reason, refused
 from ..table import Refused, Row, promise
 from .asking import Answer, Responses
 
@@ -42,10 +42,7 @@ class Stored:
         return [str(self.ask(answer, **query).get("output") == answer.items)]
 
     def refusal(self, **query: Any) -> JsonObject:
-        response = self.api.get(f"{self.made().id}{self._below}", **query)
-        assert response.status_code == 400, f"expected a refusal, got {response.status_code}: {response.text[:300]}"
-        error: JsonObject = response.json()["error"]
-        return error
+        return refused(self.api.get(f"{self.made().id}{self._below}", **query))
 
     def reason(self, field: str, value: Any) -> str:
         return openai_reason(self.refusal(**{field: value, "stream": "true"}), field)
