@@ -1,0 +1,253 @@
+"""A native program as data: each weight as its place in one of two memories, and the numbers beside them.
+
+For: what packs a model, files that keep it, and the program that computes it. Does not know: torch, families, files,
+kernels' code. Invariants: a description is self-contained, so that an engine needs neither the checkpoint nor the
+libraries that read it; a place outside of its memory, or weights that do not fit each other, are refused before a
+kernel sees an address (`Memories`, `PackedDecoder.check`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ..kernels.abi import Type
+from ..kernels.library import packed_bytes
+
+Bytes = npt.NDArray[np.uint8]
+Dtype = Literal["float32", "bfloat16", "int8"]
+
+TYPE_OF: Final[dict[Dtype, Type]] = {"float32": Type.FLOAT32, "bfloat16": Type.BFLOAT16, "int8": Type.INT8}
+ITEM_BYTES: Final[dict[Dtype, int]] = {"float32": 4, "bfloat16": 2, "int8": 1}
+ALIGN_BYTES: Final = 64
+"""Arrays and matrices begin at multiples of it."""
+
+
+class ArrayAt(msgspec.Struct, frozen=True, array_like=True):
+    """A row-major array in one of the memories."""
+
+    memory: Literal["resident", "mapped"]
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: Dtype = "float32"
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
+    """A matrix [n, k] in panels (native/step.h, LinearOp), in resident memory."""
+
+    offset_bytes: int
+    n: int
+    k: int
+    dtype: Dtype
+    scale_offset_bytes: int | None = None
+    """Of float32 [n], for int8 alone."""
+    sums_offset_bytes: int | None = None
+    """Of int32 [n], for int8 alone."""
+
+    @property
+    def size_bytes(self) -> int:
+        return packed_bytes(self.n, self.k, TYPE_OF[self.dtype])
+
+    @property
+    def parts(self) -> tuple[tuple[int | None, int], ...]:
+        """Offset and size of panels, scale and sums, in bytes."""
+        return (
+            (self.offset_bytes, self.size_bytes),
+            (self.scale_offset_bytes, 4 * self.n),
+            (self.sums_offset_bytes, 4 * self.n),
+        )
+
+
+class PackedNorm(msgspec.Struct, frozen=True):
+    """x / rms(x) * weight"""
+
+    weight: ArrayAt
+    eps: float
+
+
+class PackedProjection(msgspec.Struct, frozen=True):
+    """x·Wᵀ + bias"""
+
+    weight: MatrixAt
+    bias: ArrayAt | None
+
+
+class PackedAttention(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer's attention, and the shape of its keys and values."""
+
+    qkv: PackedProjection
+    """Query, key and value as one matrix."""
+    out: PackedProjection
+    q_norm: PackedNorm | None
+    """Over each head, or with norm_whole over all heads together."""
+    k_norm: PackedNorm | None
+    norm_whole: bool
+    cos_sin: ArrayAt | None
+    """float32 [positions, rotary_dim]: cosines of the first half, then sines; None: no rotation."""
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    """Factor on q·k."""
+    sliding_window: int
+    """A query sees this many positions, itself included; 0: all."""
+    softcap: float
+    """Scores become softcap * tanh(scores / softcap); 0: off."""
+    sinks: ArrayAt | None
+    """float32 [num_heads]: an extra score per head without a value."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.out.weight.k // self.head_dim
+
+
+class PackedMlp(msgspec.Struct, frozen=True):
+    """down(activation(gate) * up)"""
+
+    gate: PackedProjection
+    up: PackedProjection
+    down: PackedProjection
+    activation: Literal["silu", "gelu_tanh"]
+
+
+class PackedLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """h += out_norm(block(in_norm(h))), for attention and then for the MLP; without an out norm, the sum is h +=
+    residual_factor * block(…). The weights of out norms have the factor in them. A norm that is None is left out."""
+
+    attention_norm: PackedNorm | None
+    attention: PackedAttention
+    attention_out_norm: PackedNorm | None
+    mlp_norm: PackedNorm | None
+    mlp: PackedMlp
+    mlp_out_norm: PackedNorm | None
+    residual_factor: float
+
+
+class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
+    """Logits are x = head(norm(h)) * logit_factor, or with a softcap: softcap * tanh(x / softcap).
+
+    kernel_variant  of the library whose probes the program has passed; panels of all variants are alike
+    linear_kind     a word about how linear layers compute, for the log
+    """
+
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: Literal["float32", "bfloat16"]
+    """Of weights, keys and values."""
+    kernel_variant: str
+    linear_kind: str
+    embedding: ArrayAt
+    """[vocab, width], in `dtype`"""
+    embedding_factor: float
+    layers: tuple[PackedLayer, ...]
+    norm: PackedNorm
+    head: PackedProjection
+    logit_factor: float
+    logit_softcap: float
+    """0: off."""
+
+    @property
+    def width(self) -> int:
+        return self.embedding.shape[1]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of all layers."""
+        shapes = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
+        return sum(2 * heads * dim for heads, dim in shapes) * ITEM_BYTES[self.dtype]
+
+    def check(self) -> None:
+        """Raises ValueError where the weights do not fit each other or the model's numbers."""
+        rows, width = self.embedding.shape
+        _expect(self.embedding.dtype == self.dtype and rows >= self.vocab_size > 0, "embedding")
+        _expect(self.max_model_len > 0 and bool(self.layers), "model")
+        _check_norm(self.norm, (width,))
+        _check_projection(self.head, self.head.weight.n, width)
+        _expect(self.head.weight.n >= self.vocab_size, "head")
+        for layer in self.layers:
+            for norm in (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
+                _check_norm(norm, (width,))
+            _check_attention(layer.attention, width, self.max_model_len)
+            _check_mlp(layer.mlp, width)
+
+
+def _expect(is_right: bool, part: str) -> None:
+    if not is_right:
+        raise ValueError(f"the description of a packed model is broken: its {part} does not fit the rest")
+
+
+def _check_norm(norm: PackedNorm | None, *shapes: tuple[int, ...]) -> None:
+    _expect(norm is None or (norm.weight.shape in shapes and norm.weight.dtype == "float32"), "norm")
+
+
+def _check_projection(projection: PackedProjection, n: int, k: int) -> None:
+    weight, bias = projection.weight, projection.bias
+    _expect(n > 0 and k > 0 and (weight.n, weight.k) == (n, k), "projection")
+    has_both = weight.scale_offset_bytes is not None and weight.sums_offset_bytes is not None
+    _expect(has_both == (weight.dtype == "int8"), "projection")
+    _expect(bias is None or (bias.shape == (n,) and bias.dtype == "float32"), "bias")
+
+
+def _check_attention(attention: PackedAttention, width: int, max_model_len: int) -> None:
+    heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    _expect(dim > 0 and dim % 32 == 0 and kv_heads > 0 and heads > 0 and heads % kv_heads == 0, "attention")
+    _check_projection(attention.qkv, (heads + 2 * kv_heads) * dim, width)
+    _check_projection(attention.out, width, heads * dim)
+    _check_norm(attention.q_norm, (heads * dim if attention.norm_whole else dim,))
+    _check_norm(attention.k_norm, (kv_heads * dim if attention.norm_whole else dim,))
+    _expect(attention.sliding_window >= 0, "window")
+    if (table := attention.cos_sin) is not None:
+        fits = len(table.shape) == 2 and table.shape[0] >= max_model_len and table.shape[1] <= dim
+        _expect(fits and table.shape[1] % 2 == 0 and table.dtype == "float32", "rotary table")
+    if (sinks := attention.sinks) is not None:
+        _expect(sinks.shape == (heads,) and sinks.dtype == "float32", "sinks")
+
+
+def _check_mlp(mlp: PackedMlp, width: int) -> None:
+    inner = mlp.down.weight.k
+    _check_projection(mlp.gate, inner, width)
+    _check_projection(mlp.up, inner, width)
+    _check_projection(mlp.down, width, inner)
+    _expect(mlp.gate.weight.dtype == mlp.up.weight.dtype, "MLP")
+
+
+@dataclass(frozen=True, slots=True)
+class Memories:
+    """Where a packed model's weights lie, read-only to the program.
+
+    resident  uint8 [bytes]  what every step reads: packed matrices, norms, biases; on huge pages
+    mapped    uint8 [bytes]  what a step reads few rows of: the embedding, rotary tables; it may be a file's pages
+    """
+
+    resident: Bytes
+    mapped: Bytes
+
+    def address(self, array: ArrayAt) -> int:
+        """Raises ValueError when the array does not lie in its memory."""
+        memory = self.resident if array.memory == "resident" else self.mapped
+        return _address(memory, array.offset_bytes, array.size_bytes)
+
+    def matrix_addresses(self, matrix: MatrixAt) -> Iterator[int | None]:
+        """Of panels, scale and sums. Raises ValueError when one does not lie in resident memory."""
+        for offset_bytes, size_bytes in matrix.parts:
+            yield None if offset_bytes is None else _address(self.resident, offset_bytes, size_bytes)
+
+
+def _address(memory: Bytes, offset_bytes: int, size_bytes: int) -> int:
+    inside = 0 <= offset_bytes <= offset_bytes + size_bytes <= len(memory)
+    if not inside or offset_bytes % ALIGN_BYTES:
+        raise ValueError(
+            f"the description of a packed model is broken: {size_bytes} bytes at {offset_bytes} of {len(memory)}"
+        )
+    return int(memory.ctypes.data) + offset_bytes
