@@ -2,16 +2,17 @@
 
 For: HTTP and gRPC handlers; InferenceGate makes inferences. Does not know: formats, backends. Invariants: the event
 loop is woken once for all responses that arrive before it runs, so that an engine step costs one wake-up and not one
-per token; what waits for one client is bounded by its Backlog; an accepted inference ends with `close`, which cancels
-it unless its FINAL response was taken.
+per token, and a listener is called once for all that have arrived for it; what waits for one client is bounded by its
+Backlog; an accepted inference ends with `close`, which cancels it unless its FINAL response was taken.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -21,6 +22,8 @@ from llmbackend.core.errors import cancelled
 from llmbackend.core.messages import RESPONSE_BYTES, InferenceHandle, InferenceResponse, held_bytes
 
 from .http.request_scope import PRESENCE, ClientPresence
+
+log = logging.getLogger(__name__)
 
 Item = tuple[InferenceResponse | None, ResponseFlag]
 """A response as the host gives it to a response callback."""
@@ -53,8 +56,15 @@ class Mailbox:
         with self._lock:
             arrived, self._arrived = self._arrived, deque()
             self._is_woken = False
+        heard: dict[Listener, list[Inference]] = {}
         for inference, response, flags, size_bytes in arrived:
-            inference.deliver(response, flags, size_bytes)
+            if inference.deliver(response, flags, size_bytes) and (listener := inference.listener) is not None:
+                heard.setdefault(listener, []).append(inference)
+        for listener, inferences in heard.items():
+            try:
+                listener(inferences)
+            except Exception:
+                log.exception("the listener of an inference failed")  # the responses of others go on
 
 
 class Backlog:
@@ -71,15 +81,16 @@ class Inference:
     """One request to the host and its responses, in order, until FINAL.
 
     The instance is the request's response callback, which any thread may call; everything else is used on the event
-    loop. `on_response` is called for each response that can be popped; without it, `next` waits. When `backlog` is
-    full, the request ends with an error after the responses that wait; but one response may always wait, so that the
-    limit is about streams and not about the size of a tensor.
+    loop. A `listener` reads with `pop`, other code with `next`, `next_responses` or `collect`. When `backlog` is full,
+    the request ends with an error after the responses that wait; but one response may always wait, so that the limit is
+    about streams and not about the size of a tensor.
     """
 
-    def __init__(self, mailbox: Mailbox, backlog: Backlog, on_response: Callable[[], None] | None = None) -> None:
+    def __init__(self, mailbox: Mailbox, backlog: Backlog, listener: Listener | None = None) -> None:
+        self.listener = listener
+        """Who hears of responses; may be changed at any time. It hears only of those that come afterwards."""
         self._mailbox = mailbox
         self._backlog = backlog
-        self._on_response = on_response
         self._ready: deque[tuple[InferenceResponse | None, ResponseFlag, int]] = deque()
         self._waiting_bytes = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -100,10 +111,10 @@ class Inference:
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         self._mailbox.put(self, response, flags)
 
-    def deliver(self, response: InferenceResponse | None, flags: ResponseFlag, size_bytes: int) -> None:
-        """Called by the mailbox. Nothing is taken in after FINAL, an overflow or `close`."""
+    def deliver(self, response: InferenceResponse | None, flags: ResponseFlag, size_bytes: int) -> bool:
+        """Called by the mailbox; whether it was taken in: nothing is after FINAL, an overflow or `close`."""
         if self._takes_no_more:
-            return
+            return False
         backlog = self._backlog
         if self._ready and backlog.waiting_bytes + size_bytes > backlog.limit_bytes and response is not None:
             response, flags, size_bytes = _too_slow(response, backlog.limit_bytes), ResponseFlag.FINAL, RESPONSE_BYTES
@@ -113,13 +124,17 @@ class Inference:
         self._ready.append((response, flags, size_bytes))
         self._waiting_bytes += size_bytes
         backlog.waiting_bytes += size_bytes
-        if self._on_response is not None:
-            self._on_response()
-        elif self._waiter is not None and not self._waiter.done():
+        if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        return True
+
+    @property
+    def has_responses(self) -> bool:
+        """Whether a response can be popped."""
+        return bool(self._ready)
 
     def pop(self) -> Item:
-        """The oldest response that waits (`on_response` was called for it). Raises IndexError when none does."""
+        """The oldest response that waits. Raises IndexError when none does."""
         response, flags, size_bytes = self._ready.popleft()
         self._release(size_bytes)
         return response, flags
@@ -205,6 +220,11 @@ class Inference:
         self._drop_ready()
         if self._on_close is not None:
             self._on_close()
+
+
+Listener = Callable[[Sequence[Inference]], None]
+"""Called on the event loop, once for all responses of a wake-up: with the inference of each of them, in the order in
+which they have arrived. Inferences may share a listener."""
 
 
 def _too_slow(response: InferenceResponse, limit_bytes: int) -> InferenceResponse:

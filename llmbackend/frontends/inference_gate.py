@@ -26,7 +26,7 @@ from .access.rate_limit import Account, KeyShares
 from .access.request_identity import REQUEST_IDENTITY, body_owner
 from .errors import LimitReachedError, PermissionDeniedError
 from .http.request_body import BodyBudget, read_content
-from .inference import Backlog, Inference, Mailbox
+from .inference import Backlog, Inference, Listener, Mailbox
 from .limits import InferenceLimits
 from .workers.pool import WorkerPool, WorkThreads
 
@@ -169,16 +169,16 @@ class InferenceGate:
         self,
         request: InferenceRequest,
         backlog: Backlog | None = None,
-        on_response: Callable[[], None] | None = None,
+        listener: Listener | None = None,
         count: int = 1,
     ) -> Inference:
-        """Sends `request` to the host. `on_response` is called on the event loop for each response that can be popped;
-        `count`: as how many inferences it counts, one for each choice that it generates.
+        """Sends `request` to the host. `listener` hears of its responses; `count`: as how many inferences it counts,
+        one for each choice that it generates.
 
         Raises TritonError when the host refuses it, LimitReachedError when there is no room.
         """
         self.check_room(count)
-        inference = self._new_inference(backlog, on_response)
+        inference = self._new_inference(backlog, listener)
         return inference.accepted(self.server.infer_async(request, inference), self._enter(count))
 
     def _enter(self, count: int = 1) -> Callable[[], None]:
@@ -194,11 +194,11 @@ class InferenceGate:
         if account is not None:
             self._shares.leave(account, count)
 
-    def _new_inference(self, backlog: Backlog | None, on_response: Callable[[], None] | None = None) -> Inference:
+    def _new_inference(self, backlog: Backlog | None, listener: Listener | None = None) -> Inference:
         loop = asyncio.get_running_loop()
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
-        return Inference(self._mailbox, backlog or self.new_backlog(), on_response)
+        return Inference(self._mailbox, backlog or self.new_backlog(), listener)
 
 
 def _leave_if_refused(leave: Callable[[], None], accepting: asyncio.Future[InferenceHandle]) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmbackend.core.errors import TritonError
@@ -62,10 +61,12 @@ class Generation:
         self._request = request
         self._plan = plan
         self._gate = gate
-        self._arrived: deque[int] = deque()
+        self._arrived: deque[Inference] = deque()
+        """The inference of each response that waits."""
+        self._index_of: dict[Inference, int] = {}
+        self._listener: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
-        self._inferences: list[Inference] = []
         options = _options(request, target, plan)
         parameters: dict[str, ParameterValue] = {MAX_TOKENS_MUST_FIT: True} if request.max_tokens_field else {}
         backlog = gate.new_backlog()
@@ -81,8 +82,7 @@ class Generation:
                     inputs=(target.model.fitted(request.prompts[index]), *options),
                     parameters=parameters,
                 )
-                on_response = partial(self._on_response, index)
-                self._inferences.append(gate.submit(message, backlog, on_response, count))
+                self._index_of[gate.submit(message, backlog, self._on_responses, count)] = index
         except BaseException:
             self.close()
             raise
@@ -92,9 +92,16 @@ class Generation:
         """Every choice has ended and all its deltas were taken."""
         return self._open == 0 and not self._arrived
 
-    def _on_response(self, index: int) -> None:
-        self._arrived.append(index)
-        if self._waiter is not None:
+    def listen(self, listener: Callable[[], None] | None) -> None:
+        """From now on `listener` is called on the event loop, once for all deltas of a wake-up, and pops them all. The
+        caller pops those that wait already. None: `wait` again."""
+        self._listener = listener
+
+    def _on_responses(self, inferences: Sequence[Inference]) -> None:
+        self._arrived.extend(inferences)
+        if self._listener is not None:
+            self._listener()
+        elif self._waiter is not None:
             _wake(self._waiter)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
@@ -117,9 +124,9 @@ class Generation:
         """The next delta, None when none is here. Raises OpenAIError when the inference it belongs to failed."""
         if not self._arrived:
             return None
-        index = self._arrived.popleft()
+        inference = self._arrived.popleft()
         try:
-            delta = read_delta(*self._inferences[index].pop())
+            delta = read_delta(*inference.pop())
         except TritonError as error:
             shown = OpenAIError.of(error)
             if self._plan is not None and self._plan.is_about_calls(shown):
@@ -127,7 +134,7 @@ class Generation:
             raise self._request.in_own_fields(shown) from None
         if delta.is_final:
             self._open -= 1
-        return index * self._request.n + delta.sequence_index, delta
+        return self._index_of[inference] * self._request.n + delta.sequence_index, delta
 
     async def next(self) -> Arrival:
         """The next delta, as `pop`."""
@@ -141,7 +148,7 @@ class Generation:
 
     def close(self) -> None:
         """Cancels what is not over. Idempotent."""
-        for inference in self._inferences:
+        for inference in self._index_of:
             inference.close()
 
 
