@@ -15,8 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from llmbackend.engine.cpu.linear import NativeLinear, swap_linears
-from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.abi import STRUCTURES
+from llmbackend.engine.kernels import choice, library
+from llmbackend.engine.kernels.abi import STRUCTURES, Type
 from llmbackend.engine.kernels.library import NativeKernels, fault_of
 
 pytestmark = pytest.mark.slow
@@ -80,6 +80,33 @@ def test_the_best_of_what_can_run_is_loaded() -> None:
     assert "generic" in names and names[-1] == "generic"
     best = library.load()
     assert best is not None and best.variant == names[0]
+
+
+@native
+@pytest.mark.parametrize("weights", list(Type))
+def test_what_computes_a_model_is_measured(weights: Type) -> None:
+    """Each library that can run is, and the words for the log name them all."""
+    chosen = choice.choose_library(weights)
+    assert chosen is not None and chosen is choice.choose_library(weights)
+    assert chosen.library.variant in library.available()
+    assert chosen.report.startswith(chosen.library.variant)
+    assert all(name in chosen.report for name in library.VARIANTS if name != "generic")
+
+
+@native
+@pytest.mark.skipif(len(library.available()) < 3, reason="fewer than two libraries for vector units can run here")
+def test_the_fastest_is_chosen_and_the_widest_of_equals(monkeypatch: pytest.MonkeyPatch) -> None:
+    vector_units = [name for name in library.available() if name != "generic"]
+
+    def chosen(seconds: dict[str, float]) -> str:
+        monkeypatch.setattr(choice, "_least_seconds", lambda pieces: [seconds.get(name, 1.0) for name in vector_units])
+        found = choice.choose_library.__wrapped__(Type.BFLOAT16)
+        assert found is not None
+        return found.library.variant
+
+    assert chosen({}) == vector_units[0]
+    assert chosen(dict.fromkeys(vector_units[1:], 0.97)) == vector_units[0]
+    assert [chosen({name: 0.5}) for name in vector_units] == vector_units
 
 
 @native

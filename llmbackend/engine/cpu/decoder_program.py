@@ -63,9 +63,9 @@ class DecoderProgram:
         self._decoder = decoder
         self._caches = caches
         self._vocab_size = decoder.head.weight.n
-        # Tiles multiply bfloat16 by bfloat16; everything else widens weights and keeps activations in float32.
-        tiles = kernels.library.variant == "amx" and decoder.embedding.dtype == torch.bfloat16
-        self._activation = Type.BFLOAT16 if tiles else Type.FLOAT32
+        # Where weights are widened to be multiplied, activations are kept in float32.
+        rounded = kernels.library.multiplies_bfloat16 and decoder.embedding.dtype == torch.bfloat16
+        self._activation = Type.BFLOAT16 if rounded else Type.FLOAT32
         self._max_tokens, self._max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
         self._kept: list[Any] = []

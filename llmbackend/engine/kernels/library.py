@@ -25,8 +25,9 @@ from .abi import STRUCTURES, Kind, LinearOp, Step, Type
 
 logger = logging.getLogger(__name__)
 
-# Best first; the bit that the generic library reports for a CPU that can execute it (native/cpu.h).
-_VARIANTS: Final = {"amx": 8, "avx512_vnni": 4, "avx512": 2, "avx2": 1, "generic": 0}
+VARIANTS: Final = {"amx": 8, "avx512_vnni": 4, "avx512": 2, "avx2": 1, "generic": 0}
+"""Widest first; the bit that the generic library reports for a CPU that can execute it (native/cpu.h)."""
+_MULTIPLY_BFLOAT16: Final = ("amx",)
 PANEL: Final = 32
 """Output columns of a packed weight per panel."""
 _K_MULTIPLE: Final = {Type.FLOAT32: 1, Type.BFLOAT16: 32, Type.INT8: 64}
@@ -45,6 +46,8 @@ class KernelLibrary:
     def __init__(self, variant: str, path: Path) -> None:
         """Raises OSError when it cannot be loaded, or was built from other sources than these."""
         self.variant = variant
+        self.multiplies_bfloat16 = variant in _MULTIPLY_BFLOAT16
+        """Whether bfloat16 weights are best multiplied by bfloat16 rows, and not widened."""
         self.functions: Any = ctypes.CDLL(str(path))
         _declare(self.functions)
         sizes = (c_int32 * len(STRUCTURES))()
@@ -103,7 +106,7 @@ def available() -> tuple[str, ...]:
     if generic is None:
         return ()
     features = ctypes.CDLL(str(generic)).llmb_cpu_features()
-    return tuple(name for name, bit in _VARIANTS.items() if features & bit == bit and _path(name) is not None)
+    return tuple(name for name, bit in VARIANTS.items() if features & bit == bit and _path(name) is not None)
 
 
 @functools.cache

@@ -27,8 +27,9 @@ from ..config import EngineConfig
 from ..cpu.linear import pack_linears, swap_linears
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.weights import check_device, join_neighbours, quantize_linears
+from ..kernels.abi import Type
+from ..kernels.choice import choose_library
 from ..kernels.library import NativeKernels
-from ..kernels.library import load as load_library
 from ..kernels.weights import TYPE_OF
 from ..load_progress import bar_hook, report
 from .checkpoint_check import check_loading_info, check_tensors, without_report
@@ -161,16 +162,16 @@ def _place(
 
 def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:
     """The native kernels, where they can compute this model's layers. Raises ValueError when int8 needs them."""
-    library = None
+    choice = None
     if device.type == "cpu" and dtype in TYPE_OF and config.kernels != "torch":
-        library = load_library()
-    if library is None:
+        choice = choose_library(Type.INT8 if config.quantization == "int8" else TYPE_OF[dtype])
+    if choice is None:
         if config.quantization is not None:
             raise ValueError(
                 f"engine argument 'quantization' is '{config.quantization}', which needs the native CPU kernels"
             )
         return None
-    return NativeKernels(library, config.num_threads or len(os.sched_getaffinity(0)))
+    return NativeKernels(choice.library, config.num_threads or len(os.sched_getaffinity(0)))
 
 
 def _why_not_native(config: EngineConfig, dtype: torch.dtype) -> str:
