@@ -19,7 +19,7 @@ import torch
 
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
-from llmbackend.engine.sampling.sampler import Sampler
+from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import RowTable
 
 PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.2}
@@ -46,7 +46,7 @@ def make_logits(kind: str, rows: int, vocab: int) -> torch.Tensor:
     return logits
 
 
-def step_of(sampler: Sampler, logits: torch.Tensor, sampling: dict[str, Any]) -> Callable[[], object]:
+def step_of(sampler: TorchSampler, logits: torch.Tensor, sampling: dict[str, Any]) -> Callable[[], object]:
     """One step over all rows of the logits, each with a prompt of 200 tokens and 56 after it."""
     num_rows, table = len(logits), RowTable(len(logits), 256, 16)
     table.token_ids[:] = np.random.default_rng(0).integers(0, 64, table.token_ids.shape)
@@ -87,10 +87,10 @@ def main() -> None:
         for rows in (1, 64):
             for name, (kind, sampling) in CASES.items():
                 logits = make_logits(kind, rows, vocab).to(getattr(torch, arguments.dtype))
-                small = Sampler(rows, 64, (), engine)
+                small = TorchSampler(rows, 64, (), engine)
                 steps = [
-                    step_of(Sampler(rows, vocab, ()), logits, sampling),
-                    step_of(Sampler(rows, vocab, (), engine), logits, sampling),
+                    step_of(TorchSampler(rows, vocab, ()), logits, sampling),
+                    step_of(TorchSampler(rows, vocab, (), engine), logits, sampling),
                     step_of(small, logits[:, :64].contiguous(), sampling),
                 ]
                 slow, fast, python = interleaved_ms(steps, arguments.repeats)

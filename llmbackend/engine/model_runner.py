@@ -25,7 +25,7 @@ from .model.loader import LoadedModel, load_model
 from .model.lora import refuse_adapter
 from .model.module_forward import ModuleForward
 from .sampling.prompt_logprobs import Float32Array, PromptSpan, logprobs_of_spans, prompt_spans
-from .sampling.sampler import Sampler
+from .sampling.torch_sampling import TorchSampler
 from .step import Int32Array, RowTable, Runner, SampledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class ModelRunner:
         num_blocks = _num_blocks(config, loaded)
         self.adapters = loaded.adapters
         self._forward, how = _make_forward(config, loaded, num_blocks)
-        self._sampler = Sampler(config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids, loaded.kernels)
+        self._sampler = TorchSampler(config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids, loaded.kernels)
         self._info = ModelInfo(
             model_type=loaded.model_type,
             vocab_size=loaded.vocab_size,

@@ -16,7 +16,7 @@ from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, Reasoning, SamplingParams, Vocabulary
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeKernels
-from llmbackend.engine.sampling.sampler import Sampler
+from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import RowTable
 from llmbackend.engine.token_masks import TokenMasks, all_tokens, num_words, only
 from tests.helpers.mock_devices import devices_closed, make_overlapping
@@ -295,7 +295,7 @@ def test_native_and_torch_apply_masks_alike(engine: str, vocab: int) -> None:
     masks = random_masks(samples, vocab, vocab)
     rows = np.arange(samples, dtype=np.int32)
     for kernels in (None, native):
-        sampler = Sampler(samples, vocab, (3,), kernels)
+        sampler = TorchSampler(samples, vocab, (3,), kernels)
         for row in rows.tolist():
             sampling = SamplingParams(**ways[row % len(ways)], seed=row)  # type: ignore[arg-type]
             request = InferRequest(request_id="r", prompt_token_ids=(1, 2), sampling=sampling, grammar="g")

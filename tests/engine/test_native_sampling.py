@@ -14,7 +14,7 @@ from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeKernels
 from llmbackend.engine.mock.mock_model import sample as plain_sample
-from llmbackend.engine.sampling.sampler import Sampler
+from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens
 from tests.helpers.native_engines import best_is_fast
 from tests.helpers.sampling_parameters import random_parameters
@@ -39,7 +39,7 @@ class Rows:
         self.table = RowTable(len(parameters), 16, 16)
         self.table.token_ids[:] = np.random.default_rng(1).integers(0, vocab, self.table.token_ids.shape)
         self.table.num_prompt_tokens[:], self.table.num_tokens[:] = NUM_PROMPT, NUM_TOKENS
-        self.sampler = Sampler(len(parameters), vocab, EOS, native)
+        self.sampler = TorchSampler(len(parameters), vocab, EOS, native)
         for row, each in enumerate(parameters):
             prompt = tuple(self.table.token_ids[row, :NUM_PROMPT].tolist())
             request = InferRequest(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(**each))

@@ -13,7 +13,7 @@ from llmbackend.engine.mock.mock_model import _draw as plain_draw
 from llmbackend.engine.mock.mock_model import sample as plain_sample
 from llmbackend.engine.sampling.drawing import Limits, draw, draw_limited, likeliest, most_likely
 from llmbackend.engine.sampling.rows import uniform
-from llmbackend.engine.sampling.sampler import Sampler
+from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import RowTable, SampledTokens
 
 VOCAB, EOS = 3000, (7, 8)
@@ -33,7 +33,7 @@ class Rows:
 
     def __init__(self, requests: list[InferRequest], outputs: list[list[int]]) -> None:
         self.table = RowTable(len(requests), 64, 16)
-        self.sampler = Sampler(len(requests), VOCAB, EOS)
+        self.sampler = TorchSampler(len(requests), VOCAB, EOS)
         for row, (each, output) in enumerate(zip(requests, outputs, strict=True)):
             tokens = [*each.prompt_token_ids, *output]
             self.table.token_ids[row, : len(tokens)] = tokens
@@ -230,7 +230,7 @@ def test_a_broken_row_gets_an_error_and_the_others_go_on(broken: float) -> None:
 )
 def test_a_bad_parameter_is_refused_by_name(sampling: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Sampler(1, VOCAB, EOS).add_row(0, request([1], **sampling))
+        TorchSampler(1, VOCAB, EOS).add_row(0, request([1], **sampling))
 
 
 def test_a_row_is_free_of_its_last_request() -> None:

@@ -17,7 +17,7 @@ from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams
 from llmbackend.engine.mock.mock_model import MockRunner
-from llmbackend.engine.sampling.sampler import Sampler
+from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.scheduling.speculation import MAX_PAUSE_STEPS, Speculator, accepted_runs
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens, StepPlan
 from tests.helpers.mock_engine import expect_oracle, make_core, make_request, run_counted, run_to_end
@@ -230,7 +230,7 @@ def test_tokens_hold_up_to_the_first_wrong_draft(sampled: list[int], expected: l
 def test_the_sampler_takes_a_draft_for_an_output_token(sampling: dict[str, Any]) -> None:
     """Several positions of a row at once give what one after the other gives, penalties and min_tokens included."""
     request = InferRequest(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(**sampling))
-    table, sampler = RowTable(2, 16, 4), Sampler(2, 40, (39,))
+    table, sampler = RowTable(2, 16, 4), TorchSampler(2, 40, (39,))
     table.token_ids[1, :7] = [1, 2, 30, 31, 30, 32, 30]
     table.num_prompt_tokens[1], table.num_tokens[1] = 2, 3
     sampler.add_row(1, request)
@@ -245,7 +245,7 @@ def test_the_sampler_takes_a_draft_for_an_output_token(sampling: dict[str, Any])
 
 
 def test_broken_logits_behind_a_draft_are_no_error_yet() -> None:
-    sampler, table = Sampler(2, 40, ()), RowTable(2, 16, 4)
+    sampler, table = TorchSampler(2, 40, ()), RowTable(2, 16, 4)
     table.num_tokens[:] = 3
     for row in (0, 1):
         request = InferRequest(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(logprobs=0, seed=row))

@@ -21,7 +21,7 @@ import torch
 
 from ..infer_request import InferRequest, ModelInfo
 from ..model.lora import refuse_adapter
-from ..sampling.sampler import Sampler
+from ..sampling.torch_sampling import TorchSampler
 from ..step import KVCopies, RowTable, SampledTokens, StepPlan
 from .device import Device, Event
 from .device_rows import DeviceRows, StepMessage, StepMessages
@@ -200,7 +200,7 @@ class HostSampling:
     max_steps_in_flight = 1
 
     def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._sampler = Sampler(max_num_seqs, vocab_size, eos_token_ids)
+        self._sampler = TorchSampler(max_num_seqs, vocab_size, eos_token_ids)
 
     def add_row(self, row: int, request: InferRequest) -> None:
         self._sampler.add_row(row, request)
@@ -213,7 +213,7 @@ class HostSampling:
 
 
 class _HostStep:
-    def __init__(self, sampler: Sampler, plan: StepPlan, table: RowTable) -> None:
+    def __init__(self, sampler: TorchSampler, plan: StepPlan, table: RowTable) -> None:
         self._sampler, self._plan, self._table = sampler, plan, table
         self._sampled = SampledTokens(np.empty(0, np.int32))
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from ..sampling.rows import RowEdits, SampleLogprobs, SamplingRows
 from ..step import Int32Array, RowTable
 from ..token_masks import TokenMasks
+from .abi import Type
 from .library import NativeKernels
-from .weights import TYPE_OF
+
+Float32Array = npt.NDArray[np.float32]
+Int64Array = npt.NDArray[np.int64]
 
 
 class _Edits(ctypes.Structure):
@@ -46,6 +50,15 @@ class _Samples(ctypes.Structure):
         ("mask_index", c_void_p),
         *((name, c_int32) for name in ("top_stride", "num_samples", "vocab", "logits_type")),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLogits:
+    """Rows of logits in memory; stride: elements from row to row."""
+
+    address: int
+    stride: int
+    type: Type
 
 
 class NativeSampling:
@@ -82,20 +95,25 @@ class NativeSampling:
         self._edits[row] = ctypes.addressof(native)
 
     def sample(
-        self,
-        rows: Int32Array,
-        positions: Int32Array,
-        logits: torch.Tensor,
-        table: RowTable,
-        masks: TokenMasks | None = None,
+        self, rows: Int32Array, positions: Int32Array, logits: Float32Array, table: RowTable, masks: TokenMasks | None
     ) -> tuple[Int32Array, SampleLogprobs | None]:
-        """As TorchSampling.sample. Raises MemoryError."""
+        """As Sampling.sample; a logit's neighbour in its row lies beside it. Raises MemoryError."""
+        assert logits.dtype == np.float32 and logits.strides[-1] == 4, "logits are rows of float32"
+        at = NativeLogits(int(logits.ctypes.data), logits.strides[0] // 4, Type.FLOAT32)
+        return self.sample_from(at, rows, positions, table, masks)
+
+    def take(self, logits: Float32Array, samples: Int64Array, token_ids: Int64Array) -> Float32Array:
+        values: Float32Array = logits[samples, token_ids]
+        return values
+
+    def sample_from(
+        self, logits: NativeLogits, rows: Int32Array, positions: Int32Array, table: RowTable, masks: TokenMasks | None
+    ) -> tuple[Int32Array, SampleLogprobs | None]:
+        """As Sampling.sample. Raises MemoryError."""
         rows, positions = (np.ascontiguousarray(array, np.int32) for array in (rows, positions))
-        if logits.dtype not in TYPE_OF or logits.stride(-1) != 1:
-            logits = logits.float().contiguous()
         token_ids = np.empty(len(rows), np.int32)
         samples = self._samples
-        samples.logits, samples.stride, samples.logits_type = logits.data_ptr(), logits.stride(0), TYPE_OF[logits.dtype]
+        samples.logits, samples.stride, samples.logits_type = logits.address, logits.stride, logits.type
         samples.rows, samples.positions = rows.ctypes.data, positions.ctypes.data
         samples.token_ids, samples.num_samples = token_ids.ctypes.data, len(rows)
         samples.masks = samples.mask_index = None

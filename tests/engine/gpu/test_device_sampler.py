@@ -16,7 +16,7 @@ from llmbackend.engine.gpu.device_sampler import DeviceSampler, tokens_on_host
 from llmbackend.engine.gpu.kernels import ranked_sampling, ranking, sampling
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.sampling.rows import uniform
-from llmbackend.engine.sampling.sampler import Sampler
+from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens
 from llmbackend.engine.token_masks import TokenMasks, only
 from tests.helpers.gpu.kernel_device import DEVICE, INTERPRETED
@@ -35,7 +35,7 @@ class Rows:
         self.table.token_ids[:] = np.random.default_rng(1).integers(0, vocab, self.table.token_ids.shape)
         self.table.token_ids[:, 6] = self.table.token_ids[:, 7]
         self.table.num_prompt_tokens[:], self.table.num_tokens[:] = NUM_PROMPT, NUM_TOKENS
-        self.reference = Sampler(count, vocab, EOS)
+        self.reference = TorchSampler(count, vocab, EOS)
         self.sampler = DeviceSampler(count, vocab, EOS, DEVICE)
         for row, each in enumerate(parameters):
             prompt = tuple(self.table.token_ids[row, :NUM_PROMPT].tolist())
