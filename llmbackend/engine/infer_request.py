@@ -295,6 +295,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_s           seconds that the load took
     description      for the log: device, dtype, threads, instruction set
     num_host_blocks  KV blocks in host memory, beside num_blocks
+    needs_torch      whether torch computes, so that the next engine's process needs it, too
     """
 
     model_type: str
@@ -308,18 +309,26 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float
     description: str = ""
     num_host_blocks: int = 0
+    needs_torch: bool = False
+
+
+class ModelPrepared(msgspec.Struct, frozen=True):
+    """Engine → host, in the place of a ModelInfo: the process has packed the model for engines that are forked from now
+    on, and ends. There is nothing to wait for before the next one is started."""
 
 
 class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):
-    """Engine → host, the first messages: any number with `progress`, and then one with `info` or `error`.
+    """Engine → host, the first messages: any number with `progress`, and then one of the others.
 
     info         the loaded model
+    prepared     in its place: the model is packed, and the process ends
     progress     how far the load has come
     error        why the model cannot be loaded; the engine ends
     is_shortage  whether the machine lacked memory, descriptors or processes
     """
 
     info: ModelInfo | None = None
+    prepared: ModelPrepared | None = None
     progress: LoadProgress | None = None
     error: str = ""
     is_shortage: bool = False

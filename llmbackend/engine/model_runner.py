@@ -93,6 +93,7 @@ class ModelRunner:
             device=str(loaded.device),
             load_s=time.monotonic() - start_s,
             description=_describe(loaded, how),
+            needs_torch=True,
         )
 
     @property

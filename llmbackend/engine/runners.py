@@ -6,45 +6,21 @@ Does not know: requests, processes' lives. Invariant: importing this module impo
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable
-from functools import partial
-from multiprocessing.connection import Connection
 
 from . import lean_imports
 from .config import EngineConfig
 from .fault_injection import Faults, with_faults
-from .gpu.parallel.followers import Followers, fork_followers
+from .gpu.parallel.followers import Followers
+from .shared_parts import SharedParts
 from .step import Runner
 
 logger = logging.getLogger(__name__)
 
 
-def prepare(config: EngineConfig) -> None:
-    """Imports what `make_runner` needs. An import that fails here fails again there, with its reason."""
-    if config.model == "mock":
-        return
-    with contextlib.suppress(Exception):
-        lean_imports.import_for(config.model)
-        from . import model_runner  # noqa: F401
-
-
-def in_own_process(config: EngineConfig, lifeline_fd: int) -> Callable[[], Runner]:
-    """`make_runner` of this config, for a process of the engine's own that has no threads yet.
-
-    Forks the other ranks of an engine over several devices, which close `lifeline_fd`.
-    """
-    if config.tensor_parallel_size == 1:
-        return partial(make_runner, config)
-
-    def follow(rank: int, link: Connection) -> None:
-        from .gpu.parallel.start import follow
-
-        logging.basicConfig(level=logging.INFO, format=f"rank {rank} %(process)d %(levelname)s %(message)s")
-        follow(config, rank, link)
-
-    return partial(make_runner, config, fork_followers(config.tensor_parallel_size, follow, [lifeline_fd]))
+def shared_parts(config: EngineConfig) -> SharedParts:
+    """In a fork server: what the engines of this config have in common."""
+    return SharedParts(config, make_runner)
 
 
 def make_runner(config: EngineConfig, followers: Followers | None = None) -> Runner:

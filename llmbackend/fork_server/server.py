@@ -1,11 +1,13 @@
 """The server process: it has imported what its children need, and forks one for each order.
 
 For: boot.py. Does not know: what children do. A module of their package says it: `prepare(*arguments)` imports what
-they share, and returns `run(order, *descriptors)`, which a child runs. Invariants: the server runs no thread and
-none of its children's work; each child has a session of its own and no descriptor of another child; the host is told
-each child's process id and, once the child has ended and its process group is killed, how it ended; the server ends
-with the host, or when the host closes the control socket, and then kills the children that are left. Signals that stop
-the host (SIGINT, SIGTERM, SIGHUP) are ignored by handlers, which a program that a child starts does not inherit.
+they share, and returns `run(order, *descriptors)`, which a child runs. Where `run` has a method `before_fork(order)`,
+the server calls it before it forks the child of that order: what this makes, all later children share. Invariants: the
+server runs no thread when it forks, and none of its children's work; each child has a session of its own and no
+descriptor of another child; the host is told each child's process id and, once the child has ended and its process
+group is killed, how it ended; the server ends with the host, or when the host closes the control socket, and then kills
+the children that are left. Signals that stop the host (SIGINT, SIGTERM, SIGHUP) are ignored by handlers, which a
+program that a child starts does not inherit.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import select
 import signal
 import socket
 import struct
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from .boot import load_package
 
@@ -68,9 +71,8 @@ def main(control_fd: str, host_pid: str, end: str, package: str, directory: str,
     load_package(package, directory)
     program = importlib.import_module(module)
     run = program.prepare(*arguments)
-    gc.collect()
-    gc.freeze()  # a child's collector must not touch, and so copy, what is shared
-    order = _serve(control)
+    _freeze()
+    order = _serve(control, _preparation(run))
     if order is None:
         return
     if end == ENDS_WITH_SERVER:
@@ -90,7 +92,26 @@ def end_with(parent_pid: int) -> None:
         os._exit(1)
 
 
-def _serve(control: socket.socket) -> _Order | None:
+def _preparation(run: Any) -> Callable[[bytes], None]:
+    """What the server does before each fork."""
+    before_fork = getattr(run, "before_fork", None)
+    if before_fork is None:
+        return lambda order: None
+
+    def prepare(order: bytes) -> None:
+        before_fork(order)
+        _freeze()
+
+    return prepare
+
+
+def _freeze() -> None:
+    """A child's collector must not touch, and so copy, what is shared."""
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(control: socket.socket, prepare: Callable[[bytes], None]) -> _Order | None:
     """Forks and reaps until the host closes the control socket; then None. Returns its order in each child."""
     children: dict[int, _Child] = {}  # by pidfd
     poll = select.poll()
@@ -106,6 +127,7 @@ def _serve(control: socket.socket) -> _Order | None:
                 for child in children.values():
                     _kill_group(child.pid)
                 return None
+            prepare(message[1:])
             order = _fork(message, descriptors, control, children)
             if order is not None:
                 return order

@@ -447,7 +447,7 @@ def test_a_fork_server_that_ends_is_noticed_and_replaced_at_once(
 ) -> None:
     owner.start(transport="process")
     fork_server = owner.manager._supervisor._fork_server
-    assert fork_server._server is not None
+    assert fork_server is not None and fork_server._server is not None
     first, engine_pid = fork_server._server.process, engine_pid_of(owner)
     first.kill()
     eventually(lambda: fork_server._server is not None and fork_server._server.process is not first)

@@ -2,10 +2,10 @@
 
 For: the engine's process, which its fork server makes with `prepare`, and the inline thread. Does not know: the host,
 beyond its sockets. Invariants: it sends EngineStarted messages first, the last of which says how loading ended, then
-one StepResult per step; it blocks on the socket while there is nothing to compute, and polls it without waiting between
-the steps of a busy engine; each time that work ends it checks that no row or block is lost. An engine's process never
-outlives its host, even without its fork server: the lifeline is a socket pair whose other end only the host holds, so
-its end of file means that the host has ended.
+one StepResult per step, if a model was loaded; it blocks on the socket while there is nothing to compute, and polls it
+without waiting between the steps of a busy engine; each time that work ends it checks that no row or block is lost. An
+engine's process never outlives its host, even without its fork server: the lifeline is a socket pair whose other end
+only the host holds, so its end of file means that the host has ended.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -27,7 +26,7 @@ from ..config import EngineConfig
 from ..engine_core import EngineCore
 from ..errors import is_shortage
 from ..fault_injection import Faults, FaultyLink, Link
-from ..infer_request import EngineInput, EngineStarted
+from ..infer_request import EngineInput, EngineStarted, ModelPrepared
 from ..load_progress import LoadProgress, reporting_to
 from ..step import Runner
 
@@ -39,21 +38,52 @@ _decode_input = msgspec.msgpack.Decoder(EngineInput).decode
 LINGER_MS = 1000
 
 
-def load(config: EngineConfig, make_runner: Callable[[], Runner], link: Link) -> EngineCore | None:
-    """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None."""
+class EngineOrder(msgspec.Struct, frozen=True):
+    """Host → fork server: the engine that is to be forked.
+
+    endpoint  of the host's socket
+    is_whole  whether the engine loads the checkpoint itself, with all that this takes; else it may share what its fork
+              server holds, or prepare that and end
+    """
+
+    endpoint: str
+    is_whole: bool = False
+
+
+_decode_order = msgspec.json.Decoder(EngineOrder).decode
+
+
+class EngineParts(Protocol):
+    """What the engines of one config have in common, in their fork server."""
+
+    def before_fork(self, is_whole: bool) -> None:
+        """Makes what the next engine is to share. Never raises: what fails fails again in the engine."""
+
+    def in_own_process(self, is_whole: bool, lifeline_fd: int) -> Callable[[], Runner | ModelPrepared]:
+        """In an engine's process that has no threads yet: what makes its runner, or prepares the model for the next
+        one. Raises ValueError, OSError or RuntimeError with a text for the user."""
+
+
+def load(config: EngineConfig, make_runner: Callable[[], Runner | ModelPrepared], link: Link) -> EngineCore | None:
+    """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None; None, too, where
+    it was prepared for the next engine."""
 
     def tell(progress: LoadProgress) -> None:
         link.send(_encode(EngineStarted(progress=progress)))
 
     try:
         with reporting_to(tell):
-            core = EngineCore(config, make_runner())
+            runner = make_runner()
+            core = None if isinstance(runner, ModelPrepared) else EngineCore(config, runner)
     except Exception as error:
         text = str(error)
         if not isinstance(error, ValueError | OSError | RuntimeError | ImportError):
             logger.exception("loading the model failed in an unexpected way")
             text = f"{type(error).__name__}: {error}"
         link.send(_encode(EngineStarted(error=text or type(error).__name__, is_shortage=is_shortage(error))))
+        return None
+    if core is None:
+        link.send(_encode(EngineStarted(prepared=ModelPrepared())))
         return None
     link.send(_encode(EngineStarted(info=core.info)))
     return core
@@ -93,22 +123,36 @@ def _take_inputs(core: EngineCore, link: Link) -> bool:
             core.adapters.drop(name)
 
 
-def prepare(runners: str, config_json: str) -> Callable[[bytes, int], None]:
-    """In the fork server. `runners`: the name of a module like engine/runners.py. Returns what an engine runs."""
+class EngineProgram:
+    """What the fork server of one config runs, and what its children do."""
+
+    def __init__(self, config: EngineConfig, parts: EngineParts) -> None:
+        self._config = config
+        self._parts = parts
+
+    def before_fork(self, order: bytes) -> None:
+        self._parts.before_fork(_decode_order(order).is_whole)
+
+    def __call__(self, order: bytes, lifeline_fd: int) -> None:
+        """An engine."""
+        engine = _decode_order(order)
+        make_runner = self._parts.in_own_process(engine.is_whole, lifeline_fd)
+        _end_with_host(lifeline_fd)
+        _run_engine(self._config, make_runner, engine.endpoint)
+
+
+def prepare(runners: str, config_json: str) -> EngineProgram:
+    """In the fork server. `runners`: the name of a module like engine/runners.py."""
     config = msgspec.json.decode(config_json, type=EngineConfig)
-    module = importlib.import_module(runners)
-    module.prepare(config)
-    return partial(_run_engine, config, module)
+    return EngineProgram(config, importlib.import_module(runners).shared_parts(config))
 
 
-def _run_engine(config: EngineConfig, runners: Any, endpoint: bytes, lifeline_fd: int) -> None:
-    make_runner = runners.in_own_process(config, lifeline_fd)
-    _end_with_host(lifeline_fd)
+def _run_engine(config: EngineConfig, make_runner: Callable[[], Runner | ModelPrepared], endpoint: str) -> None:
     logging.basicConfig(level=logging.INFO, format="engine %(process)d %(levelname)s %(message)s")
     with zmq.Context() as context, context.socket(zmq.PAIR) as link:
         link.set_hwm(0)
         link.linger = LINGER_MS
-        link.connect(endpoint.decode())
+        link.connect(endpoint)
         core = load(config, make_runner, link)
         if core is not None:
             gc.collect()

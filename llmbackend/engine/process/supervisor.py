@@ -5,7 +5,8 @@ gives them to the next engine. Invariants: at most one engine exists at a time, 
 is launched; a call blocks only until there is something to do; each engine in a row that finished no step is followed
 by a longer pause, and after `max_engine_failures` of them requests should not wait for this engine, which is still
 tried again at intervals. A start that fails because the machine lacks descriptors, memory or processes is tried again
-at growing intervals, and does not count as a failure.
+at growing intervals, and does not count as a failure. A process that has prepared the model for the next one ends as it
+should; what both take together is the time of one load.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from llmbackend.fork_server.client import restart_pause_s, wait_readable
 
 from ..config import EngineConfig
 from ..errors import EngineDeadError, is_shortage
-from ..infer_request import EngineInput, ModelInfo, StepResult
+from ..infer_request import EngineInput, ModelInfo, ModelPrepared, StepResult
+from .fork_servers import FORK_SERVERS
 from .transport import EngineForkServer, Runners, Transport, make_transport
 
 logger = logging.getLogger(__name__)
 
 MAX_SHORTAGE_PAUSE_S = 10.0
+MAX_PREPARATIONS = 2
+"""In a row, before an engine that finds nothing prepared loads the model itself."""
 
 
 class Wakeup:
@@ -71,13 +75,17 @@ class Supervisor:
     def __init__(self, config: EngineConfig, runners: Runners, wakeup: Wakeup) -> None:
         self._config = config
         self._wakeup = wakeup
-        self._fork_server = EngineForkServer(config, runners)
+        self._runners = runners
+        self._fork_server: EngineForkServer | None = None
+        """From the first launch on."""
         self._transport: Transport | None = None
         self._info: ModelInfo | None = None
         self._num_failures = 0
         self._num_shortages = 0
+        self._num_preparations = 0
         self._can_reset_failures = True
         self._launch_at_s = 0.0
+        self._load_began_s = 0.0
         self._progress_at_s = time.monotonic()
         self._cause = ""
 
@@ -155,7 +163,9 @@ class Supervisor:
         if self._transport is not None:
             self._transport.close()
         self._transport = self._info = None
-        self._fork_server.close()
+        if self._fork_server is not None:
+            FORK_SERVERS.release(self._fork_server)
+            self._fork_server = None
 
     def _launch_when_due(self) -> None:
         pause_s = self._launch_at_s - time.monotonic()
@@ -163,6 +173,7 @@ class Supervisor:
             self._wakeup.wait(pause_s)
             return
         try:
+            self._fork_server = self._fork_server or FORK_SERVERS.acquire(self._config, self._runners)
             self._transport = make_transport(self._fork_server, self._wakeup.fileno())
             self._transport.launch()
         except EngineDeadError:
@@ -171,16 +182,31 @@ class Supervisor:
             if not is_shortage(error):
                 raise
             raise EngineDeadError(f"the engine could not be started: {error}", "shortage") from error
-        self._launch_at_s = time.monotonic()
+        if not self._num_preparations:
+            self._load_began_s = time.monotonic()
 
     def _wait_for_model(self, transport: Transport) -> None:
-        left_s = self._launch_at_s + self._config.load_timeout_s - time.monotonic()
+        left_s = self._load_began_s + self._config.load_timeout_s - time.monotonic()
         if left_s <= 0:
             raise EngineDeadError(f"the model did not load within {self._config.load_timeout_s:g} s", "hang")
-        self._info = transport.receive_started(left_s)
-        if self._info is not None:
-            self._num_shortages = 0
+        started = transport.receive_started(left_s)
+        if isinstance(started, ModelPrepared):
+            self._relaunch(transport)
+        elif started is not None:
+            self._info = started
+            self._num_shortages = self._num_preparations = 0
         self.idle()
+
+    def _relaunch(self, transport: Transport) -> None:
+        """The process has prepared the model, and ends: the next one is due at once."""
+        transport.close()
+        self._transport = None
+        self._num_preparations += 1
+        assert self._fork_server is not None
+        if self._num_preparations >= MAX_PREPARATIONS and not self._fork_server.is_whole:
+            logger.warning("what an engine has prepared is gone each time: engines load the model themselves")
+            self._fork_server.is_whole = True
+        self._launch_at_s = time.monotonic()
 
     def _wait_for_step(self, transport: Transport, is_busy: bool) -> list[StepResult]:
         limit_s = self._config.step_timeout_s
@@ -199,6 +225,7 @@ class Supervisor:
         if self._transport is not None:
             self._transport.close(force=True)
         self._transport = self._info = None
+        self._num_preparations = 0
         self._cause = str(error)
         if error.kind == "shortage":
             self._num_shortages += 1

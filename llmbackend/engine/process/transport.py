@@ -35,11 +35,11 @@ from llmbackend.fork_server.output import OutputReader
 from .. import load_progress
 from ..config import EngineConfig
 from ..errors import DeathKind, EngineDeadError, is_shortage
-from ..infer_request import EngineInput, EngineStarted, ModelInfo, StepResult
+from ..infer_request import EngineInput, EngineStarted, ModelInfo, ModelPrepared, StepResult
 from ..load_progress import LoadProgress
 from ..step import Runner
 from . import engine_process
-from .engine_process import load, run
+from .engine_process import EngineOrder, load, run
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,15 @@ class Runners(Protocol):
 
 
 class EngineForkServer(ForkServer):
-    """Forks the engines of one config. Its server is started by the first engine in a process of its own."""
+    """Forks the engines of one config. Its server is started by the first engine in a process of its own.
+
+    Any thread may set `is_whole`, for good: engines load the checkpoint themselves and share imports alone.
+    """
 
     def __init__(self, config: EngineConfig, runners: Runners) -> None:
         self.config = config
         self.runners = runners
+        self.is_whole = False
         program = Program(
             "engines",
             engine_process.__name__,
@@ -79,6 +83,11 @@ class EngineForkServer(ForkServer):
             environment(config.engine_python) | _FORKS_WELL,
         )
         super().__init__(program, _to_stderr)
+
+    def fork_engine(self, endpoint: str, output_fd: int, lifeline_fd: int) -> ForkedProcess:
+        """As `fork`; the engine connects to `endpoint`."""
+        order = msgspec.json.encode(EngineOrder(endpoint, self.is_whole)).decode()
+        return self.fork(order, output_fd, lifeline_fd)
 
 
 class Transport(ABC):
@@ -108,8 +117,9 @@ class Transport(ABC):
     def launch(self) -> None:
         """Starts the engine, which then loads its model; returns at once."""
 
-    def receive_started(self, timeout_s: float | None) -> ModelInfo | None:
-        """Blocks until the model is loaded; None after a wake-up, a report of the load's progress, or `timeout_s`.
+    def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
+        """Blocks until the model is loaded or prepared; None after a wake-up, a report of the load's progress, or
+        `timeout_s`.
 
         Raises EngineDeadError with the engine's reason when the model cannot be loaded.
         """
@@ -121,6 +131,8 @@ class Transport(ABC):
                 self._show_progress(message.progress)
         if started is None:
             return None
+        if started.prepared is not None:
+            return started.prepared
         self._show_progress(None)
         if started.info is None:
             raise EngineDeadError(started.error, "shortage" if started.is_shortage else "load")
@@ -235,11 +247,13 @@ class ProcessTransport(Transport):
     _directory = ""
     _output: OutputReader | None = None
 
-    def receive_started(self, timeout_s: float | None) -> ModelInfo | None:
-        info = super().receive_started(timeout_s)
-        if info is not None:
+    def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
+        started = super().receive_started(timeout_s)
+        if started is not None:
             shutil.rmtree(self._directory)  # connected: from now on a killed host leaves no file
-        return info
+        if isinstance(started, ModelInfo) and started.needs_torch:
+            self._fork_server.is_whole = True
+        return started
 
     def launch(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="llmbackend-")
@@ -248,7 +262,7 @@ class ProcessTransport(Transport):
         reader_fd, output_fd = os.pipe()
         try:
             self._output = OutputReader(reader_fd, _to_stderr, "llm-engine-stderr")
-            self._process = self._fork_server.fork(endpoint, output_fd, self._engine_lifeline.fileno())
+            self._process = self._fork_server.fork_engine(endpoint, output_fd, self._engine_lifeline.fileno())
             self._show_progress(LoadProgress("starting the engine"))
         except OSError as error:
             kind: DeathKind = "shortage" if is_shortage(error) else "exit"
