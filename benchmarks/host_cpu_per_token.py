@@ -1,122 +1,156 @@
-"""CPU time of the server process per streamed token: 64 SSE streams of the mock model, in one or several source trees.
+"""CPU time of the server process per streamed token: 64 streams of the mock model, in one or several source trees.
 
-For: the cost of a change of frontends, host or adapter, as a ratio of two trees in one run (`git worktree add
-/tmp/before REV`, then `python benchmarks/host_cpu_per_token.py /tmp/before .`). The engine is a process of its own and
-not counted. Rounds of the trees alternate; on a noisy machine compare the smallest value of each tree.
+    git worktree add /tmp/before REV
+    python -m benchmarks.host_cpu_per_token /tmp/before . --endpoints chat,grpc
+
+For: the cost of a change of frontends, host or adapter, as a ratio of two trees in one run, and its distance from the
+floors: servers that only write the same bytes. The engine and the clients are processes of their own and not counted.
+Invariants: rounds of the trees alternate; the least is what the code costs, the median says how disturbed the machine
+was.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import psutil
+from . import stream_clients as clients
+from .stream_servers import MOCK, CpuTime, Server, start_bare, start_tree, write_mock
 
-NUM_STREAMS = 64
-STEP_MS = 20
-ENDPOINTS: dict[str, dict[str, Any]] = {
-    "/v2/models/mock/generate_stream": {"text_input": "prompt", "stream": True},
-    "/v1/completions": {"model": "mock", "prompt": "prompt", "stream": True},
-    "/v1/chat/completions": {"model": "mock", "messages": [{"role": "user", "content": "prompt"}], "stream": True},
-    "/v1/responses": {"model": "mock", "input": "prompt", "store": False, "stream": True},
-}
-MAX_TOKENS = {"/v1/responses": "max_output_tokens"}
-"""The field that limits an answer, where it is not `max_tokens`."""
+GRPC, GRPC_SHARED = "grpc", "grpc-shared"
+"""One connection per client; one for all."""
+ENDPOINTS = (*clients.HTTP_PATHS, GRPC, GRPC_SHARED)
+MIN_MESSAGES = 0.9
+"""Per token. Tokens within a character, or of nothing that is shown, send none."""
+FLOORS = {"bare SSE": "generate_stream", "bare grpc.aio": GRPC, "bare grpc.aio, shared connection": GRPC_SHARED}
 
 
-def start(tree: Path, repository: Path) -> tuple[subprocess.Popen[str], str, int]:
-    """Starts a server of that tree on free ports; returns its process and its HTTP address."""
-    command = [sys.executable, "-m", "llmbackend.cli", "serve", "--model-repository", str(repository)]
-    for protocol in ("http", "grpc", "metrics"):
-        command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", "0"]
-    env = os.environ | {"NO_COLOR": "1", "PYTHONPATH": str(tree.resolve())}
-    process = subprocess.Popen(command, cwd=tree, env=env, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if match := re.match(r"http\s+http://(\S+):(\d+)", line):
-            return process, match[1], int(match[2])
-    raise RuntimeError(f"the server of {tree} ended with exit code {process.wait()}")
+@dataclass(frozen=True)
+class Load:
+    """So many streams at once, each of so many tokens."""
+
+    num_streams: int
+    num_tokens: int
+    step_ms: float
+
+    def run(self, runner: asyncio.Runner, server: Server, endpoint: str) -> CpuTime | None:
+        """The server's CPU time per token; None where it refused. Raises RuntimeError where messages are missing."""
+        before = server.cpu()
+        streamed = runner.run(self._streams(server, endpoint))
+        spent = server.cpu() - before
+        if not all(one.events for one in streamed):
+            return None
+        tokens = self.num_streams * self.num_tokens
+        if (events := sum(one.events for one in streamed)) < MIN_MESSAGES * tokens:
+            raise RuntimeError(f"{endpoint}: {events} messages for {tokens} tokens")
+        return CpuTime(
+            spent.total_s / tokens, spent.first_thread_s / tokens, spent.user_s / tokens, spent.system_s / tokens
+        )
+
+    def bare_server(self, protocol: str) -> Server:
+        flags = {"--streams": self.num_streams, "--tokens": self.num_tokens, "--step-ms": self.step_ms}
+        return start_bare(protocol, *(str(word) for flag in flags.items() for word in flag))
+
+    async def _streams(self, server: Server, endpoint: str) -> Sequence[clients.Streamed]:
+        if endpoint in clients.HTTP_PATHS:
+            return await self._http_streams(server.http, endpoint)
+        return await self._grpc_streams(server.grpc, 1 if endpoint == GRPC_SHARED else self.num_streams)
+
+    async def _http_streams(self, address: str, endpoint: str) -> Sequence[clients.Streamed]:
+        requests = [
+            clients.http_request(endpoint, MOCK, self.num_tokens, ignore_eos=True, seed=index)
+            for index in range(self.num_streams)
+        ]
+        return await clients.at_once(self.num_streams, lambda i: clients.http_stream(address, requests[i]))
+
+    async def _grpc_streams(self, address: str, num_channels: int) -> Sequence[clients.Streamed]:
+        messages = [
+            clients.grpc_request(MOCK, self.num_tokens, ignore_eos=True, seed=index)
+            for index in range(self.num_streams)
+        ]
+        channels = [clients.grpc_channel(address, index) for index in range(num_channels)]
+        streamed = await clients.at_once(
+            self.num_streams, lambda i: clients.grpc_stream(channels[i % num_channels], messages[i])
+        )
+        for channel in channels:
+            await channel.close()
+        return streamed
 
 
-async def stream(host: str, port: int, path: str, body: dict[str, Any]) -> int:
-    """Runs one stream to its end; returns the number of its events, 0 where it was refused."""
-    reader, writer = await asyncio.open_connection(host, port)
-    content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
-    writer.write(head.encode() + content)
-    events = 0
-    while data := await reader.read(65536):
-        events += data.count(b"data: {")
-        if data.endswith(b"0\r\n\r\n"):
-            break
-    writer.close()
-    return events
+@dataclass(frozen=True)
+class Target:
+    """A server to measure, and how its lines are called."""
+
+    name: str
+    server: Server
 
 
-async def run_streams(host: str, port: int, path: str, num_tokens: int) -> int:
-    body = ENDPOINTS[path] | {MAX_TOKENS.get(path, "max_tokens"): num_tokens, "ignore_eos": True}
-    return sum(await asyncio.gather(*(stream(host, port, path, body | {"seed": i}) for i in range(NUM_STREAMS))))
+def measure_turns(
+    runner: asyncio.Runner, load: Load, targets: Sequence[Target], endpoint: str, rounds: int
+) -> list[list[CpuTime]]:
+    """Per target, the CPU time per token of each round; a round before them warms up. Empty where it was refused."""
+    found: list[list[CpuTime]] = [[] for _ in targets]
+    for round_number in range(rounds + 1):
+        for of_target, target in zip(found, targets, strict=True):
+            spent = load.run(runner, target.server, endpoint)
+            of_target += [] if spent is None or round_number == 0 else [spent]
+    return found
 
 
-def measure(process: subprocess.Popen[str], host: str, port: int, path: str, num_tokens: int) -> float | None:
-    """µs of the server process per token; None where it does not have the endpoint."""
-    server = psutil.Process(process.pid)
-    before = server.cpu_times()
-    events = asyncio.run(run_streams(host, port, path, num_tokens))
-    after = server.cpu_times()
-    if not events:
-        return None
-    return float(after.user + after.system - before.user - before.system) / (NUM_STREAMS * num_tokens) * 1e6
+def show(title: str, targets: Sequence[Target], figures: Sequence[Sequence[CpuTime]]) -> None:
+    base = next((min(one.total_s for one in of_target) for of_target in figures if of_target), 0.0)
+    for target, of_target in zip(targets, figures, strict=True):
+        if not of_target:
+            print(f"{title} {target.name}: has no such endpoint")
+            continue
+        least = min(of_target, key=lambda spent: spent.total_s)
+        median = statistics.median(spent.total_s for spent in of_target)
+        system = statistics.fmean(of.system_s / ((of.user_s + of.system_s) or 1) for of in of_target)
+        print(
+            f"{title} {target.name}: least {least.total_s * 1e6:.1f} µs (system {system * least.total_s * 1e6:.1f}, "
+            f"event loop's thread {least.first_thread_s * 1e6:.1f}), median {median * 1e6:.1f} µs, "
+            f"{least.total_s / base:.2f} of the first",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="*", type=Path, default=[Path(".")], help="source trees, the first is the base")
+    parser.add_argument("--endpoints", default=",".join(ENDPOINTS), help="default: %(default)s")
+    parser.add_argument("--no-floors", action="store_true", help="without the bare servers")
+    parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200, help="per stream")
+    parser.add_argument("--step-ms", type=float, default=20, help="of the engine")
     parser.add_argument("--rounds", type=int, default=4)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        repository = Path(directory)
-        (repository / "mock" / "1").mkdir(parents=True)
-        (repository / "mock" / "config.pbtxt").write_text('backend: "llm"\n')
-        model = {"model": "mock", "mock_step_ms": STEP_MS, "max_num_seqs": NUM_STREAMS}
-        (repository / "mock" / "1" / "model.json").write_text(json.dumps(model))
-        servers = [start(tree, repository) for tree in arguments.trees]
-        try:
-            report(arguments.trees, servers, arguments.tokens, arguments.rounds)
-        finally:
-            for process, _, _ in servers:
-                process.send_signal(signal.SIGTERM)
-                process.wait()
-
-
-def report(trees: list[Path], servers: list[Any], num_tokens: int, rounds: int) -> None:
-    for path in ENDPOINTS:
-        figures: list[list[float]] = [[] for _ in trees]
-        for _ in range(rounds + 1):
-            for of_tree, (process, host, port) in zip(figures, servers, strict=True):
-                found = measure(process, host, port, path, num_tokens)
-                of_tree += [] if found is None else [found]
-        least = [min(of_tree[1:], default=0.0) for of_tree in figures]  # the first round warms up
-        base = next((one for one in least if one), 0.0)
-        for tree, of_tree, best in zip(trees, figures, least, strict=True):
-            if not of_tree:
-                print(f"{path} {tree}: has no such endpoint")
-                continue
-            median = statistics.median(of_tree[1:])
-            print(f"{path} {tree}: least {best:.1f} µs, median {median:.1f} µs, {best / base:.2f} of the first")
+    endpoints = arguments.endpoints.split(",")
+    if unknown := set(endpoints) - set(ENDPOINTS):
+        parser.error(f"--endpoints: no {', '.join(sorted(unknown))}; there are {', '.join(ENDPOINTS)}")
+    load = Load(arguments.streams, arguments.tokens, arguments.step_ms)
+    with ExitStack() as stack:
+        runner = stack.enter_context(asyncio.Runner())
+        repository = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_mock(repository, {"mock_step_ms": arguments.step_ms, "max_num_seqs": arguments.streams})
+        servers = [start_tree(tree, repository) for tree in arguments.trees]
+        for server in servers:
+            stack.callback(server.stop)
+        targets = [Target(str(tree), server) for tree, server in zip(arguments.trees, servers, strict=True)]
+        turn = partial(measure_turns, runner, load, rounds=arguments.rounds)
+        for endpoint in endpoints:
+            show(endpoint, targets, turn(targets=targets, endpoint=endpoint))
+        for name, endpoint in FLOORS.items():
+            if endpoint in endpoints and not arguments.no_floors:
+                targets = [Target(name, load.bare_server("http" if endpoint in clients.HTTP_PATHS else "grpc"))]
+                stack.callback(targets[0].server.stop)
+                show("floor:", targets, turn(targets=targets, endpoint=endpoint))
 
 
 if __name__ == "__main__":

@@ -13,16 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from benchmarks.checkpoints import write_tokenizer
-from benchmarks.host_cpu_per_token import start, stream
+from benchmarks.stream_clients import at_once, http_request, http_stream
+from benchmarks.stream_servers import Server, start_tree
 
 from .engine_runs import ENGINE, MAX_MODEL_LEN, SCALE
 from .part import Part
@@ -30,19 +27,18 @@ from .shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLIENTS = (64, 256)
+NAME = "bench"
 PROMPT, OUTPUT_TOKENS = "a few words that stand for a prompt of some thirty tokens, more or less, as people write", 128
-PATH = f"/v2/models/{(NAME := 'bench')}/generate_stream"
 
 
 def measure(part: Part) -> None:
     scale = SCALE.get(part.shape, 1)
-    with _server(part) as (process, host, port):
-        asyncio.run(_load(host, port, 8, 8))
+    with _server(part) as server:
+        asyncio.run(_load(server.http, 8, 8))
         for clients in (count // scale for count in CLIENTS):
-            before, start_s = process.cpu_times(), time.perf_counter()
-            tokens = asyncio.run(_load(host, port, clients, OUTPUT_TOKENS // scale))
-            wall_s, after = time.perf_counter() - start_s, process.cpu_times()
-            cpu_s = after.user + after.system - before.user - before.system
+            before, start_s = server.cpu(), time.perf_counter()
+            tokens = asyncio.run(_load(server.http, clients, OUTPUT_TOKENS // scale))
+            wall_s, cpu_s = time.perf_counter() - start_s, (server.cpu() - before).total_s
             part.add(
                 measure="server",
                 clients=clients,
@@ -53,13 +49,12 @@ def measure(part: Part) -> None:
 
 
 @contextlib.contextmanager
-def _server(part: Part) -> Iterator[tuple[psutil.Process, str, int]]:
-    process, host, port = start(ROOT, _repository(part))
+def _server(part: Part) -> Iterator[Server]:
+    server = start_tree(ROOT, _repository(part))
     try:
-        yield psutil.Process(process.pid), host, port
+        yield server
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
+        server.stop()
 
 
 def _repository(part: Part) -> Path:
@@ -73,11 +68,14 @@ def _repository(part: Part) -> Path:
     return repository
 
 
-async def _load(host: str, port: int, clients: int, output_tokens: int) -> int:
+async def _load(address: str, clients: int, output_tokens: int) -> int:
     """Tokens of all clients together. Raises RuntimeError when a stream is short."""
-    body: dict[str, Any] = {"text_input": PROMPT, "stream": True, "max_tokens": output_tokens, "ignore_eos": True}
-    events = await asyncio.gather(*(stream(host, port, PATH, body | {"seed": i}) for i in range(clients)))
-    if min(events) < 1:
+    sampling = {"text_input": PROMPT, "ignore_eos": True}
+    requests = [
+        http_request("generate_stream", NAME, output_tokens, seed=index, **sampling) for index in range(clients)
+    ]
+    streamed = await at_once(clients, lambda index: http_stream(address, requests[index]))
+    if min(one.events for one in streamed) < 1:
         raise RuntimeError("a stream ended without a token")
     return clients * output_tokens
 
