@@ -8,10 +8,12 @@ new ones each time. The last two want `--timeout=0`.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import re
 import sys
+import tempfile
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -37,6 +39,12 @@ if not os.environ.get("LLMBACKEND_TEST_DEVICE"):  # tests/helpers/gpu/kernel_dev
 
 
 os.environ.setdefault("LLMBACKEND_GPUS", "")  # a test means the same on a machine with GPUs
+
+if "LLMBACKEND_WEIGHT_CACHE_DIR" not in os.environ:  # workers share that of the process that made them
+    _weights = tempfile.TemporaryDirectory(prefix="llmbackend-weights-")
+    atexit.register(_weights.cleanup)
+    os.environ["LLMBACKEND_WEIGHT_CACHE_DIR"] = _weights.name
+    os.environ["LLMBACKEND_WEIGHT_CACHE_SIZE"] = "2"
 
 CONSERVATION = Conservation()
 SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)

@@ -54,6 +54,8 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "dtype": (_MODEL, "Data type of weights and activations."),
     "quantization": (_MODEL, "Weights in 8 bits, made while loading."),
     "load_format": (_MODEL, "safetensors, or dummy for random weights."),
+    "weight_cache_dir": (_MODEL, "Folder of packed weights for faster starts; default: ~/.cache/llmbackend/weights."),
+    "weight_cache_size": (_MODEL, "GiB that it may hold; 0 = keep none. (default: 32)"),
     "max_model_len": (_MODEL, "Context limit in tokens (32k, 32K); default: the model's."),
     "seed": (_MODEL, "Seed of random weights."),
     "max_num_seqs": (_MEMORY, "Requests in one step."),

@@ -105,6 +105,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len                 tokens of a request, prompt and output; None = the model's limit
     trust_remote_code             whether code from the checkpoint may run
     load_format                   "safetensors", or "dummy" = random weights
+    weight_cache_dir              folder of packed weights, from which the next start on CPU reads them; "" = the
+                                  variable LLMBACKEND_WEIGHT_CACHE_DIR, else llmbackend/weights in $XDG_CACHE_HOME
+    weight_cache_size             GiB that it may hold; 0 = no packed weights are kept; None = the variable
+                                  LLMBACKEND_WEIGHT_CACHE_SIZE, else 32
     quantization                  weights per output channel and activations per token in 8 bits: "int8" integers,
                                   "fp8" floats (e4m3, on a GPU); None = none
     enable_lora                   whether requests may name adapters; the model then runs as modules
@@ -196,6 +200,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enforce_eager: bool = False
     kernels: Literal["auto", "torch"] = "auto"
     load_format: Literal["safetensors", "dummy"] = "safetensors"
+    weight_cache_dir: str = ""
+    weight_cache_size: float | None = None
     mock_vocab_size: int = 259
     mock_step_ms: float = 0.0
     mock_steps_in_flight: int = 0
@@ -228,6 +234,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 "engine argument 'async_scheduling' is true, expected false or null with a 'speculative_config': "
                 "how many of its drafts hold is known only when a step is read"
+            )
+        if self.weight_cache_size is not None and not 0 <= self.weight_cache_size < math.inf:
+            raise ValueError(
+                f"engine argument 'weight_cache_size' is {self.weight_cache_size:g}, expected a number of at least 0"
             )
         self._at_least("max_lora_rank", self.max_lora_rank, 1)
         if self.lora_modules and not self.enable_lora:

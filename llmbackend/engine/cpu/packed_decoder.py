@@ -244,6 +244,14 @@ class Memories:
             yield None if offset_bytes is None else _address(self.resident, offset_bytes, size_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedModel:
+    """A model that a native program computes; its program's logits were compared with those of its modules."""
+
+    decoder: PackedDecoder
+    memories: Memories
+
+
 def _address(memory: Bytes, offset_bytes: int, size_bytes: int) -> int:
     inside = 0 <= offset_bytes <= offset_bytes + size_bytes <= len(memory)
     if not inside or offset_bytes % ALIGN_BYTES:

@@ -1,0 +1,196 @@
+"""The image of one engine's model: found in the cache, or about to be written. Begin here.
+
+For: the process that forks engines (`CachedModel`), and the one that packs the model (`Draft.write`). Does not know:
+how a model is packed or computed. Invariants: importing this imports neither torch nor transformers; no failure of the
+cache fails a start: a warning says why, and the model is packed again; where nothing can be written to disk, packed
+weights are passed on in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from ..config import EngineConfig
+from ..cpu.packed_decoder import Bytes, Memories, PackedDecoder, PackedModel
+from ..errors import CheckpointError
+from .cache_folder import CacheFolder, FolderRefusedError, directory_of, limit_bytes_of
+from .image_file import ImageDamagedError, ImageFile, image_bytes, write_image
+from .image_key import NoKeyError, key_of
+from .packed_places import check_places
+
+logger = logging.getLogger(__name__)
+
+_IN_MEMORY: Final = "weights"
+"""The key of an image that lies in memory alone, and is read by the process whose child wrote it."""
+NewMemory = Callable[[int], Bytes]
+"""Of so many bytes, such as `KernelLibrary.memory`: on huge pages, aligned, zeros."""
+_decode = msgspec.msgpack.Decoder(PackedDecoder).decode
+
+
+class CachedModel:
+    """The place of one model's image. Made anew for each start: the checkpoint may have been replaced."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Takes some milliseconds; never raises for what is wrong with the cache or the checkpoint."""
+        self.directory = ""
+        self.key = ""
+        """Of what the image depends on; "" where there is no place for one."""
+        self.why_not = ""
+        """Why there is no place for an image on disk; "" where there is one."""
+        self._folder: CacheFolder | None = None
+        self._name = ""
+        try:
+            self._open(config)
+        except (NoKeyError, CheckpointError) as error:
+            self.why_not = str(error)
+        except (OSError, FolderRefusedError) as error:
+            self.why_not = f"the weight cache '{self.directory}' is not used: {error}"
+            logger.warning("%s", self.why_not)
+
+    def _open(self, config: EngineConfig) -> None:
+        limit_bytes = limit_bytes_of(config)
+        if not limit_bytes:
+            raise NoKeyError("the weight cache is off")
+        key = key_of(config)
+        directory = directory_of(config)
+        self.directory = str(directory)
+        self._folder = CacheFolder(directory, limit_bytes)
+        self.key, self._name = key.digest, key.file_name
+
+    def read(self, new_memory: NewMemory, num_threads: int) -> PackedModel | None:
+        """The packed model, if there is an image of it that has not changed; its threads have ended. Raises
+        MemoryError."""
+        image = self._find()
+        if image is None:
+            return None
+        try:
+            return _read(image, new_memory, num_threads)
+        except ImageDamagedError as error:
+            self._discard(str(error))
+        finally:
+            image.close()
+        return None
+
+    def draft(self) -> Draft:
+        """A place for the image that this process, or a child of it, is about to write. Raises OSError when there is
+        not even memory for it."""
+        return Draft(self.key, self._folder and self._folder.copy(), self._name)
+
+    def close(self) -> None:
+        """Drafts and what was read stay."""
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
+
+    def _find(self) -> ImageFile | None:
+        if self._folder is None:
+            return None
+        try:
+            descriptor = self._folder.open_image(self._name)
+        except (OSError, FolderRefusedError) as error:
+            logger.warning("the weight cache '%s' is not read: %s", self.directory, error)
+            return None
+        if descriptor is None:
+            return None
+        try:
+            return ImageFile(descriptor, self.key)
+        except ImageDamagedError as error:
+            os.close(descriptor)
+            self._discard(str(error))
+        return None
+
+    def _discard(self, reason: str) -> None:
+        if self._folder is not None:
+            path = os.path.join(self.directory, self._name)
+            logger.warning("the packed weights '%s' are removed, and made again: %s", path, reason)
+            self._folder.remove(self._name)
+
+
+class Draft:
+    """An image that is being written: by this process, or by a child that inherited it. One process of these closes
+    it."""
+
+    def __init__(self, key: str, folder: CacheFolder | None, name: str) -> None:
+        """Owns the folder."""
+        self._key, self._name = key, name
+        self._folder = folder
+        self._file, self._unfinished = -1, ""
+        self._memory = os.memfd_create("llmbackend-weights", os.MFD_CLOEXEC)
+        if folder is not None:
+            try:
+                self._file, self._unfinished = folder.new_file()
+            except OSError as error:
+                logger.warning("packed weights are not kept: %s", error)
+
+    def write(self, packed: PackedModel, num_threads: int) -> None:
+        """Into the file, or into memory where it cannot be written. Raises OSError when neither has room."""
+        description = msgspec.msgpack.encode(packed.decoder)
+        resident, mapped = packed.memories.resident, packed.memories.mapped
+        if self._folder is not None and self._file >= 0:
+            try:
+                self._folder.reserve(self._file, image_bytes(len(resident), len(mapped), len(description)))
+                write_image(self._file, self._key, description, resident, mapped, num_threads)
+                return
+            except OSError as error:
+                logger.warning("packed weights are not kept: %s", error)
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, 0)
+        write_image(self._memory, _IN_MEMORY, description, resident, mapped, num_threads)
+
+    def read(self, new_memory: NewMemory, num_threads: int) -> PackedModel | None:
+        """What was written, also before it is published; None: nothing was, or its writer was killed. Raises
+        MemoryError."""
+        for descriptor, key in ((self._file, self._key), (self._memory, _IN_MEMORY)):
+            if descriptor < 0 or not os.fstat(descriptor).st_size:
+                continue
+            try:
+                image = ImageFile(descriptor, key)
+                packed = _read(image, new_memory, num_threads)
+            except ImageDamagedError as error:
+                logger.info("packed weights were not finished: %s", str(error))
+                continue
+            if descriptor == self._memory:
+                image.release_resident()
+            return packed
+        return None
+
+    def publish(self) -> None:
+        """What was written becomes the model's image in the cache, once the disk has it: may take seconds. Does
+        nothing where it lies in memory, or was published by another process."""
+        if self._folder is None or self._file < 0 or not os.fstat(self._file).st_size:
+            return
+        try:
+            self._folder.publish(self._file, self._unfinished, self._name)
+        except FileNotFoundError:
+            logger.debug("the image %s was published before", self._name)
+        except OSError as error:
+            logger.warning("packed weights are not kept: %s", error)
+
+    def close(self) -> None:
+        """Removes what was not published."""
+        os.close(self._memory)
+        if self._folder is not None:
+            if self._file >= 0:
+                self._folder.remove(self._unfinished)
+                os.close(self._file)
+            self._folder.close()
+            self._folder = None
+
+
+def _read(image: ImageFile, new_memory: NewMemory, num_threads: int) -> PackedModel:
+    """Raises ImageDamagedError or MemoryError. Every place in the description lies in its memory."""
+    description, resident, mapped = image.read(new_memory, num_threads)
+    memories = Memories(resident, mapped)
+    try:
+        decoder = _decode(description)
+        decoder.check()
+        check_places(decoder, memories)
+    except (ValueError, UnicodeError, RecursionError, OverflowError) as error:
+        raise ImageDamagedError(f"its description is broken: {error}") from None
+    return PackedModel(decoder, memories)
