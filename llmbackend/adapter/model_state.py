@@ -142,7 +142,7 @@ class ModelState:
             )
         self.metrics.set_max_tokens(limits.max_tokens)
         engine.manager.prepare_grammars()
-        logger.info("%s: %s", instance_name, engine.info.description or f"loaded in {engine.info.load_s:.1f} s")
+        logger.info("%s: %s", instance_name, engine.info.summary)
 
     def stop_engine(self, engine: EngineHandle) -> None:
         """Ends an engine; its unfinished requests go on in another one. When it was the last, they and the queued

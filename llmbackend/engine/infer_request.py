@@ -12,6 +12,7 @@ from typing import Final, Literal
 import msgspec
 
 from .load_progress import LoadProgress
+from .start_parts import StartPart, text_of
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PrefixSalt = tuple[str, str, str]
@@ -292,8 +293,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks       KV blocks of the device
     dtype            of weights and activations
     device           "cpu", "cuda:0" …
-    load_s           seconds that the load took
+    load_s           seconds that the load took; of a process, from its order on
     description      for the log: device, dtype, threads, instruction set
+    paths            for the log: which way parts of the model are computed, and why
+    parts            for the log: what the load consisted of
     num_host_blocks  KV blocks in host memory, beside num_blocks
     needs_torch      whether torch computes, so that the next engine's process needs it, too
     """
@@ -308,13 +311,26 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     load_s: float
     description: str = ""
+    paths: tuple[str, ...] = ()
+    parts: tuple[StartPart, ...] = ()
     num_host_blocks: int = 0
     needs_torch: bool = False
+
+    @property
+    def summary(self) -> str:
+        """For the log: how the model is computed, why so, and what its start consisted of."""
+        took = f"loaded in {self.load_s:.2f} s" + (f" ({text_of(self.parts)})" if self.parts else "")
+        return "; ".join(text for text in (self.description, *self.paths, took) if text)
 
 
 class ModelPrepared(msgspec.Struct, frozen=True):
     """Engine → host, in the place of a ModelInfo: the process has packed the model for engines that are forked from now
-    on, and ends. There is nothing to wait for before the next one is started."""
+    on, and ends. There is nothing to wait for before the next one is started.
+
+    parts  what it did
+    """
+
+    parts: tuple[StartPart, ...] = ()
 
 
 class EngineStarted(msgspec.Struct, frozen=True, kw_only=True):

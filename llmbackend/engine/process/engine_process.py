@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -28,6 +28,7 @@ from ..errors import is_shortage
 from ..fault_injection import Faults, FaultyLink, Link
 from ..infer_request import EngineInput, EngineStarted, ModelPrepared
 from ..load_progress import LoadProgress, reporting_to
+from ..start_parts import StartPart, collecting, part
 from ..step import Runner
 
 logger = logging.getLogger(__name__)
@@ -64,15 +65,23 @@ class EngineParts(Protocol):
         one. Raises ValueError, OSError or RuntimeError with a text for the user."""
 
 
-def load(config: EngineConfig, make_runner: Callable[[], Runner | ModelPrepared], link: Link) -> EngineCore | None:
+def load(
+    config: EngineConfig,
+    make_runner: Callable[[], Runner | ModelPrepared],
+    link: Link,
+    before: Sequence[StartPart] = (),
+) -> EngineCore | None:
     """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None; None, too, where
-    it was prepared for the next engine."""
+    it was prepared for the next engine.
+
+    before: parts of this start that were done for it.
+    """
 
     def tell(progress: LoadProgress) -> None:
         link.send(_encode(EngineStarted(progress=progress)))
 
     try:
-        with reporting_to(tell):
+        with reporting_to(tell), collecting() as parts:
             runner = make_runner()
             core = None if isinstance(runner, ModelPrepared) else EngineCore(config, runner)
     except Exception as error:
@@ -82,10 +91,11 @@ def load(config: EngineConfig, make_runner: Callable[[], Runner | ModelPrepared]
             text = f"{type(error).__name__}: {error}"
         link.send(_encode(EngineStarted(error=text or type(error).__name__, is_shortage=is_shortage(error))))
         return None
+    parts[:0] = before
     if core is None:
-        link.send(_encode(EngineStarted(prepared=ModelPrepared())))
+        link.send(_encode(EngineStarted(prepared=ModelPrepared(tuple(parts)))))
         return None
-    link.send(_encode(EngineStarted(info=core.info)))
+    link.send(_encode(EngineStarted(info=msgspec.structs.replace(core.info, parts=tuple(parts)))))
     return core
 
 
@@ -126,34 +136,43 @@ def _take_inputs(core: EngineCore, link: Link) -> bool:
 class EngineProgram:
     """What the fork server of one config runs, and what its children do."""
 
-    def __init__(self, config: EngineConfig, parts: EngineParts) -> None:
+    def __init__(self, config: EngineConfig, runners: str) -> None:
         self._config = config
-        self._parts = parts
+        with collecting() as self._first, part("imports"):
+            self._parts: EngineParts = importlib.import_module(runners).shared_parts(config)
+        self._before: Sequence[StartPart] = ()
+        """What was done for the engine that is about to be forked."""
 
     def before_fork(self, order: bytes) -> None:
-        self._parts.before_fork(_decode_order(order).is_whole)
+        with collecting() as now:
+            self._parts.before_fork(_decode_order(order).is_whole)
+        self._before, self._first = (*self._first, *now), []
 
     def __call__(self, order: bytes, lifeline_fd: int) -> None:
         """An engine."""
         engine = _decode_order(order)
         make_runner = self._parts.in_own_process(engine.is_whole, lifeline_fd)
         _end_with_host(lifeline_fd)
-        _run_engine(self._config, make_runner, engine.endpoint)
+        _run_engine(self._config, make_runner, engine.endpoint, self._before)
 
 
 def prepare(runners: str, config_json: str) -> EngineProgram:
     """In the fork server. `runners`: the name of a module like engine/runners.py."""
-    config = msgspec.json.decode(config_json, type=EngineConfig)
-    return EngineProgram(config, importlib.import_module(runners).shared_parts(config))
+    return EngineProgram(msgspec.json.decode(config_json, type=EngineConfig), runners)
 
 
-def _run_engine(config: EngineConfig, make_runner: Callable[[], Runner | ModelPrepared], endpoint: str) -> None:
+def _run_engine(
+    config: EngineConfig,
+    make_runner: Callable[[], Runner | ModelPrepared],
+    endpoint: str,
+    before: Sequence[StartPart],
+) -> None:
     logging.basicConfig(level=logging.INFO, format="engine %(process)d %(levelname)s %(message)s")
     with zmq.Context() as context, context.socket(zmq.PAIR) as link:
         link.set_hwm(0)
         link.linger = LINGER_MS
         link.connect(endpoint)
-        core = load(config, make_runner, link)
+        core = load(config, make_runner, link, before)
         if core is not None:
             gc.collect()
             gc.freeze()  # what loading made stays; the collector need not walk over it again

@@ -16,11 +16,14 @@ import logging
 import socket
 import time
 
+import msgspec
+
 from llmbackend.fork_server.client import restart_pause_s, wait_readable
 
 from ..config import EngineConfig
 from ..errors import EngineDeadError, is_shortage
 from ..infer_request import EngineInput, ModelInfo, ModelPrepared, StepResult
+from ..start_parts import StartPart
 from .fork_servers import FORK_SERVERS
 from .transport import EngineForkServer, Runners, Transport, make_transport
 
@@ -83,6 +86,8 @@ class Supervisor:
         self._num_failures = 0
         self._num_shortages = 0
         self._num_preparations = 0
+        self._parts_before: tuple[StartPart, ...] = ()
+        """What processes did that prepared the model."""
         self._can_reset_failures = True
         self._launch_at_s = 0.0
         self._load_began_s = 0.0
@@ -172,6 +177,8 @@ class Supervisor:
         if pause_s > 0:
             self._wakeup.wait(pause_s)
             return
+        if not self._num_preparations:
+            self._load_began_s = time.monotonic()
         try:
             self._fork_server = self._fork_server or FORK_SERVERS.acquire(self._config, self._runners)
             self._transport = make_transport(self._fork_server, self._wakeup.fileno())
@@ -182,8 +189,6 @@ class Supervisor:
             if not is_shortage(error):
                 raise
             raise EngineDeadError(f"the engine could not be started: {error}", "shortage") from error
-        if not self._num_preparations:
-            self._load_began_s = time.monotonic()
 
     def _wait_for_model(self, transport: Transport) -> None:
         left_s = self._load_began_s + self._config.load_timeout_s - time.monotonic()
@@ -191,14 +196,22 @@ class Supervisor:
             raise EngineDeadError(f"the model did not load within {self._config.load_timeout_s:g} s", "hang")
         started = transport.receive_started(left_s)
         if isinstance(started, ModelPrepared):
-            self._relaunch(transport)
+            self._relaunch(transport, started)
         elif started is not None:
-            self._info = started
+            self._info = self._with_whole_start(started)
             self._num_shortages = self._num_preparations = 0
         self.idle()
 
-    def _relaunch(self, transport: Transport) -> None:
+    def _with_whole_start(self, info: ModelInfo) -> ModelInfo:
+        parts, self._parts_before = self._parts_before + info.parts, ()
+        whole = msgspec.structs.replace(info, parts=parts, load_s=time.monotonic() - self._load_began_s)
+        if self._cause:
+            logger.info("another engine is there: %s", whole.summary)
+        return whole
+
+    def _relaunch(self, transport: Transport, prepared: ModelPrepared) -> None:
         """The process has prepared the model, and ends: the next one is due at once."""
+        self._parts_before += prepared.parts
         transport.close()
         self._transport = None
         self._num_preparations += 1
@@ -226,6 +239,7 @@ class Supervisor:
             self._transport.close(force=True)
         self._transport = self._info = None
         self._num_preparations = 0
+        self._parts_before = ()
         self._cause = str(error)
         if error.kind == "shortage":
             self._num_shortages += 1
