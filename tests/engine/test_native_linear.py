@@ -17,6 +17,8 @@ from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels, op_p
 from tests.helpers.native_engines import Array, best_is_fast, engine, from_bf16, numbers, stored, to_bf16
 
 VARIANTS = [name for name in library.available() if name != "amx"]
+TYPES = [(Type.FLOAT32, Type.FLOAT32), (Type.BFLOAT16, Type.FLOAT32), (Type.BFLOAT16, Type.BFLOAT16)]
+"""Of weights and rows."""
 
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
 
@@ -120,11 +122,11 @@ def assert_close(layer: Layer, y: Array, expected: Array) -> None:
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
-@pytest.mark.parametrize("weight_type", [Type.FLOAT32, Type.BFLOAT16])
+@pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("shape", [(32, 32), (1, 1), (33, 7), (100, 64), (64, 2051)])
 @pytest.mark.parametrize("rows", [1, 5, 13, 30])
-def test_it_multiplies(variant: str, weight_type: Type, shape: tuple[int, int], rows: int) -> None:
-    layer = Layer(engine(variant), *shape, weight_type)
+def test_it_multiplies(variant: str, types: tuple[Type, Type], shape: tuple[int, int], rows: int) -> None:
+    layer = Layer(engine(variant), *shape, *types)
     x = layer.x(rows)
     assert_close(layer, layer.run(x), layer.expected(x))
 
@@ -180,10 +182,10 @@ def test_it_counts_tokens_or_samples(variant: str, rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
-@pytest.mark.parametrize("weight_type", [Type.FLOAT32, Type.BFLOAT16])
+@pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("epilogue", [Epilogue.ADD, Epilogue.SILU_MUL])
-def test_a_row_does_not_know_its_batch(variant: str, weight_type: Type, epilogue: Epilogue) -> None:
-    layer = Layer(engine(variant), 160, 2300, weight_type, epilogue=epilogue)
+def test_a_row_does_not_know_its_batch(variant: str, types: tuple[Type, Type], epilogue: Epilogue) -> None:
+    layer = Layer(engine(variant), 160, 2300, *types, epilogue=epilogue)
     most = 300
     x = layer.x(most)
     old = layer.old_y(most)

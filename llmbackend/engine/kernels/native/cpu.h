@@ -12,7 +12,7 @@
 
 namespace llmb {
 
-enum Feature : int32_t { kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 4, kAmx = 8 };
+enum Feature : int32_t { kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 4, kAmx = 8, kAvx512Bf16 = 16 };
 
 inline bool amx_granted() {
 #if defined(__x86_64__) && defined(__linux__)
@@ -32,8 +32,9 @@ inline int32_t cpu_features() {
         features |= kAvx512;
     if ((features & kAvx512) && __builtin_cpu_supports("avx512vnni")) features |= kAvx512Vnni;
 #if defined(__GNUC__) && !defined(__clang__)
-    if ((features & kAvx512Vnni) && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-tile") &&
-        __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8") && amx_granted())
+    if ((features & kAvx512Vnni) && __builtin_cpu_supports("avx512bf16")) features |= kAvx512Bf16;
+    if ((features & kAvx512Bf16) && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
+        __builtin_cpu_supports("amx-int8") && amx_granted())
         features |= kAmx;
 #endif
 #endif

@@ -18,6 +18,22 @@
 
 namespace llmb {
 
+// While it lives, this thread's arithmetic counts numbers next to zero as zero, as dot products do by themselves. A zero
+// that is added to such a sum, in some batch, then changes nothing.
+class FlushToZero {
+#if defined(LLMB_BF16_DOTS)
+  public:
+    FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlushResults | kFlushOperands); }
+    ~FlushToZero() { _mm_setcsr(before_); }
+    FlushToZero(const FlushToZero&) = delete;
+    FlushToZero& operator=(const FlushToZero&) = delete;
+
+  private:
+    static constexpr unsigned kFlushResults = 0x8000, kFlushOperands = 0x40;
+    const unsigned before_;
+#endif
+};
+
 // A team and the scratch memory its operations use.
 struct Engine {
     explicit Engine(int num_threads) : team(num_threads) {}
@@ -57,6 +73,7 @@ LLMB_EXPORT int llmb_run(void* engine_pointer, const void* const* ops, int num_o
     char* scratch = engine.scratch.at_least(bytes);
     if (bytes > 0 && scratch == nullptr) return -1;
     engine.team.run([&](llmb::Worker& worker) {
+        [[maybe_unused]] const llmb::FlushToZero flush;
         for (int i = 0; i < num_ops; i++) {
             llmb::run_op(worker, ops[i], *step, scratch);
             worker.barrier();

@@ -43,7 +43,7 @@ inline int part_of_k(int k, int most) {
 }
 
 // Panels begin..end-1 times one chunk x of rows, which are y's from first_row on. X tells its number of `rows`, how many
-// of them its sums have room for (`sum_rows`), and `k`; multiply_panel knows the rest.
+// of them its sums have room for (`sum_rows`), `k`, and whether k need not be cut (`streams`); multiply_panel knows the rest.
 template <class X>
 void linear_piece(const LinearOp& op, const X& x, int first_row, int begin, int end, float* sums) {
     using W = typename X::Weight;
@@ -51,7 +51,7 @@ void linear_piece(const LinearOp& op, const X& x, int first_row, int begin, int 
     const auto* weights2 = static_cast<const W*>(op.weight2);
     const size_t size = panel_size(weights, x.k);
     const size_t sums_size = static_cast<size_t>(x.sum_rows()) * kPanel;
-    const int part = part_of_k(x.k, kOuterK);
+    const int part = part_of_k(x.k, x.streams() ? x.k : kOuterK);
     const bool whole = part >= x.k;  // then sums need not outlive a panel, and stay in the L1 cache
     for (int k = 0; k < x.k; k += part) {
         const int k_end = std::min(k + part, x.k);

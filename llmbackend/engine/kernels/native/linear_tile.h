@@ -33,6 +33,7 @@ struct TileRows {
     int rows;
     int k;
 
+    bool streams() const { return false; }
     int sum_rows() const { return padded_k(rows, amx::kTileRows); }
     size_t block_size() const { return amx::kTileRows * static_cast<size_t>(padded_k(k, kTileK)); }
 };

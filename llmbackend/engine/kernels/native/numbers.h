@@ -134,6 +134,13 @@ inline Ints load_pairs(const bf16* p) {
     return v;
 }
 
+#if defined(LLMB_BF16_DOTS)
+// c + the products of the pairs in a and b; numbers next to zero count as zero.
+inline Floats dot(Ints a, Ints b, Floats c) {
+    return (Floats)_mm512_dpbf16_ps((__m512)c, (__m512bh)a, (__m512bh)b);
+}
+#endif
+
 // e^x, relative error below 3e-7; 0 for x below about -87 (and for minus infinity), for x up to 88.
 inline Floats exp(Floats x) {
     const Floats low = splat(-87.33f);
