@@ -17,7 +17,6 @@ from concurrent.futures import Future
 from enum import IntEnum
 from typing import ParamSpec, TypeVar
 
-from . import runners
 from .config import EngineConfig
 from .errors import EngineDeadError
 from .infer_request import (
@@ -35,6 +34,8 @@ from .process.supervisor import Supervisor, Wakeup
 
 logger = logging.getLogger(__name__)
 
+RUNNERS = "llmbackend.engine.runners"
+"""By its name: the host need not import what computes."""
 STALL_TIMEOUT_S = 60.0
 """An engine with requests that finishes no step for this long is not ready."""
 
@@ -104,7 +105,7 @@ class LlmManager:
         self._configured_adapters: Mapping[str, str] = config.lora_modules
         self._sent_adapters: Mapping[str, str] = config.lora_modules
         """What the engine has, or will have."""
-        self._supervisor = Supervisor(config, runners, self._wakeup)
+        self._supervisor = Supervisor(config, RUNNERS, self._wakeup)
         self._thread = threading.Thread(target=self._run, name="llm-manager", daemon=True)
         self._first_load: Future[ModelInfo] = Future()
         self._live: dict[str, None] = {}

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llmbackend.engine import runners
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.load_progress import LoadProgress, counted, report, reporting_to, show
 from llmbackend.engine.load_progress import logger as progress_log
 from llmbackend.engine.process.supervisor import Wakeup
@@ -54,7 +54,7 @@ def test_reports_are_sparse_but_for_the_ends_of_a_stage() -> None:
 @pytest.mark.slow
 def test_a_real_load_is_told_over_the_transport(shown: Shown, capfd: pytest.CaptureFixture[str]) -> None:
     wakeup = Wakeup()
-    transport = make_transport(EngineForkServer(EngineConfig(model=DEMO, transport="inline"), runners), wakeup.fileno())
+    transport = make_transport(EngineForkServer(EngineConfig(model=DEMO, transport="inline"), RUNNERS), wakeup.fileno())
     transport.launch()
     info = None
     while info is None:

@@ -32,7 +32,7 @@ def make_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     def make(load_timeout_s: float = 1800.0) -> Supervisor:
         config = EngineConfig(model="mock", fault_directory=str(tmp_path), load_timeout_s=load_timeout_s)
         wakeup = Wakeup()
-        supervisor = Supervisor(config, preparing_runners, wakeup)
+        supervisor = Supervisor(config, preparing_runners.__name__, wakeup)
         made.append((supervisor, wakeup))
         return supervisor
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from llmbackend.engine import runners
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.infer_request import EngineInput
+from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport, Transport, make_transport
@@ -43,7 +43,7 @@ def make_fork_server() -> Iterator[MakeForkServer]:
     made: list[EngineForkServer] = []
 
     def make(**arguments: Any) -> EngineForkServer:
-        made.append(EngineForkServer(EngineConfig(model="mock", **arguments), runners))
+        made.append(EngineForkServer(EngineConfig(model="mock", **arguments), RUNNERS))
         return made[-1]
 
     yield make
@@ -295,12 +295,12 @@ def test_signals_that_stop_the_host_do_not_stop_the_engine(process: ProcessTrans
 
 HOST = """
 import sys, time
-from llmbackend.engine import runners
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport
 from llmbackend.engine.process.supervisor import Wakeup
 wakeup = Wakeup()
-transport = ProcessTransport(EngineForkServer(EngineConfig(model="mock"), runners), wakeup.fileno())
+transport = ProcessTransport(EngineForkServer(EngineConfig(model="mock"), RUNNERS), wakeup.fileno())
 transport.launch()
 while transport.receive_started(None) is None:
     pass

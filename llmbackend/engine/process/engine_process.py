@@ -30,28 +30,15 @@ from ..infer_request import EngineInput, EngineStarted, ModelPrepared
 from ..load_progress import LoadProgress, reporting_to
 from ..start_parts import StartPart, collecting, part
 from ..step import Runner
+from .order import EngineOrder
 
 logger = logging.getLogger(__name__)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_input = msgspec.msgpack.Decoder(EngineInput).decode
+_decode_order = msgspec.json.Decoder(EngineOrder).decode
 
 LINGER_MS = 1000
-
-
-class EngineOrder(msgspec.Struct, frozen=True):
-    """Host → fork server: the engine that is to be forked.
-
-    endpoint  of the host's socket
-    is_whole  whether the engine loads the checkpoint itself, with all that this takes; else it may share what its fork
-              server holds, or prepare that and end
-    """
-
-    endpoint: str
-    is_whole: bool = False
-
-
-_decode_order = msgspec.json.Decoder(EngineOrder).decode
 
 
 class EngineParts(Protocol):

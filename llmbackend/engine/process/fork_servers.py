@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from ..config import EngineConfig
-from .transport import EngineForkServer, Runners
+from .transport import EngineForkServer
 
 
 @dataclass
@@ -29,7 +29,7 @@ class ForkServers:
         self._lock = threading.Lock()
         self._shared: dict[bytes, _Shared] = {}
 
-    def acquire(self, config: EngineConfig, runners: Runners) -> EngineForkServer:
+    def acquire(self, config: EngineConfig, runners: str) -> EngineForkServer:
         """The fork server of this config; `release` it in the end."""
         with self._lock:
             key = _key(config, runners)
@@ -50,8 +50,8 @@ class ForkServers:
         server.close()
 
 
-def _key(config: EngineConfig, runners: Runners) -> bytes:
-    return runners.__name__.encode() + msgspec.json.encode(config, order="sorted")
+def _key(config: EngineConfig, runners: str) -> bytes:
+    return runners.encode() + msgspec.json.encode(config, order="sorted")
 
 
 FORK_SERVERS: Final = ForkServers()

@@ -25,7 +25,7 @@ from ..errors import EngineDeadError, is_shortage
 from ..infer_request import EngineInput, ModelInfo, ModelPrepared, StepResult
 from ..start_parts import StartPart
 from .fork_servers import FORK_SERVERS
-from .transport import EngineForkServer, Runners, Transport, make_transport
+from .transport import EngineForkServer, Transport, make_transport
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class Wakeup:
 class Supervisor:
     """Engines of one config, one after the other. Any thread may call `check_ready`; the rest is for the owner's."""
 
-    def __init__(self, config: EngineConfig, runners: Runners, wakeup: Wakeup) -> None:
+    def __init__(self, config: EngineConfig, runners: str, wakeup: Wakeup) -> None:
+        """runners: name of a module like engine/runners.py, which the engine's process imports."""
         self._config = config
         self._wakeup = wakeup
         self._runners = runners

@@ -11,6 +11,7 @@ One thread at a time uses a transport.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import math
 import os
@@ -23,7 +24,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import zmq
@@ -37,9 +38,7 @@ from ..config import EngineConfig
 from ..errors import DeathKind, EngineDeadError, is_shortage
 from ..infer_request import EngineInput, EngineStarted, ModelInfo, ModelPrepared, StepResult
 from ..load_progress import LoadProgress
-from ..step import Runner
-from . import engine_process
-from .engine_process import EngineOrder, load, run
+from .order import EngineOrder
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +49,14 @@ CLOSE_TIMEOUT_BEFORE_LOADED_S = 1.0
 _FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Neither BLAS threads nor an initialised CUDA driver would survive a fork: the server's imports must make neither."""
 
+_PROGRAM: Final = f"{__package__}.engine_process"
+"""Imported where an engine runs: in a host that has engines in other processes, nobody should wait for it."""
+
 T = TypeVar("T")
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
 _decode_result = msgspec.msgpack.Decoder(StepResult).decode
-
-
-class Runners(Protocol):
-    """A module that makes runners (engine/runners.py). An engine's process imports it by its name."""
-
-    __name__: str
-
-    def make_runner(self, config: EngineConfig) -> Runner: ...
 
 
 class EngineForkServer(ForkServer):
@@ -71,14 +65,15 @@ class EngineForkServer(ForkServer):
     Any thread may set `is_whole`, for good: engines load the checkpoint themselves and share imports alone.
     """
 
-    def __init__(self, config: EngineConfig, runners: Runners) -> None:
+    def __init__(self, config: EngineConfig, runners: str) -> None:
+        """runners: name of a module like engine/runners.py."""
         self.config = config
         self.runners = runners
         self.is_whole = False
         program = Program(
             "engines",
-            engine_process.__name__,
-            (runners.__name__, msgspec.json.encode(config).decode()),
+            _PROGRAM,
+            (runners, msgspec.json.encode(config).decode()),
             config.engine_python,
             environment(config.engine_python) | _FORKS_WELL,
         )
@@ -215,11 +210,14 @@ class InlineTransport(Transport):
         self._thread.start()
 
     def _run(self) -> None:
+        from .engine_process import load, run
+
         with self._engine_lifeline, self._context.socket(zmq.PAIR) as link:
             link.set_hwm(0)
             link.connect(self._ENDPOINT)
             try:
-                core = load(self._config, partial(self._fork_server.runners.make_runner, self._config), link)
+                runners = importlib.import_module(self._fork_server.runners)
+                core = load(self._config, partial(runners.make_runner, self._config), link)
                 if core is not None:
                     run(core, link, self._config.fault_directory)
             except Exception as error:

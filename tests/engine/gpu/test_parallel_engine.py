@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from llmbackend.engine import runners
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.gpu.parallel.followers import LOST_EXIT_CODE
 from llmbackend.engine.infer_request import EngineInput, InferRequest, SamplingParams
+from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport
 from tests.helpers.gpu.gpu_engines import gpu_runner, mixed_requests
@@ -50,7 +50,7 @@ def wakeup() -> Iterator[Wakeup]:
 
 @pytest.fixture(scope="module")
 def fork_server(model: Path) -> Iterator[EngineForkServer]:
-    fork_server = EngineForkServer(config_for(model, tensor_parallel_size=2), runners)
+    fork_server = EngineForkServer(config_for(model, tensor_parallel_size=2), RUNNERS)
     yield fork_server
     fork_server.close()
 
