@@ -34,6 +34,12 @@ class AdaptingRunner(Protocol):
     def adapters(self) -> Adapters | None: ...
 
 
+def refuse_adapter(name: str) -> None:
+    """For an engine without adapters. Raises ValueError for any name but ""."""
+    if name:
+        raise ValueError(f"'lora_name' is '{name}', but this engine has no LoRA adapters")
+
+
 class AdapterLoads:
     def __init__(self, runner: Runner, is_used: Callable[[str], bool]) -> None:
         """is_used: whether a live request has the adapter"""

@@ -13,7 +13,8 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
-from llmbackend.engine.model_runner import ModelRunner
+from llmbackend.engine.model_runner import make_model_runner
+from llmbackend.engine.step import Runner
 
 pytestmark = [
     pytest.mark.slow,
@@ -66,8 +67,10 @@ def save(config: Any, path: Path) -> Any:
     return model
 
 
-def runner(path: Path, **options: Any) -> ModelRunner:
-    return ModelRunner(EngineConfig(model=str(path), transport="inline", num_threads=1, num_kv_blocks=8, **options))
+def runner(path: Path, **options: Any) -> Runner:
+    return make_model_runner(
+        EngineConfig(model=str(path), transport="inline", num_threads=1, num_kv_blocks=8, **options)
+    )
 
 
 def greedy(path: Path, prompt: tuple[int, ...], count: int, **options: Any) -> tuple[list[int], list[float]]:
@@ -75,7 +78,7 @@ def greedy(path: Path, prompt: tuple[int, ...], count: int, **options: Any) -> t
     config = EngineConfig(
         model=str(path), transport="inline", num_threads=1, num_kv_blocks=8, max_num_batched_tokens=7, **options
     )
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_model_runner(config))
     core.add(
         InferRequest(
             request_id="r",

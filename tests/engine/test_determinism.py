@@ -19,7 +19,7 @@ from llguidance import LLMatcher
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig, StructuredOutputsConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams, TokenLogprobs, Vocabulary
-from llmbackend.engine.model_runner import ModelRunner
+from llmbackend.engine.model_runner import make_model_runner
 from tests.helpers.mock_engine import run_counted
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -109,7 +109,7 @@ def run(
     """Each request's tokens with their logprobs, or those of its prompt, and the engine's counters at the end."""
     settings = {"num_threads": 1, "block_size": 32, "step_target_ms": 0, **options}
     config = EngineConfig(model=str(model), load_format="dummy", transport="inline", **settings)
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_model_runner(config))
     if vocabulary is not None:
         core.set_vocabulary(vocabulary)
     outcomes, stats = run_counted(core, wanted)

@@ -16,7 +16,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.linear import PackedLinear, has_native, pack_linears
 from llmbackend.engine.model.compatibility import check_model
 from llmbackend.engine.model.loader import load_model
-from llmbackend.engine.model_runner import ModelRunner
+from llmbackend.engine.model_runner import make_model_runner
 
 pytestmark = pytest.mark.slow
 
@@ -120,9 +120,9 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Pat
     torch.manual_seed(0)
     tf.LlamaForCausalLM(config).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").unlink()
-    assert ModelRunner(EngineConfig(model=str(tmp_path), transport="inline")).info.eos_token_ids == (5,)
+    assert make_model_runner(EngineConfig(model=str(tmp_path), transport="inline")).info.eos_token_ids == (5,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11]}))
-    assert ModelRunner(EngineConfig(model=str(tmp_path), transport="inline")).info.eos_token_ids == (9, 11)
+    assert make_model_runner(EngineConfig(model=str(tmp_path), transport="inline")).info.eos_token_ids == (9, 11)
 
 
 def test_random_weights_depend_on_the_seed(tmp_path: Path) -> None:
@@ -137,12 +137,12 @@ def test_kv_memory_is_sized_in_bytes_or_blocks(tmp_path: Path) -> None:
     llama_dir(tmp_path)
     block_bytes = 16 * 2 * 2 * (8 + 8) * 4  # tokens, layers, kv heads, key and value dims, float32
     config = dummy(tmp_path, block_size=16, kv_cache_memory_bytes=5 * block_bytes + 7, dtype="float32")
-    info = ModelRunner(config).info
+    info = make_model_runner(config).info
     assert (info.num_blocks, info.block_size, info.dtype, info.device) == (5, 16, "float32", "cpu")
     assert "threads" in info.description
-    assert ModelRunner(dummy(tmp_path, num_kv_blocks=3)).info.num_blocks == 3
+    assert make_model_runner(dummy(tmp_path, num_kv_blocks=3)).info.num_blocks == 3
     with pytest.raises(ValueError, match="'kv_cache_memory_bytes' is 100, expected at least"):
-        ModelRunner(dummy(tmp_path, kv_cache_memory_bytes=100))
+        make_model_runner(dummy(tmp_path, kv_cache_memory_bytes=100))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import AdapterLoad, AdapterResult, InferRequest, SamplingParams
-from llmbackend.engine.model_runner import ModelRunner
+from llmbackend.engine.model_runner import make_model_runner
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -99,7 +99,7 @@ def test_requests_with_different_adapters_share_a_batch(family: str, kernels: st
         references[name] = write_adapter(model, targets, adapters[name], seed, use_rslora=bool(seed))
     wanted = [(name, prompt) for prompt in PROMPTS for name in ("doll", "", "sheep.v2")]
     config = config_of(tmp_path / "model", adapters, kernels=kernels)
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_model_runner(config))
     tokens = run(core, wanted)
     expected = {str(i): generated(references[name], prompt) for i, (name, prompt) in enumerate(wanted)}
     assert tokens == expected
@@ -113,7 +113,7 @@ def test_a_prefix_is_not_shared_between_adapters(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model")
     merged = write_adapter(model, ("k_proj", "v_proj"), tmp_path / "doll", 5)
     config = config_of(tmp_path / "model", {"doll": tmp_path / "doll"}, block_size=32, max_num_batched_tokens=64)
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_model_runner(config))
     prompt = [(7 * i) % 128 for i in range(40)]
     for name, reference in (("doll", merged), ("", model), ("doll", merged)):
         assert run(core, [(name, prompt)])["0"] == generated(reference, prompt)
@@ -124,7 +124,7 @@ def test_an_unknown_adapter_is_refused_by_name(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model")
     write_adapter(model, ("q_proj",), tmp_path / "doll", 5)
     config = config_of(tmp_path / "model", {"doll": tmp_path / "doll"})
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_model_runner(config))
     sampling = SamplingParams(max_tokens=1)
     core.add(InferRequest(request_id="a", prompt_token_ids=(1,), sampling=sampling, lora_name="cow"))
     (output,) = core.step().outputs
@@ -146,7 +146,7 @@ def test_an_adapter_that_asks_for_more_is_refused(change: dict[str, Any], told: 
     model = write_model("llama", tmp_path / "model")
     write_adapter(model, ("q_proj",), tmp_path / "doll", 5, **change)
     with pytest.raises(ValueError, match="LoRA 'doll'") as refused:
-        ModelRunner(config_of(tmp_path / "model", {"doll": tmp_path / "doll"}))
+        make_model_runner(config_of(tmp_path / "model", {"doll": tmp_path / "doll"}))
     assert told in str(refused.value)
 
 
@@ -155,14 +155,14 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     write_model("llama", tmp_path / "model")
     write_adapter(other, ("q_proj",), tmp_path / "doll", 5)
     with pytest.raises(ValueError, match=r"was made for a 'model\.layers\.0\.self_attn\.q_proj' of \[32, 32\]"):
-        ModelRunner(config_of(tmp_path / "model", {"doll": tmp_path / "doll"}))
+        make_model_runner(config_of(tmp_path / "model", {"doll": tmp_path / "doll"}))
 
 
 def test_alpha_patterns_are_peft_s(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model")
     merged = write_adapter(model, ("q_proj", "v_proj"), tmp_path / "doll", 5, alpha_pattern={"v_proj": 32})
     config = config_of(tmp_path / "model", {"doll": tmp_path / "doll"})
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_model_runner(config))
     assert run(core, [("doll", PROMPTS[0])])["0"] == generated(merged, PROMPTS[0])
     core.close()
 
@@ -173,7 +173,7 @@ def test_adapters_that_come_and_go_while_others_run(tmp_path: Path) -> None:
     for seed, name in enumerate(("doll", "sheep")):
         references[name] = write_adapter(model, TARGETS["llama"]["sheep.v2"], tmp_path / name, seed)
     config = config_of(tmp_path / "model", {"doll": tmp_path / "doll"}, num_kv_blocks=8)
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_model_runner(config))
     sampling = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0)
     tokens: dict[str, tuple[int, ...]] = {}
     results: list[AdapterResult] = []

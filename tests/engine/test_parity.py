@@ -13,7 +13,7 @@ import torch
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.model_runner import ModelRunner
+from llmbackend.engine.model_runner import make_model_runner
 from tests.helpers.mock_engine import make_request, run_to_end
 from tests.helpers.tiny_models import (
     FAMILIES,
@@ -57,7 +57,7 @@ def test_prompt_logprobs_are_the_models(family: str, eager: bool, tmp_path: Path
         enforce_eager=eager,
         max_num_batched_tokens=19,
     )
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_model_runner(config))
     outcomes = run_to_end(
         core, [make_request(str(i), prompt, prompt_logprobs=3, max_tokens=2) for i, prompt in enumerate(prompts())]
     )

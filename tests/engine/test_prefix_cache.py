@@ -488,12 +488,12 @@ def test_tokens_and_logprobs_of_a_real_model_do_not_change_by_a_bit(dtype: str, 
 
 
 def run_real(path: Path, wanted: list[InferRequest], dtype: Any, **options: Any) -> tuple[dict[str, Any], int]:
-    from llmbackend.engine.model_runner import ModelRunner
+    from llmbackend.engine.model_runner import make_model_runner
 
     config = EngineConfig(
         model=str(path), load_format="dummy", dtype=dtype, block_size=8, num_kv_blocks=60, num_threads=1, **options
     )
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_model_runner(config))
     outcomes, stats = run_counted(core, wanted)
     core.close()
     assert not any(outcome.error for outcome in outcomes.of.values())

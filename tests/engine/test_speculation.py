@@ -428,10 +428,10 @@ def real_requests() -> list[InferRequest]:
 
 
 def run_real(path: Path, requests: list[InferRequest], **options: Any) -> tuple[dict[str, Any], EngineStats]:
-    from llmbackend.engine.model_runner import ModelRunner  # most tests here do without
+    from llmbackend.engine.model_runner import make_model_runner  # most tests here do without
 
     config = EngineConfig(model=str(path), load_format="dummy", transport="inline", block_size=8, **options)
-    core = EngineCore(config, ModelRunner(config))
+    core = EngineCore(config, make_model_runner(config))
     outcomes, stats = run_counted(core, requests)
     core.close()
     return outcomes.of, stats

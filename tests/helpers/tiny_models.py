@@ -12,7 +12,7 @@ import transformers as tf
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.model_runner import ModelRunner
+from llmbackend.engine.model_runner import make_model_runner
 
 PROMPT_LENS = (13, 5, 21, 1, 30, 9)
 OUTPUT_TOKENS = 12
@@ -85,7 +85,7 @@ def expected_tokens(model: Any, prompt: Sequence[int]) -> list[int]:
 
 def engine_tokens(path: Path, **options: Any) -> tuple[list[list[int]], int]:
     """All prompts at once through the engine; the tokens of each, and how often a request was preempted."""
-    core = EngineCore(config := EngineConfig(model=str(path), transport="inline", **options), ModelRunner(config))
+    core = EngineCore(config := EngineConfig(model=str(path), transport="inline", **options), make_model_runner(config))
     sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     for i, prompt in enumerate(prompts()):
         core.add(InferRequest(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=sampling))

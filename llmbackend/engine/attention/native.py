@@ -1,7 +1,7 @@
-"""Paged attention on the native kernels, and KV memory in their layout.
+"""Paged attention on the native kernels, under modules.
 
-For: models that run as transformers modules on CPU, when every layer fits the native layout (`can_hold`), and the
-program, which uses the same KV memory. Does not know: which request owns a block, how attention is computed.
+For: models that run as transformers modules on CPU, when every layer fits the layout of native KV memory
+(cpu/kv_memory.py). Does not know: which request owns a block, how attention is computed.
 Invariants: a step's keys and values are written before they are read, and finite (the kernel that writes replaces what
 is not); what a query gets depends on its own row alone, bit by bit.
 """
@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from ..kernels.abi import AttentionOp, Kind, RotaryOp, Step, Type
-from ..kernels.library import KernelLibrary, NativeKernels, op_pointers
+from ..cpu.kv_memory import NativeLayerCache, can_hold
+from ..kernels.abi import AttentionOp, Kind, RotaryOp, Step
+from ..kernels.library import NativeKernels, op_pointers
 from ..kernels.weights import TYPE_OF
 from ..step import FlatStep
 from .interface import AttentionOptions, LayerShape
@@ -95,43 +96,16 @@ class _LayerOps:
         attend.sinks = None if self._sinks is None else self._sinks.data_ptr()
 
 
-BLOCK_MULTIPLE = 32
-
-
 def native_caches(
     kernels: NativeKernels, shapes: Mapping[nn.Module, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> dict[nn.Module, NativeLayerCache] | None:
     """Memory for each layer, or None when one of them does not fit the native layout. Raises MemoryError."""
-    if not all(can_hold(shape, block_size, dtype) for shape in shapes.values()):
+    fits = dtype in TYPE_OF and all(can_hold(each.key_dim, each.value_dim, block_size) for each in shapes.values())
+    if not fits:
         return None
     return {
-        module: NativeLayerCache(kernels.library, shape, num_blocks, block_size, dtype)
+        module: NativeLayerCache(
+            kernels.library, shape.num_kv_heads, shape.key_dim, num_blocks, block_size, TYPE_OF[dtype]
+        )
         for module, shape in shapes.items()
     }
-
-
-def can_hold(shape: LayerShape, block_size: int, dtype: torch.dtype) -> bool:
-    """Whether such a layer fits the native layout."""
-    return (
-        shape.key_dim == shape.value_dim
-        and shape.key_dim % 32 == 0
-        and block_size % BLOCK_MULTIPLE == 0
-        and dtype in TYPE_OF
-    )
-
-
-class NativeLayerCache:
-    """One layer's keys and values; `keys` and `values` are addresses (layouts: native/step.h, RotaryOp)."""
-
-    def __init__(
-        self, library: KernelLibrary, shape: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype
-    ) -> None:
-        """Raises MemoryError."""
-        self.num_kv_heads = shape.num_kv_heads
-        self.head_dim = shape.key_dim
-        self.block_size = block_size
-        self.type: Type = TYPE_OF[dtype]
-        half_bytes = num_blocks * block_size * shape.num_kv_heads * shape.key_dim * dtype.itemsize
-        self._memory = library.memory(2 * half_bytes)
-        self.keys = int(self._memory.ctypes.data)
-        self.values = self.keys + half_bytes

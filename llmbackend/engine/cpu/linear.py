@@ -62,8 +62,9 @@ class NativeLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-def swap_linears(model: Any, kernels: NativeKernels, quantization: str | None) -> None:
-    """Packs and replaces every plain linear layer of a float32 or bfloat16 model in place.
+def swap_linears(model: Any, kernels: NativeKernels, quantization: str | None) -> WeightStore:
+    """Packs and replaces every plain linear layer of a float32 or bfloat16 model in place. Returns the memory of the
+    packed weights, which has room for the model's norms and biases.
 
     quantization "int8": all of these weights become int8, the output head's among them, which costs a tenth of a
     percent of greedy agreement (benchmarks/quantization_quality.py) and saves a quarter of what a token reads.
@@ -71,14 +72,22 @@ def swap_linears(model: Any, kernels: NativeKernels, quantization: str | None) -
     found = list(_plain_linears(model))
     matrices = [_matrix(linear) for _, _, linear in found]
     types = [Type.INT8 if quantization == "int8" else TYPE_OF[matrix.dtype] for matrix in matrices]
-    store = WeightStore(kernels, [(*matrix.shape, kind) for matrix, kind in zip(matrices, types, strict=True)])
+    shapes = [(*matrix.shape, kind) for matrix, kind in zip(matrices, types, strict=True)]
+    store = WeightStore(kernels, shapes, _vector_bytes(model))
     shared = _shared_addresses(model)
     parts = list(zip(found, matrices, types, strict=True))
     for (parent, name, linear), matrix, kind in counted("packing weights", parts):
         packed = store.pack(matrix, kind)
         setattr(parent, name, NativeLinear(kernels, packed, linear.bias, matrix.dtype))
         if linear.weight.data_ptr() not in shared:
-            release_pages(linear.weight)
+            release_pages(linear.weight.data_ptr(), linear.weight.nbytes)
+    return store
+
+
+def _vector_bytes(model: nn.Module) -> int:
+    """Room for norms, biases and the like as float32, each beginning anew in a cache line."""
+    parameters = (parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    return sum(4 * parameter.numel() + 64 for parameter in parameters if parameter.dim() == 1)
 
 
 def _plain_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:

@@ -167,8 +167,14 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
         shapes = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
         return sum(2 * heads * dim for heads, dim in shapes) * ITEM_BYTES[self.dtype]
 
-    def check(self) -> None:
-        """Raises ValueError where the weights do not fit each other or the model's numbers."""
+    def check(self, memories: Memories) -> None:
+        """Raises ValueError where the weights do not lie in the memories, or do not fit each other or the model's
+        numbers."""
+        for place in _places(self):
+            if isinstance(place, ArrayAt):
+                memories.address(place)
+            else:
+                list(memories.matrix_addresses(place))
         rows, width = self.embedding.shape
         _expect(self.embedding.dtype == self.dtype and rows >= self.vocab_size > 0, "embedding")
         _expect(self.max_model_len > 0 and bool(self.layers), "model")
@@ -180,6 +186,16 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
                 _check_norm(norm, (width,))
             _check_attention(layer.attention, width, self.max_model_len)
             _check_mlp(layer.mlp, width)
+
+
+def _places(part: object) -> Iterator[ArrayAt | MatrixAt]:
+    if isinstance(part, ArrayAt | MatrixAt):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from _places(each)
+    elif isinstance(part, msgspec.Struct):
+        yield from _places(msgspec.structs.astuple(part))
 
 
 def _expect(is_right: bool, part: str) -> None:
@@ -200,8 +216,10 @@ def _check_projection(projection: PackedProjection, n: int, k: int) -> None:
 
 
 def _check_attention(attention: PackedAttention, width: int, max_model_len: int) -> None:
-    heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    _expect(dim > 0 and dim % 32 == 0 and kv_heads > 0 and heads > 0 and heads % kv_heads == 0, "attention")
+    kv_heads, dim = attention.num_kv_heads, attention.head_dim
+    _expect(dim > 0 and dim % 32 == 0 and kv_heads > 0, "attention")
+    heads = attention.num_heads
+    _expect(heads > 0 and heads % kv_heads == 0, "attention")
     _check_projection(attention.qkv, (heads + 2 * kv_heads) * dim, width)
     _check_projection(attention.out, width, heads * dim)
     _check_norm(attention.q_norm, (heads * dim if attention.norm_whole else dim,))

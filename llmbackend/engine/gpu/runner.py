@@ -19,8 +19,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from ..adapter_loads import refuse_adapter
 from ..infer_request import InferRequest, ModelInfo
-from ..model.lora import refuse_adapter
 from ..sampling.torch_sampling import TorchSampler
 from ..step import KVCopies, RowTable, SampledTokens, StepPlan
 from .device import Device, Event

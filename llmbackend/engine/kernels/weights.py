@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .abi import Type
@@ -55,18 +57,28 @@ class PackedWeight:
 
 
 class WeightStore:
-    """Memory for all packed weights of a model, reserved at once and filled from the front."""
+    """Memory for all packed weights of a model and the small arrays beside them, reserved at once.
 
-    def __init__(self, kernels: NativeKernels, shapes: list[tuple[int, int, Type]]) -> None:
-        """shapes: (n, k, type) of every matrix that will be packed. Raises MemoryError."""
+    It is filled in this order: panels of all matrices, their scales, their sums, other arrays. `memory` is uint8, and
+    takes memory only where it is filled.
+    """
+
+    def __init__(self, kernels: NativeKernels, shapes: list[tuple[int, int, Type]], extra_bytes: int = 0) -> None:
+        """shapes: (n, k, type) of every matrix that will be packed. extra_bytes: of other arrays, at most. Raises
+        MemoryError."""
         self._kernels = kernels
         panels = sum(packed_bytes(*shape) for shape in shapes)
-        int8_rows = sum(n for n, _, kind in shapes if kind == Type.INT8)
-        self._memory = kernels.library.memory(panels + _ALIGN_BYTES)
-        self._per_row = kernels.library.memory(2 * 4 * int8_rows + _ALIGN_BYTES) if int8_rows else None
-        self._next = self._memory.ctypes.data
-        self._next_scale = self._per_row.ctypes.data if self._per_row is not None else 0
-        self._int8_rows = int8_rows
+        self._per_row = sum(_aligned(4 * n) for n, _, kind in shapes if kind == Type.INT8)
+        """Bytes of all scales, and of all sums."""
+        self._end = panels + 2 * self._per_row
+        self.memory = kernels.library.memory(self._end + extra_bytes)
+        self._next = int(self.memory.ctypes.data)
+        self._next_scale = self._next + panels
+
+    @property
+    def used(self) -> npt.NDArray[np.uint8]:
+        """The memory up to its last array."""
+        return self.memory[: self._end]
 
     def pack(self, matrix: torch.Tensor, packed_type: Type) -> PackedWeight:
         """Packs a float32 or bfloat16 matrix [n, k], rows contiguous or not."""
@@ -74,14 +86,25 @@ class WeightStore:
         if matrix.stride(1) != 1:
             matrix = matrix.contiguous()
         n, k = matrix.shape
-        is_int8 = packed_type == Type.INT8
-        scale = self._next_scale if is_int8 else 0
-        sums = scale and scale + 4 * self._int8_rows
-        packed = PackedWeight(self._next, n, k, packed_type, scale, sums, (self._memory, self._per_row))
+        scale = self._next_scale if packed_type == Type.INT8 else 0
+        packed = PackedWeight(self._next, n, k, packed_type, scale, scale and scale + self._per_row, self.memory)
         self._kernels.pack(
             matrix.data_ptr(), TYPE_OF[matrix.dtype], (n, k), matrix.stride(0), packed.address, packed_type,
             packed.scale, packed.sums,
         )  # fmt: skip
         self._next += packed.size_bytes
-        self._next_scale += 4 * n if is_int8 else 0
+        self._next_scale += _aligned(4 * n) if scale else 0
         return packed
+
+    def add(self, array: npt.NDArray[np.uint8]) -> int:
+        """Copies a small array behind the others; its offset in bytes. Raises MemoryError when there is no room."""
+        begin = _aligned(self._end)
+        if begin + len(array) > len(self.memory):
+            raise MemoryError(f"{len(array)} bytes more than the memory of packed weights was made for")
+        self._end = begin + len(array)
+        self.memory[begin : self._end] = array
+        return begin
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

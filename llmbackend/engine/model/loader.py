@@ -30,7 +30,7 @@ from ..gpu.weights import check_device, join_neighbours, quantize_linears
 from ..kernels.abi import Type
 from ..kernels.choice import choose_library
 from ..kernels.library import NativeKernels
-from ..kernels.weights import TYPE_OF
+from ..kernels.weights import TYPE_OF, WeightStore
 from ..load_progress import bar_hook, report
 from .checkpoint_check import check_loading_info, check_tensors, without_report
 from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers
@@ -64,6 +64,8 @@ class LoadedModel:
     checked: CheckedModel
     kernels: NativeKernels | None
     """The native kernels, when they compute the linear layers."""
+    store: WeightStore | None
+    """The memory of the layers' packed weights, when those kernels compute them."""
     decoder: Decoder | None
     """What a program would compute; None: the model runs as modules."""
     why_modules: str
@@ -92,7 +94,7 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
-    model, kernels, linear_kind = _place(config, model, device, dtype, dense)
+    model, kernels, store, linear_kind = _place(config, model, device, dtype, dense)
     report("trying the model")
     checked = check_model(model)
     adapters = None
@@ -115,6 +117,7 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
         linear_kind=linear_kind,
         checked=checked,
         kernels=kernels,
+        store=store,
         decoder=decoder,
         why_modules=why_modules,
         adapters=adapters,
@@ -147,17 +150,17 @@ def _load_adapters(
 
 def _place(
     config: EngineConfig, model: Any, device: torch.device, dtype: torch.dtype, dense: bool
-) -> tuple[Any, NativeKernels | None, str]:
-    """The model on its device with linear layers for it; the native kernels, if they compute these; a word about how
-    linear layers compute."""
+) -> tuple[Any, NativeKernels | None, WeightStore | None, str]:
+    """The model on its device with linear layers for it; the native kernels and the memory of their packed weights, if
+    they compute these; a word about how linear layers compute."""
     if dense and config.quantization is not None:
         check_device(config.quantization, device, dtype)
         quantize_linears(model, model.get_output_embeddings(), config.quantization, device)
     model = model.to(device).eval()
     if dense:
-        return model, None, _join_linears(config, model)
+        return model, None, None, _join_linears(config, model)
     kernels = _native_kernels(config, device, dtype)
-    return model, kernels, _swap_linears(config, model, dtype, kernels)
+    return model, kernels, *_swap_linears(config, model, dtype, kernels)
 
 
 def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:
@@ -204,13 +207,14 @@ def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> No
         raise ValueError("engine argument 'quantization' is 'fp8', expected 'int8' or null on device 'cpu'")
 
 
-def _swap_linears(config: EngineConfig, model: Any, dtype: torch.dtype, kernels: NativeKernels | None) -> str:
-    """Puts packed linear layers into the model; a word about how they compute."""
+def _swap_linears(
+    config: EngineConfig, model: Any, dtype: torch.dtype, kernels: NativeKernels | None
+) -> tuple[WeightStore | None, str]:
+    """Puts packed linear layers into the model; the memory of native ones, and a word about how they compute."""
     if kernels is None:
-        return pack_linears(model, dtype)
+        return None, pack_linears(model, dtype)
     kind = config.quantization or str(dtype).removeprefix("torch.")
-    swap_linears(model, kernels, config.quantization)
-    return f"{kernels.library.variant} {kind}"
+    return swap_linears(model, kernels, config.quantization), f"{kernels.library.variant} {kind}"
 
 
 def _join_linears(config: EngineConfig, model: Any) -> str:

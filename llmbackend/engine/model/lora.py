@@ -91,12 +91,6 @@ class LoraBatch:
         )
 
 
-def refuse_adapter(name: str) -> None:
-    """For an engine without adapters. Raises ValueError for any name but ""."""
-    if name:
-        raise ValueError(f"'lora_name' is '{name}', but this engine has no LoRA adapters")
-
-
 class LoraLinear(nn.Module):
     """A linear layer with adapters: base(x), plus up(down(x)) for each adapter's own tokens."""
 

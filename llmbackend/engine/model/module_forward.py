@@ -14,6 +14,7 @@ import torch
 from ..attention.interface import AttentionContext, active_context
 from ..attention.native import NativePagedAttention, native_caches
 from ..attention.reference import LayerKVCache, PagedAttention, RaggedBatch
+from ..sampling.prompt_logprobs import Float32Array
 from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
 from .loader import LoadedModel
 
@@ -66,7 +67,7 @@ class ModuleForward:
         return logits
 
     @torch.inference_mode()
-    def logits_behind(self, row: int, positions: Int32Array) -> torch.Tensor:
+    def logits_behind(self, row: int, positions: Int32Array) -> Float32Array:
         """The model is called once more, with what its layers gave in the last step in place of its layers."""
         hidden = self._hidden
         self._layers.forward = lambda *args, **kwargs: hidden
@@ -76,7 +77,7 @@ class ModuleForward:
                                  logits_to_keep=self._to_device(tokens))  # fmt: skip
         finally:
             del self._layers.forward
-        logits: torch.Tensor = output.logits[0]
+        logits: Float32Array = output.logits[0].float().cpu().numpy()
         return logits
 
     def _keep_hidden(self, module: torch.nn.Module, args: object, output: object) -> None:

@@ -22,7 +22,6 @@ from ..errors import CheckpointError
 from .cache_folder import CacheFolder, FolderRefusedError, directory_of, limit_bytes_of
 from .image_file import ImageDamagedError, ImageFile, image_bytes, write_image
 from .image_key import NoKeyError, key_of
-from .packed_places import check_places
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +188,7 @@ def _read(image: ImageFile, new_memory: NewMemory, num_threads: int) -> PackedMo
     memories = Memories(resident, mapped)
     try:
         decoder = _decode(description)
-        decoder.check()
-        check_places(decoder, memories)
+        decoder.check(memories)
     except (ValueError, UnicodeError, RecursionError, OverflowError) as error:
         raise ImageDamagedError(f"its description is broken: {error}") from None
     return PackedModel(decoder, memories)

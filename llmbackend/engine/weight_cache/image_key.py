@@ -51,19 +51,6 @@ class NoKeyError(Exception):
     """Why this model has no image in the cache."""
 
 
-def why_modules(config: EngineConfig) -> str:
-    """Why the engine arguments rule out a native program; "" when they do not."""
-    reasons = {
-        "it is the mock": config.model == "mock",
-        f"device is '{config.device}'": config.device != "cpu",
-        f"tensor_parallel_size is {config.tensor_parallel_size}": config.tensor_parallel_size != 1,
-        "LoRA adapters are enabled": config.enable_lora,
-        "kernels is 'torch'": config.kernels == "torch",
-        "enforce_eager is set": config.enforce_eager,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
 def key_of(config: EngineConfig) -> ImageKey:
     """Raises NoKeyError, OSError or CheckpointError."""
     directory = Path(config.model)

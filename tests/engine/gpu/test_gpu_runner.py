@@ -17,7 +17,7 @@ from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu.device import Event
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput, TokenLogprobs
-from llmbackend.engine.model_runner import ModelRunner
+from llmbackend.engine.model_runner import make_model_runner
 from llmbackend.engine.step import BROKEN_LOGITS, PENDING_TOKEN, RowTable, Runner, StepPlan
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(model: Path) -> dict[str, list[int]]:
     """What the CPU path gives for REQUESTS."""
-    tokens, _ = tokens_of(config_for(model), ModelRunner(config_for(model)), REQUESTS)
+    tokens, _ = tokens_of(config_for(model), make_model_runner(config_for(model)), REQUESTS)
     return tokens
 
 
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_the_cpu_path(how: str, model: Path, expected: dict[
 def test_tokens_stay_when_steps_overlap(how: str, model: Path) -> None:
     """The engine core launches each step before the one before it is done, or even begun."""
     requests = mixed_requests(9, seed=4, greedy=True)
-    expected, _ = tokens_of(config_for(model), ModelRunner(config_for(model)), requests)
+    expected, _ = tokens_of(config_for(model), make_model_runner(config_for(model)), requests)
     config = config_for(model, **HOW[how])
     runner = gpu_runner(config, FakeDevice(), sampling=GreedyOnDevice())
     tokens, preemptions = tokens_of(config, runner, requests)
@@ -82,7 +82,7 @@ def test_kernels_give_the_cpu_paths_tokens_and_logprobs(tmp_path: Path) -> None:
         for i, way in enumerate((greedy, penalized))
     ]
     config = config_for(tmp_path, max_num_seqs=2, block_size=16, max_num_batched_tokens=4, cudagraph_capture_sizes=(2,))
-    expected_tokens, expected = generated(config, ModelRunner(config), requests)
+    expected_tokens, expected = generated(config, make_model_runner(config), requests)
     config = msgspec.structs.replace(config, batch_invariant=True)
     runner = gpu_runner(config, triton=True)
     tokens, logprobs = generated(config, runner, requests)
@@ -250,7 +250,7 @@ def test_a_launch_that_failed_leaves_nothing(num_left: int, model: Path) -> None
 @pytest.mark.parametrize("num_left", [20, 21, 22])
 def test_a_step_that_runs_out_of_memory_costs_no_token(num_left: int, model: Path) -> None:
     requests = mixed_requests(5, seed=6, greedy=True)
-    expected, _ = tokens_of(config_for(model), ModelRunner(config_for(model)), requests)
+    expected, _ = tokens_of(config_for(model), make_model_runner(config_for(model)), requests)
     device = FullDevice()
     runner = gpu_runner(config_for(model), device, sampling=GreedyOnDevice())
     device.num_left = num_left
@@ -269,7 +269,7 @@ def test_broken_logits_end_their_request_and_no_other(tmp_path: Path) -> None:
     requests = [InferRequest(request_id=name, prompt_token_ids=p, sampling=sampling) for name, p in prompts.items()]
     config = config_for(tmp_path, max_num_seqs=2, num_kv_blocks=4, enable_prefix_caching=False)
     found: list[dict[str, str]] = []
-    for runner in (ModelRunner(config), gpu_runner(config)):
+    for runner in (make_model_runner(config), gpu_runner(config)):
         core, outputs = EngineCore(config, runner), {request.request_id: "" for request in requests}
         for request in requests:
             core.add(request)
@@ -296,7 +296,7 @@ def test_prompt_logprobs_are_those_of_the_cpu_path(family: str, overlaps: bool, 
         for i, request in enumerate(mixed_requests(7, seed=3, greedy=True))
     ]
     chunks = {"max_num_batched_tokens": 9, "max_num_seqs": 4}
-    expected = run_to_end(EngineCore(config_for(tmp_path), ModelRunner(config_for(tmp_path))), asked)
+    expected = run_to_end(EngineCore(config_for(tmp_path), make_model_runner(config_for(tmp_path))), asked)
     config, stories = config_for(tmp_path, **chunks), []
     for options in (config_for(tmp_path), config):
         core = EngineCore(options, gpu_runner(options, FakeDevice(), GreedyOnDevice() if overlaps else None))

@@ -17,7 +17,7 @@ from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.kv_memory import HostBlocks
 from llmbackend.engine.gpu.ops import LayerCache
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.model_runner import ModelRunner
+from llmbackend.engine.model_runner import make_model_runner
 from llmbackend.engine.step import KVCopies
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.tiny_models import FAMILIES, save
@@ -46,7 +46,7 @@ def greedy(requests: list[InferRequest]) -> list[InferRequest]:
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_tokens_are_those_of_the_cpu_path(model: Path, overlaps: bool, num_host_kv_blocks: int) -> None:
     requests = greedy(mixed_requests(9, seed=3))
-    expected, _ = tokens_of(config_for(model), ModelRunner(config_for(model)), requests)
+    expected, _ = tokens_of(config_for(model), make_model_runner(config_for(model)), requests)
     config = config_for(
         model,
         num_kv_blocks=14,

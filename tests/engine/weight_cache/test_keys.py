@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.cpu.program_config import why_modules
 from llmbackend.engine.kernels import library
 from llmbackend.engine.weight_cache import image_key
-from llmbackend.engine.weight_cache.image_key import NoKeyError, key_of, why_modules
+from llmbackend.engine.weight_cache.image_key import NoKeyError, key_of
 from tests.helpers.packed_models import write_checkpoint
 
 

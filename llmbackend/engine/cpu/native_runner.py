@@ -1,0 +1,110 @@
+"""Runs the steps of a packed model: one native program, and nothing else of the model than its packed weights.
+
+For: the engine core, as its `Runner`, wherever a CPU computes what can be a program. Does not know: torch, checkpoints,
+where the memories come from. Invariant: the same packed model computes the same bits in any process,
+whether it was just packed or read from a file.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from ..adapter_loads import refuse_adapter
+from ..config import EngineConfig
+from ..errors import ProgramUnsupportedError
+from ..infer_request import InferRequest, ModelInfo
+from ..kernels.library import NativeKernels, load
+from ..kernels.sampling import NativeSampling
+from ..sampling.host_step import HostSteps
+from ..sampling.prompt_logprobs import PIECE_TOKENS
+from ..sampling.rows import SamplingRows
+from ..sampling.sampler import Sampler
+from ..step import FlatStep, Int32Array, RowTable, SampledTokens, StepPlan, flatten
+from .cpu_memory import keep_freed_memory
+from .decoder_program import DecoderProgram, Float32Array
+from .kv_memory import num_kv_blocks
+from .packed_decoder import PackedModel
+from .program_config import why_modules
+
+
+class NativeRunner:
+    def __init__(self, config: EngineConfig, packed: PackedModel) -> None:
+        """Makes the program and the KV memory. Raises ProgramUnsupportedError where the config asks for modules,
+        ValueError or OSError with a text for the user, or MemoryError."""
+        start_s = time.monotonic()
+        if reason := why_modules(config):
+            raise ProgramUnsupportedError(reason)
+        if config.transport == "process":
+            keep_freed_memory()
+        decoder = packed.decoder
+        self._kernels = _kernels(config, decoder.kernel_variant)
+        num_blocks = num_kv_blocks(config, decoder.kv_bytes_per_token, decoder.max_model_len)
+        rows = SamplingRows(config.max_num_seqs, decoder.vocab_size, decoder.eos_token_ids)
+        self._sampler = Sampler(rows, NativeSampling(self._kernels, rows))
+        forward = _Forward(config, self._kernels, packed, num_blocks)
+        self._steps = HostSteps(forward, self._sampler, decoder.vocab_size)
+        self._info = ModelInfo(
+            model_type=decoder.model_type,
+            vocab_size=decoder.vocab_size,
+            max_model_len=decoder.max_model_len,
+            eos_token_ids=decoder.eos_token_ids,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            dtype=decoder.dtype,
+            device=config.device,
+            load_s=time.monotonic() - start_s,
+            description=(
+                f"cpu, {decoder.dtype}, {self._kernels.num_threads} threads, {decoder.linear_kind} linear layers, "
+                "one native program"
+            ),
+        )
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        refuse_adapter(request.lora_name)
+        self._sampler.add_row(row, request)
+
+    def remove_row(self, row: int) -> None:
+        self._sampler.remove_row(row)
+
+    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        return self._steps.execute(plan, table)
+
+    def close(self) -> None:
+        self._kernels.close()
+        del self._steps, self._sampler
+
+
+def _kernels(config: EngineConfig, variant: str) -> NativeKernels:
+    library = load(variant)
+    if library is None:
+        raise OSError(f"the model was packed for the native kernels '{variant}', which cannot be used here")
+    return NativeKernels(library, config.num_threads or len(os.sched_getaffinity(0)))
+
+
+class _Forward:
+    """The program with a step's table."""
+
+    def __init__(self, config: EngineConfig, kernels: NativeKernels, packed: PackedModel, num_blocks: int) -> None:
+        drafts = config.speculative_config.max_step_tokens if config.speculative_config else 0
+        self._program = DecoderProgram(
+            kernels, packed, num_blocks, config.block_size,
+            max_tokens=max(config.max_num_batched_tokens, drafts),
+            max_samples=max(config.max_step_samples, PIECE_TOKENS),
+        )  # fmt: skip
+        self._step: FlatStep
+        """The last one that was computed."""
+
+    def logits(self, plan: StepPlan, table: RowTable) -> Float32Array | None:
+        """Logits float32 [samples, vocab], valid until the next step; None when no row samples."""
+        self._step = flatten(plan, table)
+        logits = self._program.forward(self._step, self._step.blocks_in_use(table))
+        return logits if len(logits) else None
+
+    def logits_behind(self, row: int, positions: Int32Array) -> Float32Array:
+        step = self._step
+        return self._program.logits_behind(step, step.tokens_at(row, positions))

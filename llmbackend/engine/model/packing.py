@@ -1,0 +1,210 @@
+"""From a loaded model to a native program as data: packed weights in one memory, rows that are looked up in another.
+
+For: what starts engines on CPU. Does not know: engines, files, where the memories go. Invariant: a packed model has
+given the probes' logits as the model's own modules give them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from ..attention.interface import LayerShape
+from ..config import EngineConfig
+from ..cpu.decoder_program import DecoderProgram
+from ..cpu.kv_memory import can_hold
+from ..cpu.packed_decoder import (
+    ALIGN_BYTES,
+    ArrayAt,
+    Bytes,
+    Dtype,
+    MatrixAt,
+    Memories,
+    PackedAttention,
+    PackedDecoder,
+    PackedLayer,
+    PackedMlp,
+    PackedModel,
+    PackedNorm,
+    PackedProjection,
+)
+from ..cpu.program_config import why_modules
+from ..errors import ProgramUnsupportedError
+from ..kernels.abi import Type
+from ..kernels.weights import PackedWeight, WeightStore
+from ..step import FlatStep, Int32Array
+from .compatibility import MAX_PROBE_TOKENS
+from .decoder_description import Attention, Layer, Mlp, Norm, Projection
+from .loader import LoadedModel
+
+_NAME_OF: dict[Type, Dtype] = {Type.FLOAT32: "float32", Type.BFLOAT16: "bfloat16", Type.INT8: "int8"}
+
+
+def pack_model(config: EngineConfig, loaded: LoadedModel) -> PackedModel:
+    """The loaded model as a program that needs nothing of it any more. Raises ProgramUnsupportedError when it must run
+    as modules."""
+    if loaded.kernels is None or loaded.decoder is None or loaded.store is None:
+        raise ProgramUnsupportedError(loaded.why_modules)
+    if reason := why_modules(config):
+        raise ProgramUnsupportedError(reason)
+    if not all(can_hold(each.key_dim, each.value_dim, config.block_size) for each in loaded.layer_shapes.values()):
+        raise ProgramUnsupportedError("its heads do not fit the native layout")
+    packer = _Packer(loaded.store)
+    decoder = _packed_decoder(loaded, packer)
+    packed = PackedModel(decoder, Memories(loaded.store.used, packer.mapped()))
+    _verify(packed, loaded, config.block_size)
+    return packed
+
+
+def _verify(packed: PackedModel, loaded: LoadedModel, block_size: int) -> None:
+    """Raises ProgramUnsupportedError when the program computes something else than the modules."""
+    assert loaded.kernels is not None
+    try:
+        program = DecoderProgram(loaded.kernels, packed, 1, block_size, MAX_PROBE_TOKENS, MAX_PROBE_TOKENS)
+    except ValueError as error:
+        raise ProgramUnsupportedError(str(error)) from error
+
+    def logits(token_ids: torch.Tensor) -> torch.Tensor:
+        step = _whole_sequence(token_ids.numpy().astype(np.int32))
+        return torch.from_numpy(program.forward(step, np.zeros((1, 1), np.int32)).copy())
+
+    loaded.checked.verify(logits)
+
+
+def _whole_sequence(token_ids: Int32Array) -> FlatStep:
+    """A step that computes one sequence from its start in block 0, and samples at every token."""
+    length = np.array([len(token_ids)], np.int32)
+    places = np.arange(len(token_ids), dtype=np.int32)
+    return FlatStep(
+        rows=np.zeros(1, np.int32),
+        query_lens=length,
+        seq_lens=length,
+        query_start=np.array([0, len(token_ids)], np.int32),
+        token_ids=token_ids,
+        positions=places,
+        slots=places,
+        sampled_tokens=places,
+    )
+
+
+class _Packer:
+    """Gives weights their places: arrays of every step behind the packed matrices, those of few rows apart."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+        self._tables: list[torch.Tensor] = []
+        self._places: dict[int, ArrayAt] = {}
+        """Of tables, by their addresses: layers share them."""
+        self._mapped_bytes = 0
+
+    def matrix(self, weight: object) -> MatrixAt:
+        assert isinstance(weight, PackedWeight), "native kernels read packed weights"
+        base = int(self._store.memory.ctypes.data)
+        scale, sums = (address - base if address else None for address in (weight.scale, weight.sums))
+        return MatrixAt(weight.address - base, weight.n, weight.k, _NAME_OF[weight.type], scale, sums)
+
+    def array(self, tensor: torch.Tensor) -> ArrayAt:
+        offset_bytes = self._store.add(_bytes(tensor))
+        return ArrayAt("resident", offset_bytes, tuple(tensor.shape), _dtype(tensor))
+
+    def table(self, tensor: torch.Tensor) -> ArrayAt:
+        """An array of which a step reads few rows."""
+        tensor = tensor.contiguous()
+        if (known := self._places.get(tensor.data_ptr())) is not None:
+            return known
+        place = ArrayAt("mapped", self._mapped_bytes, tuple(tensor.shape), _dtype(tensor))
+        self._tables.append(tensor)
+        self._places[tensor.data_ptr()] = place
+        self._mapped_bytes += -(-place.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        return place
+
+    def mapped(self) -> Bytes:
+        """The memory of all tables."""
+        memory = np.empty(self._mapped_bytes + ALIGN_BYTES, np.uint8)
+        memory = memory[-memory.ctypes.data % ALIGN_BYTES :][: self._mapped_bytes]
+        for tensor in self._tables:
+            begin = self._places[tensor.data_ptr()].offset_bytes
+            data = _bytes(tensor)
+            memory[begin : begin + len(data)] = data
+        return memory
+
+
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    data: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return data
+
+
+def _dtype(tensor: torch.Tensor) -> Dtype:
+    return "bfloat16" if tensor.dtype == torch.bfloat16 else "float32"
+
+
+def _packed_decoder(loaded: LoadedModel, packer: _Packer) -> PackedDecoder:
+    decoder, library = loaded.decoder, loaded.kernels
+    assert decoder is not None and library is not None
+    return PackedDecoder(
+        model_type=loaded.model_type,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        dtype=_float_dtype(loaded.dtype),
+        kernel_variant=library.library.variant,
+        linear_kind=loaded.linear_kind,
+        embedding=packer.table(decoder.embedding),
+        embedding_factor=decoder.embedding_factor,
+        layers=tuple(_layer(layer, loaded.layer_shapes[layer.module], packer) for layer in decoder.layers),
+        norm=PackedNorm(packer.array(decoder.norm.weight), decoder.norm.eps),
+        head=_projection(decoder.head, packer),
+        logit_factor=decoder.logit_factor,
+        logit_softcap=decoder.logit_softcap,
+    )
+
+
+def _float_dtype(dtype: torch.dtype) -> Literal["float32", "bfloat16"]:
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+
+
+def _layer(layer: Layer, shape: LayerShape, packer: _Packer) -> PackedLayer:
+    factor = layer.residual_factor
+    return PackedLayer(
+        attention_norm=_norm(layer.attention_norm, packer),
+        attention=_attention(layer.attention, shape, packer),
+        attention_out_norm=_norm(layer.attention_out_norm, packer, factor),
+        mlp_norm=_norm(layer.mlp_norm, packer),
+        mlp=_mlp(layer.mlp, packer),
+        mlp_out_norm=_norm(layer.mlp_out_norm, packer, factor),
+        residual_factor=factor,
+    )
+
+
+def _attention(attention: Attention, shape: LayerShape, packer: _Packer) -> PackedAttention:
+    options = attention.options
+    return PackedAttention(
+        qkv=_projection(attention.qkv, packer),
+        out=_projection(attention.out, packer),
+        q_norm=_norm(attention.q_norm, packer),
+        k_norm=_norm(attention.k_norm, packer),
+        norm_whole=attention.norm_whole,
+        cos_sin=None if attention.cos_sin is None else packer.table(attention.cos_sin),
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.key_dim,
+        scaling=options.scaling,
+        sliding_window=options.sliding_window or 0,
+        softcap=options.softcap or 0.0,
+        sinks=None if options.sinks is None else packer.array(options.sinks.detach().float()),
+    )
+
+
+def _mlp(mlp: Mlp, packer: _Packer) -> PackedMlp:
+    gate, up, down = (_projection(each, packer) for each in (mlp.gate, mlp.up, mlp.down))
+    return PackedMlp(gate, up, down, "silu" if mlp.activation == "silu" else "gelu_tanh")
+
+
+def _norm(norm: Norm | None, packer: _Packer, factor: float = 1.0) -> PackedNorm | None:
+    return None if norm is None else PackedNorm(packer.array(norm.weight * factor), norm.eps)
+
+
+def _projection(projection: Projection, packer: _Packer) -> PackedProjection:
+    bias = None if projection.bias is None else packer.array(projection.bias)
+    return PackedProjection(packer.matrix(projection.weight), bias)
