@@ -47,12 +47,12 @@ class CollectedChoices(ResponseSender):
     def end(self, choice: Choice, times: TaskTimes) -> None:
         with self._lock:
             self._ended.append(choice)
-            self._send_all_after(self._next_flags(ends_task=True), times)
+            self._send_all_after(self._last_flags(), times)
 
     def fail(self, error: TritonError, times: TaskTimes) -> None:
         with self._lock:
             self._error = self._error or error
-            self._send_all_after(self._next_flags(ends_task=True), times)
+            self._send_all_after(self._last_flags(), times)
 
     def _send_all_after(self, flags: ResponseFlag, times: TaskTimes) -> None:
         if not flags & ResponseFlag.FINAL:
@@ -61,15 +61,15 @@ class CollectedChoices(ResponseSender):
             self._send_error(self._error, flags, times)
             return
         *others, last = self._responses()
-        for tensors in others:
-            self._send(tensors, ResponseFlag.NONE, times)
+        for outputs in others:
+            self._send(outputs, ResponseFlag.NONE, times)
         self._send(last, flags, times)
 
     def _responses(self) -> list[list[Tensor]]:
         choices = sorted(self._ended, key=self._rank)[: self._count]
-        numbered = [_numbered(choice.tensors, index) for index, choice in enumerate(choices)]
+        numbered = [_numbered(choice.outputs, index) for index, choice in enumerate(choices)]
         # Those of the first choice, which may not be among the best.
-        numbered[0] += [tensor for choice in self._ended for tensor in choice.tensors if tensor.name in PROMPT_OUTPUTS]
+        numbered[0] += [tensor for choice in self._ended for tensor in choice.outputs if tensor.name in PROMPT_OUTPUTS]
         return [joined(numbered, self._of_prompt)] if self._joins else numbered
 
     def _rank(self, choice: Choice) -> tuple[float, int]:

@@ -154,11 +154,11 @@ class InferTask:
     def respond(self) -> None:
         """Sends a response if one is due: in a stream whenever there is something to show, otherwise at the end."""
         if self.finish_reason is not None:
-            tensors = self._reply.tensors(self.assembler.take(), self)
+            outputs = self._reply.outputs(self.assembler.take(), self)
             self._finished = True
-            self._sender.end(Choice(self._choice, self.assembler.cumulative_logprob, tensors), self.times)
+            self._sender.end(Choice(self._choice, self.assembler.cumulative_logprob, outputs), self.times)
         elif self._stream and self._reply.is_due(self):
-            self._sender.send(self._reply.tensors(self.assembler.take(), self), self.times)
+            self._sender.send(self._reply.outputs(self.assembler.take(), self), self.times)
 
     def fail(self, error: TritonError) -> None:
         """Ends the generation with `error`; does nothing when it has ended."""

@@ -104,6 +104,7 @@ class _Unreported:
     def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
     def set(self, value: float, /, **labels: str) -> None: ...
     def observe(self, value: float, /, **labels: str) -> None: ...
+    def observe_all(self, values: Sequence[float], /, **labels: str) -> None: ...
     def value(self, **labels: str) -> float:
         return 0.0
 
@@ -113,8 +114,7 @@ class _Unreported:
 class LlmMetrics:
     """The metrics of one model version. `_lock` owns the engines' last snapshots.
 
-    Labels are `model` and `version`, as vllm_backend's. Gauges and token counters are written once per step; per token
-    there is one observation of the inter-token latency.
+    Labels are `model` and `version`, as vllm_backend's. All that tokens change is written once per step.
     """
 
     def __init__(self, backend: Backend, model: str, version: int, reports_vllm: bool = True) -> None:
@@ -146,6 +146,7 @@ class LlmMetrics:
         self._adapters = backend.metric_family(
             MetricKind.GAUGE, _ADAPTERS, "1: LoRA adapters that were loaded at run time.", (*_LABELS, "lora_name")
         )
+        self._first_token = self._families["vllm:time_to_first_token_seconds"]
         self._inter_token = self._families["vllm:inter_token_latency_seconds"]
         self._kv_blocks = KvBlockMetrics(backend, self._labels)
         self._create_series()
@@ -214,12 +215,13 @@ class LlmMetrics:
     def taken_by_engine(self, task: InferTask, now_ns: int) -> None:
         self._observe_seconds("vllm:request_queue_time_seconds", now_ns - task.times.exec_start_ns)
 
-    def output(self, task: InferTask, previous_ns: int, now_ns: int) -> None:
-        """An output with tokens. previous_ns: when the one before came; 0 for the first."""
-        if previous_ns:
-            self._inter_token.observe((now_ns - previous_ns) * 1e-9, **self._labels)
-        else:
-            self._observe_seconds("vllm:time_to_first_token_seconds", now_ns - task.times.exec_start_ns)
+    def outputs(self, first_s: Sequence[float], next_s: Sequence[float]) -> None:
+        """The outputs of a step that have tokens. first_s: arrival to the first token, of those that got it; next_s:
+        since the last one, of the others."""
+        if first_s:
+            self._first_token.observe_all(first_s, **self._labels)
+        if next_s:
+            self._inter_token.observe_all(next_s, **self._labels)
 
     def finished(self, task: InferTask, reason: str, now_ns: int) -> None:
         self._success.increment(1, finished_reason=reason, **self._labels)

@@ -20,6 +20,7 @@ from llmbackend.core.backend_api import (
     TritonError,
     internal,
     invalid_argument,
+    responses_together,
     unavailable,
 )
 from llmbackend.engine.config import EngineConfig
@@ -33,6 +34,20 @@ from .lora_changes import LoraChange, lora_change
 from .model_state import ModelState
 
 logger = logging.getLogger(__name__)
+
+
+class StepTimes:
+    """When the outputs of a step came, and how long their clients had waited for them."""
+
+    def __init__(self, now_ns: int) -> None:
+        self.now_ns = now_ns
+        self.first_token_s: list[float] = []
+        self.inter_token_s: list[float] = []
+
+    def add(self, exec_start_ns: int, previous_ns: int) -> None:
+        """An output with tokens. previous_ns: when the one before came; 0 for the first."""
+        waited_s = (self.now_ns - (previous_ns or exec_start_ns)) * 1e-9
+        (self.inter_token_s if previous_ns else self.first_token_s).append(waited_s)
 
 
 class ModelInstanceState:
@@ -158,18 +173,20 @@ class ModelInstanceState:
         return [task.resume_request() for task in tasks]
 
     def _send_responses(self, outputs: Sequence[StepOutput]) -> None:
-        now_ns = time.monotonic_ns()
+        step = StepTimes(time.monotonic_ns())
         self._tasks.record_outputs(self._engine.assignment, outputs)
-        for output in outputs:
-            task = self._tasks.get(output.request_id)
-            if task is None:
-                continue  # cancelled or stopped while the step ran
-            try:
-                self._handle_output(task, output, now_ns)
-            except Exception as error:
-                logger.exception("request %s: its output could not be delivered", output.request_id)
-                self._remove(task, output)
-                task.fail(internal(f"the response could not be made: {error}"))
+        with responses_together():
+            for output in outputs:
+                task = self._tasks.get(output.request_id)
+                if task is None:
+                    continue  # cancelled or stopped while the step ran
+                try:
+                    self._handle_output(task, output, step)
+                except Exception as error:
+                    logger.exception("request %s: its output could not be delivered", output.request_id)
+                    self._remove(task, output)
+                    task.fail(internal(f"the response could not be made: {error}"))
+        self._metrics.outputs(step.first_token_s, step.inter_token_s)
 
     def _control_signal(self) -> Sequence[tuple[str, Operation]]:
         """Answers requests that were stopped, and names those that this engine must drop."""
@@ -223,28 +240,31 @@ class ModelInstanceState:
 
     # --- one task's output --------------------------------------------------------------------------------------------
 
-    def _handle_output(self, task: InferTask, output: StepOutput, now_ns: int) -> None:
-        if output.finish_reason == "abort" and self._model.is_being_replaced(self._engine):
-            return
-        if output.finish_reason in ("abort", "error"):
-            self._remove(task, output)
-            error = unavailable("the engine was stopped before the request was finished")
-            if output.finish_reason == "error":
-                make_error = invalid_argument if output.is_bad_input else internal
-                error = make_error(output.error or "the engine failed on this request")
-            self._model.fail(task, error, output.finish_reason)
+    def _handle_output(self, task: InferTask, output: StepOutput, step: StepTimes) -> None:
+        if output.finish_reason == "abort" or output.finish_reason == "error":
+            self._handle_failure(task, output, output.finish_reason)
             return
         previous_ns = task.times.last_token_ns
-        task.add_output(output, now_ns)
+        task.add_output(output, step.now_ns)
         if task.lost_ns:
-            self._metrics.recovered(now_ns - task.lost_ns)
+            self._metrics.recovered(step.now_ns - task.lost_ns)
             task.lost_ns = 0
         if output.token_ids:
-            self._metrics.output(task, previous_ns, now_ns)
-        if task.finish_reason is not None:
+            step.add(task.times.exec_start_ns, previous_ns)
+        if (reason := task.finish_reason) is not None:
             self._remove(task, output)
-            self._model.end_task(task, task.finish_reason, now_ns)
+            self._model.end_task(task, reason, step.now_ns)
         task.respond()
+
+    def _handle_failure(self, task: InferTask, output: StepOutput, reason: str) -> None:
+        if reason == "abort" and self._model.is_being_replaced(self._engine):
+            return
+        self._remove(task, output)
+        error = unavailable("the engine was stopped before the request was finished")
+        if reason == "error":
+            make_error = invalid_argument if output.is_bad_input else internal
+            error = make_error(output.error or "the engine failed on this request")
+        self._model.fail(task, error, reason)
 
     def _remove(self, task: InferTask, output: StepOutput) -> None:
         """Takes the task out of the map; an engine that does not know yet that it ended is told to stop."""

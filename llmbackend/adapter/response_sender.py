@@ -27,7 +27,7 @@ class Choice:
 
     index: int
     cumulative_logprob: float
-    tensors: Sequence[Tensor]
+    outputs: Sequence[Tensor]
 
 
 class ResponseSender:
@@ -60,29 +60,27 @@ class ResponseSender:
         """Registers what a cancel of the request calls; only before the task is queued."""
         self._request.on_cancel(callback)
 
-    def send(self, tensors: Sequence[Tensor], times: TaskTimes) -> None:
+    def send(self, outputs: Sequence[Tensor], times: TaskTimes) -> None:
         """Sends one response; others of its task follow."""
         with self._lock:
-            self._send(tensors, self._next_flags(ends_task=False), times)
+            self._send(outputs, ResponseFlag.NONE, times)
 
     def end(self, choice: Choice, times: TaskTimes) -> None:
         """Sends the last response of a task."""
         with self._lock:
-            self._send(choice.tensors, self._next_flags(ends_task=True), times)
+            self._send(choice.outputs, self._last_flags(), times)
 
     def fail(self, error: TritonError, times: TaskTimes) -> None:
         """Ends a task with an error in place of its last response."""
         with self._lock:
-            self._send_error(error, self._next_flags(ends_task=True), times)
+            self._send_error(error, self._last_flags(), times)
 
-    def _send(self, tensors: Sequence[Tensor], flags: ResponseFlag, times: TaskTimes) -> None:
+    def _send(self, outputs: Sequence[Tensor], flags: ResponseFlag, times: TaskTimes) -> None:
         output_start_ns = time.monotonic_ns()
-        response = self._factory.new_response()
-        for tensor in tensors:
-            response.add_output(tensor)
-        response.send(flags)
+        self._factory.send(outputs, flags)
         self._report(output_start_ns, None)
-        self._release_after(flags, times)
+        if flags is not ResponseFlag.NONE:
+            self._release_after(flags, times)
 
     def _send_error(self, error: TritonError, flags: ResponseFlag, times: TaskTimes) -> None:
         self._has_failed = True
@@ -91,9 +89,9 @@ class ResponseSender:
         self._report(time.monotonic_ns(), error)
         self._release_after(flags, times)
 
-    def _next_flags(self, *, ends_task: bool) -> ResponseFlag:
-        """The flags of the next response: FINAL when it ends the last live task."""
-        self._num_live -= ends_task
+    def _last_flags(self) -> ResponseFlag:
+        """The flags of the last response of a task: FINAL when no other task is live."""
+        self._num_live -= 1
         return ResponseFlag.NONE if self._num_live else ResponseFlag.FINAL
 
     def _report(self, output_start_ns: int, error: TritonError | None) -> None:

@@ -43,7 +43,10 @@ Ownership of requests
       stays usable until it is closed.
 
 Sending
-    - `Response.send` does not block, so one thread can send for many requests.
+    - `Response.send` does not block, so one thread can send for many requests. It does so `with responses_together():`,
+      which wakes the clients' side once for all of them.
+    - `ResponseFactory.send` sends a response in one call. Its outputs may be `Outputs`, plain values of which tensors
+      are made only for clients that need them: together this makes a stream of small responses cheap.
     - An ensemble may take the responses of a decoupled model more slowly than the model sends them
       (`max_inflight_requests`). Responses are then held up to a limit in bytes. Beyond it that one request ends with an
       error, and is cancelled at the backend.
@@ -85,6 +88,7 @@ from .messages import (
     common_tenant,
     is_final,
 )
+from .outputs import JSON, OutputLayout, Outputs, layout_of
 from .tensors import (
     CONFIG_TYPE_OF_DATATYPE,
     DATATYPE_OF_CONFIG_TYPE,
@@ -95,12 +99,14 @@ from .tensors import (
     element_count,
 )
 from .tracing.trace import RequestTrace
+from .wakeups import responses_together
 
 __all__ = [
     "API_VERSION",
     "CONFIG_TYPE_OF_DATATYPE",
     "DATATYPE_OF_CONFIG_TYPE",
     "DATATYPE_OF_DTYPE",
+    "JSON",
     "NO_TENANT",
     "NUMPY_DTYPE",
     "Backend",
@@ -117,6 +123,8 @@ __all__ = [
     "Model",
     "ModelConfig",
     "ModelInstance",
+    "OutputLayout",
+    "Outputs",
     "ParameterValue",
     "ReleaseFlag",
     "Request",
@@ -138,8 +146,10 @@ __all__ = [
     "internal",
     "invalid_argument",
     "is_final",
+    "layout_of",
     "not_found",
     "request_tag",
+    "responses_together",
     "shown",
     "unavailable",
     "unsupported",
@@ -197,6 +207,9 @@ class MetricFamily(Protocol):
     def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
     def set(self, value: float, /, **labels: str) -> None: ...
     def observe(self, value: float, /, **labels: str) -> None: ...
+    def observe_all(self, values: Sequence[float], /, **labels: str) -> None:
+        """As `observe` for each of them, in one call."""
+
     def value(self, /, **labels: str) -> float:
         """The current value of a counter or gauge."""
 
@@ -441,6 +454,9 @@ class ResponseFactory(Protocol):
     @property
     def is_cancelled(self) -> bool: ...
     def new_response(self) -> Response: ...
+    def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE) -> None:
+        """As `new_response`, `add_output` for each output, and `Response.send`."""
+
     def send_flags(self, flags: ResponseFlag) -> None:
         """Sends flags without a response: `send_flags(ResponseFlag.FINAL)` ends a stream."""
 

@@ -8,12 +8,15 @@ with ends with exactly one call that carries ResponseFlag.FINAL.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Final, Protocol
 
+import msgspec
+
 from .errors import TritonError
+from .outputs import Outputs
 from .tensors import STRINGS_PER_CALL, RawTensor, SharedInput, SharedRange, Tensor
 from .tracing.trace import RequestTrace
 
@@ -111,19 +114,18 @@ class InferenceRequest:
     tenant: Tenant = NO_TENANT
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceResponse:
-    """One response of a model.
+class InferenceResponse(msgspec.Struct, frozen=True):
+    """One response of a model. (A Struct, because one is made per token: five times as fast as a dataclass.)
 
     request_id: the client's id
-    outputs: () where `error` is set
+    outputs: a tuple, or Outputs; () where `error` is set
     """
 
     model_name: str
     model_version: int
     request_id: str
-    outputs: tuple[Tensor, ...] = ()
-    parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
+    outputs: Sequence[Tensor] = ()
+    parameters: Mapping[str, ParameterValue] = {}
     error: TritonError | None = None
 
 
@@ -131,14 +133,16 @@ RESPONSE_BYTES: Final = 512
 """Memory of a response besides its tensors' elements (measured: 480 to 700 with one or two tensors)."""
 
 
-def held_bytes(tensors: Iterable[Tensor]) -> int:
+def held_bytes(tensors: Sequence[Tensor]) -> int:
     """About how much memory a response with these tensors holds, in bytes."""
+    if type(tensors) is Outputs:
+        return RESPONSE_BYTES + tensors.num_bytes()
     size = RESPONSE_BYTES
     for tensor in tensors:
         data = tensor.data
         if tensor.datatype != "BYTES":
             size += data.nbytes
-        elif data.size == 1:  # a token's text; this runs once per token
+        elif data.size == 1:
             size += len(data.item())
         else:
             size += sum(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from starlette.requests import Request
 from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import cancelled
 from llmbackend.core.messages import RESPONSE_BYTES, InferenceHandle, InferenceResponse, held_bytes
+from llmbackend.core.wakeups import wake_receiver
 
 from .http.request_scope import PRESENCE, ClientPresence
 
@@ -35,29 +35,31 @@ class Mailbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._lock = threading.Lock()
         self._arrived: deque[tuple[Inference, InferenceResponse | None, ResponseFlag, int]] = deque()
         self._is_woken = False
+        """Whether `_deliver` will be called. A response is put before this is read, and this is reset before responses
+        are taken, so that without a lock none is left behind; at worst the loop is woken once too often."""
 
     def put(self, inference: Inference, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         """Any thread; never waits."""
         size_bytes = response_bytes(response)  # here and not on the event loop: for many strings it takes a while
-        with self._lock:
-            self._arrived.append((inference, response, flags, size_bytes))
-            if self._is_woken:
-                return
+        self._arrived.append((inference, response, flags, size_bytes))
+        if not self._is_woken:
             self._is_woken = True
+            wake_receiver(self._wake)
+
+    def _wake(self) -> None:
         try:
             self.loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:  # the loop is closed: its clients are gone
             return
 
     def _deliver(self) -> None:
-        with self._lock:
-            arrived, self._arrived = self._arrived, deque()
-            self._is_woken = False
+        self._is_woken = False
+        arrived = self._arrived
         heard: dict[Listener, list[Inference]] = {}
-        for inference, response, flags, size_bytes in arrived:
+        for _ in range(len(arrived)):
+            inference, response, flags, size_bytes = arrived.popleft()
             if inference.deliver(response, flags, size_bytes) and (listener := inference.listener) is not None:
                 heard.setdefault(listener, []).append(inference)
         for listener, inferences in heard.items():

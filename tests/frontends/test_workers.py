@@ -37,7 +37,7 @@ def end() -> None:
 
 def tensors(response: InferenceResponse) -> tuple[Tensor, ...]:
     assert all(isinstance(tensor, Tensor) for tensor in response.outputs)
-    return response.outputs
+    return tuple(response.outputs)
 
 
 def take_memory() -> int:

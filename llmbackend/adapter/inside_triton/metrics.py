@@ -121,6 +121,13 @@ class _Series:
     def value(self, /, **labels: str) -> float:
         raise unsupported(f"metric '{self._name}' is written here, and not read")
 
+    def observe(self, value: float, /, **labels: str) -> None:
+        raise unsupported(f"metric '{self._name}' is no histogram: can not observe it")
+
+    def observe_all(self, values: Sequence[float], /, **labels: str) -> None:
+        for value in values:
+            self.observe(value, **labels)
+
 
 class Scalar(_Series):
     """A counter or a gauge."""
@@ -137,9 +144,6 @@ class Scalar(_Series):
 
     def set(self, value: float, /, **labels: str) -> None:
         self._buffer.set(self._name, labels, value)
-
-    def observe(self, value: float, /, **labels: str) -> None:
-        raise unsupported(f"metric '{self._name}' is no histogram: can not observe it")
 
     def remove(self, /, **labels: str) -> None:
         self._buffer.forget(self._name, labels)

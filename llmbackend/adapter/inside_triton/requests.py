@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -186,6 +186,12 @@ class TritonResponseFactory:
 
     def new_response(self) -> TritonResponse:
         return TritonResponse(self._channel)
+
+    def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE) -> None:
+        response = TritonResponse(self._channel)
+        for tensor in outputs:
+            response.add_output(tensor)
+        response.send(flags)
 
     def send_flags(self, flags: ResponseFlag) -> None:
         self._channel.send(None, flags)

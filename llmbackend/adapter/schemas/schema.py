@@ -17,10 +17,12 @@ from llmbackend.core.backend_api import (
     ErrorCode,
     JsonTensor,
     ModelConfig,
+    Outputs,
     Request,
     Tensor,
     TritonError,
     invalid_argument,
+    layout_of,
 )
 from llmbackend.engine.infer_request import TokenLogprobs
 
@@ -143,7 +145,7 @@ class Reply(Protocol):
     def is_due(self, generation: Generation) -> bool:
         """Whether a stream has something to send now."""
 
-    def tensors(self, chunk: Chunk, generation: Generation) -> list[Tensor]:
+    def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         """The outputs of one response."""
 
 
@@ -277,6 +279,14 @@ def may_have_constraint(request: Request) -> bool:
 def wanted_outputs(enabled: Iterable[str], request: Request) -> frozenset[str]:
     """The names in `enabled` that the client requested."""
     return frozenset(enabled).intersection(request.requested_outputs)
+
+
+def outputs_of(values: Mapping[str, Any], datatypes: Mapping[str, str], *, stream: bool) -> Sequence[Tensor]:
+    """The outputs with these values, by name: as values where there is a response per token, as tensors where all
+    tokens are in one, so that making them is not left to the event loop."""
+    layout = layout_of(tuple(values), tuple([datatypes[name] for name in values]))
+    outputs = Outputs(layout, tuple(values.values()))
+    return outputs if stream else outputs.tensors
 
 
 def parameter(config: ModelConfig, name: str) -> str:

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmbackend.core.backend_api import ModelConfig, Request, Tensor, TritonError, invalid_argument, shown, unsupported
+from llmbackend.core.backend_api import (
+    DATATYPE_OF_CONFIG_TYPE,
+    ModelConfig,
+    Request,
+    Tensor,
+    TritonError,
+    invalid_argument,
+    shown,
+    unsupported,
+)
 from llmbackend.engine.infer_request import TokenLogprobs
 
 from ..generation_bounds import (
@@ -42,6 +51,7 @@ from .schema import (
     TensorType,
     complete_config,
     decoded,
+    outputs_of,
     parameter,
     wanted_outputs,
 )
@@ -53,6 +63,11 @@ _ENABLED_BY = {
     "return_num_input_tokens": ("num_input_tokens",),
     "return_num_output_tokens": ("num_output_tokens",),
     "return_perf_metrics": PERF_OUTPUTS,
+}
+_DATATYPES = {
+    name: DATATYPE_OF_CONFIG_TYPE[tensor.data_type]
+    for name, tensor in (CORE_OUTPUTS | USER_OUTPUTS).items()
+    if tensor.data_type
 }
 
 
@@ -98,7 +113,7 @@ class TensorRtLlmSchema:
         return [inputs for index in range(rows.count) for inputs in self._read_row(rows.row(index), request)]
 
     def reply(self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer) -> Reply:
-        return TensorRtLlmReply(inputs, prompt, is_core=self._is_core, leading=(1,) if self._batches else ())
+        return TensorRtLlmReply(inputs, prompt, is_core=self._is_core, batches=self._batches)
 
     def _read_row(self, row: Row, request: Request) -> list[LlmInputs]:
         row.refuse_unsupported()
@@ -352,13 +367,13 @@ class TensorRtLlmReply:
     Source: fillTritonResponse in TensorRT-LLM's model_instance_state.cc; its postprocessing for text.
     """
 
-    def __init__(self, inputs: LlmInputs, prompt: Prompt, *, is_core: bool, leading: tuple[int, ...]) -> None:
-        """leading: the batch dimension of all outputs except text."""
+    def __init__(self, inputs: LlmInputs, prompt: Prompt, *, is_core: bool, batches: bool) -> None:
+        """batches: whether all outputs except text have a batch dimension."""
         self._inputs = inputs
         self._outputs = inputs.options.outputs
         self._prompt = prompt if inputs.options.prepend_prompt else Prompt("", ())
         self._is_core = is_core
-        self._leading = leading
+        self._batches = batches
         self._log_prob_sum = 0.0
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
@@ -367,50 +382,46 @@ class TensorRtLlmReply:
     def is_due(self, generation: Generation) -> bool:
         return self._is_core or generation.assembler.has_text
 
-    def tensors(self, chunk: Chunk, generation: Generation) -> list[Tensor]:
+    def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         num_tokens = len(chunk.token_ids) - chunk.ends_with_stop_token
         prompt, self._prompt = self._prompt, Prompt("", ())
         ids = [*prompt.token_ids, *chunk.token_ids[:num_tokens]]
-        values: dict[str, tuple[Any, type[np.generic]]] = {
-            "output_ids": ([ids], np.int32),
-            "sequence_length": ([len(ids)], np.int32),
-            "batch_index": ([self._inputs.batch_index], np.int32),
-            "sequence_index": ([self._inputs.sequence_index], np.int32),
-            "num_input_tokens": ([generation.num_prompt_tokens], np.int32),
-            "num_output_tokens": ([num_tokens], np.int32),
+        values: dict[str, Any] = {
+            "output_ids": [ids],
+            "sequence_length": [len(ids)],
+            "batch_index": [self._inputs.batch_index],
+            "sequence_index": [self._inputs.sequence_index],
+            "num_input_tokens": [generation.num_prompt_tokens],
+            "num_output_tokens": [num_tokens],
         }
         if self._inputs.options.logprobs:
             log_probs = [entry.logprob for entry in chunk.logprobs[:num_tokens]]
             self._log_prob_sum += sum(log_probs)
-            values["output_log_probs"] = ([log_probs], np.float32)
-            values["cum_log_probs"] = ([self._log_prob_sum], np.float32)
+            values["output_log_probs"] = [log_probs]
+            values["cum_log_probs"] = [self._log_prob_sum]
         if not self._outputs.isdisjoint(PERF_OUTPUTS):
             values |= _performance(generation)
-        tensors = [self._tensor(name, *values[name]) for name in values if name in self._outputs]
+        wanted = {name: [value] if self._batches else value for name, value in values.items() if name in self._outputs}
         if "text_output" in self._outputs:
-            tensors.append(Tensor.text("text_output", prompt.text + "".join(chunk.text)))
-        return tensors
-
-    def _tensor(self, name: str, value: Any, kind: type[np.generic]) -> Tensor:
-        array = np.array(value, kind)
-        return Tensor.of(name, array.reshape((*self._leading, *array.shape)))
+            wanted["text_output"] = prompt.text + "".join(chunk.text)
+        return outputs_of(wanted, _DATATYPES, stream=self._inputs.options.stream)
 
 
-def _performance(generation: Generation) -> dict[str, tuple[Any, type[np.generic]]]:
+def _performance(generation: Generation) -> dict[str, Any]:
     """The numbers of `return_perf_metrics` so far. Blocks are counted from tokens, so recomputation after a preemption
     does not show."""
     times = generation.times
     blocks, reused = generation.num_kv_blocks, generation.num_reused_kv_blocks
-    values: dict[str, tuple[Any, type[np.generic]]] = {
-        "kv_cache_alloc_new_blocks": ([blocks - reused], np.int32),
-        "kv_cache_reused_blocks": ([reused], np.int32),
-        "kv_cache_alloc_total_blocks": ([blocks], np.int32),
-        "arrival_time_ns": ([times.exec_start_ns], np.int64),
-        "first_scheduled_time_ns": ([times.taken_ns], np.int64),
-        "first_token_time_ns": ([times.first_token_ns], np.int64),
-        "last_token_time_ns": ([times.last_token_ns], np.int64),
+    values: dict[str, Any] = {
+        "kv_cache_alloc_new_blocks": [blocks - reused],
+        "kv_cache_reused_blocks": [reused],
+        "kv_cache_alloc_total_blocks": [blocks],
+        "arrival_time_ns": [times.exec_start_ns],
+        "first_scheduled_time_ns": [times.taken_ns],
+        "first_token_time_ns": [times.first_token_ns],
+        "last_token_time_ns": [times.last_token_ns],
     }
     if not generation.makes_drafts:
-        values["acceptance_rate"] = ([0.0], np.float32)
-        values["total_accepted_draft_tokens"] = values["total_draft_tokens"] = ([0], np.int32)
+        values["acceptance_rate"] = [0.0]
+        values["total_accepted_draft_tokens"] = values["total_draft_tokens"] = [0]
     return values

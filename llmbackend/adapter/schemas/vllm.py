@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from llmbackend.core.backend_api import (
+    DATATYPE_OF_CONFIG_TYPE,
+    JSON,
     ErrorCode,
     JsonTensor,
     ModelConfig,
+    Outputs,
     Request,
     Tensor,
     TritonError,
     invalid_argument,
+    layout_of,
     shown,
     unsupported,
 )
@@ -46,6 +51,7 @@ from .schema import (
     TensorType,
     complete_config,
     num_bytes,
+    outputs_of,
     single,
     text_of,
     wanted_outputs,
@@ -114,6 +120,12 @@ OUTPUTS: dict[str, TensorType] = {
     SAMPLING_PARAMETERS: _TEXT,
     "usage": TensorType("TYPE_UINT32", (-1,)),
 }
+_JSON_OUTPUTS = ("stop_reason", "logprobs", "text_tokens")
+_DATATYPES = {
+    name: JSON if name in _JSON_OUTPUTS else DATATYPE_OF_CONFIG_TYPE[tensor.data_type]
+    for name, tensor in OUTPUTS.items()
+}
+_TEXTS = ("text_output", "finish_reason")
 USAGE = "usage"
 """Tokens of the prompt, of the answer, and of the prompt that the prefix cache had."""
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
@@ -274,11 +286,6 @@ def _too_long(text: bytes, size: int) -> TritonError:
     return invalid_argument(f"input 'sampling_parameters' has {size} bytes, expected at most {limit}")
 
 
-def _usage(generation: Generation) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    counts = (generation.num_prompt_tokens, generation.num_output_tokens, generation.num_cached_tokens)
-    return np.array(counts, np.uint32)
-
-
 def _as_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
     return prompt.text or tokenizer.decode(prompt.token_ids)
 
@@ -317,6 +324,11 @@ class VllmReply:
         token_text: the text of one token, for logprobs
         """
         self._outputs = inputs.options.outputs
+        self._stream = inputs.options.stream
+        names = [name for name in _TEXTS if name in self._outputs]
+        is_text = "text_output" in names and len(names) == len(self._outputs) and self._stream
+        self._text_layout = layout_of(tuple(names), ("BYTES",) * len(names)) if is_text else None
+        """Of a stream that has nothing but text: what most streams are, and so the short way."""
         self._sequence_index = inputs.sequence_index
         self._prompt_text = prompt_text
         self._prompt_as_text = prompt_as_text
@@ -333,17 +345,21 @@ class VllmReply:
         """A chunk whose text is held back is not sent yet, so that text and tokens of a response belong together."""
         return generation.assembler.has_text or "text_output" not in self._outputs
 
-    def tensors(self, chunk: Chunk, generation: Generation) -> list[Tensor]:
-        tensors: list[Tensor] = []
+    def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
+        text, layout = "".join(chunk.text), self._text_layout
+        if layout is not None:
+            return Outputs(layout, (text, str(chunk.finish_reason)) if len(layout.names) == 2 else (text,))
+        values: dict[str, Any] = {}
         if "text_output" in self._outputs:
             prompt, self._prompt_text = self._prompt_text, ""
-            tensors.append(Tensor.text("text_output", prompt + "".join(chunk.text)))
-        if len(self._outputs) > len(tensors):
-            tensors.extend(self._additional(chunk, generation))
+            values["text_output"] = prompt + text
+        if len(self._outputs) > len(values):
+            values |= self._additional(chunk, generation)
+        outputs = outputs_of(values, _DATATYPES, stream=self._stream)
         if self._has_prompt_outputs:
             self._has_prompt_outputs = False
-            tensors.extend(self._of_prompt())
-        return tensors
+            return (*outputs, *self._of_prompt())
+        return outputs
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         if "prompt_logprobs" in self._outputs:
@@ -367,38 +383,33 @@ class VllmReply:
         self._prompt_token_ids, self._prompt_logprobs, self._prompt_logprobs_json = (), [], []
         return tensors
 
-    def _additional(self, chunk: Chunk, generation: Generation) -> list[Tensor]:
+    def _additional(self, chunk: Chunk, generation: Generation) -> dict[str, Any]:
         wanted = self._outputs
-        tensors: list[Tensor] = []
+        values: dict[str, Any] = {}
         if "finish_reason" in wanted:
-            tensors.append(Tensor.text("finish_reason", str(chunk.finish_reason)))
+            values["finish_reason"] = str(chunk.finish_reason)
         if "stop_reason" in wanted and chunk.finish_reason is not None:
-            tensors.append(Tensor.text("stop_reason", _encode_json(chunk.stop_reason)))
+            values["stop_reason"] = chunk.stop_reason
         if "cumulative_logprob" in wanted:
-            so_far = np.array([generation.assembler.cumulative_logprob], np.float32)
-            tensors.append(Tensor.of("cumulative_logprob", so_far))
+            values["cumulative_logprob"] = [generation.assembler.cumulative_logprob]
         if "logprobs" in wanted:
-            tensors.append(Tensor.text("logprobs", self._logprobs_json(chunk) if self._wants_logprobs else b"null"))
+            values["logprobs"] = [*map(self._position, chunk.logprobs)] if self._wants_logprobs else None
         if "num_input_tokens" in wanted:
-            tensors.append(Tensor.of("num_input_tokens", np.array([generation.num_prompt_tokens], np.uint32)))
+            values["num_input_tokens"] = [generation.num_prompt_tokens]
         if "num_output_tokens" in wanted:
-            tensors.append(Tensor.of("num_output_tokens", np.array([len(chunk.token_ids)], np.uint32)))
+            values["num_output_tokens"] = [len(chunk.token_ids)]
         if "num_cached_tokens" in wanted:
-            tensors.append(Tensor.of("num_cached_tokens", np.array([generation.num_cached_tokens], np.uint32)))
+            values["num_cached_tokens"] = [generation.num_cached_tokens]
         if "output_ids" in wanted:
-            tensors.append(Tensor.of("output_ids", np.array(chunk.token_ids, np.int32)))
+            values["output_ids"] = chunk.token_ids
         if SEQUENCE_INDEX in wanted:
-            tensors.append(Tensor.of(SEQUENCE_INDEX, np.array([self._sequence_index], np.uint32)))
+            values[SEQUENCE_INDEX] = [self._sequence_index]
         if USAGE in wanted and (self._is_first or chunk.finish_reason is not None):
             self._is_first = False
-            tensors.append(Tensor.of(USAGE, _usage(generation)))
+            values[USAGE] = [generation.num_prompt_tokens, generation.num_output_tokens, generation.num_cached_tokens]
         if "text_tokens" in wanted:
-            text = _encode_json(chunk.text_tokens)
-            tensors.append(JsonTensor.of_value("text_tokens", tuple(chunk.text_tokens), text))
-        return tensors
-
-    def _logprobs_json(self, chunk: Chunk) -> bytes:
-        return _encode_json([self._position(entry) for entry in chunk.logprobs])
+            values["text_tokens"] = chunk.text_tokens
+        return values
 
     def _position(self, entry: TokenLogprobs) -> dict[str, dict[str, object]]:
         """The sampled token first, then the most likely ones, then those that were asked for, without a rank."""
@@ -410,4 +421,6 @@ class VllmReply:
         return position
 
     def _logprob(self, token_id: int, logprob: float, rank: int | None) -> dict[str, object]:
-        return {"logprob": logprob, "rank": rank, "decoded_token": self._token_text(token_id)}
+        # JSON has no minus infinity, and a client in this process gets what others get.
+        shown = logprob if logprob > -math.inf else None
+        return {"logprob": shown, "rank": rank, "decoded_token": self._token_text(token_id)}

@@ -7,7 +7,8 @@ all chunks put together are the same however the engine's steps were cut and how
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from llmbackend.engine.infer_request import FinishReason, StepOutput, TokenLogprobs
 
@@ -23,14 +24,13 @@ TextToken = tuple[int, str, bool]
 own text)"""
 
 
-@dataclass(slots=True)
-class Chunk:
-    """The output since the last chunk was taken."""
+class Chunk(msgspec.Struct):
+    """The output since the last chunk was taken. (A Struct, because one is made per token.)"""
 
-    text: list[str] = field(default_factory=list)
+    text: list[str] = []
     """Pieces, to be joined."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
     """One per token, or none."""
     finish_reason: FinishReason | None = None
     """Set in the last chunk only."""
@@ -39,7 +39,7 @@ class Chunk:
     something else did. vLLM's name."""
     ends_with_stop_token: bool = False
     """Whether the last token is the end-of-sequence or stop token that ended the generation."""
-    text_tokens: list[TextToken] = field(default_factory=list)
+    text_tokens: list[TextToken] = []
     """All tokens with their text, where the request asks for them. Text is in the order of the tokens: what stands
     before a special token is never in an entry behind it."""
 
@@ -74,6 +74,8 @@ class OutputAssembler:
         own_stop_token_ids: those that the client is told of when they end the generation
         """
         self._detokenizer = detokenizer
+        self._is_plain = not stop and not stop_sequences and special_text is None
+        """Whether every text passes at once, until the generation ends."""
         self._stop = StopStrings(stop, include_stop_str_in_output)
         self._sequences = StopSequences(stop_sequences)
         self._min_tokens = min_tokens if stop else 0
@@ -98,6 +100,11 @@ class OutputAssembler:
         Sets `finish_reason`, to "stop" also when a stop string or sequence ended the request before the engine did.
         """
         ids = output.token_ids
+        if self._is_plain and output.finish_reason is None:
+            for token_id in ids:
+                if text := self._detokenizer.push(token_id):
+                    self._chunk.text.append(text)
+            return self._keep(output, ids, None)
         for index, token_id in enumerate(ids):
             is_stop_token = output.stop_token_id is not None and index == len(ids) - 1
             is_shown = not is_stop_token or self._show_stop_token

@@ -99,6 +99,7 @@ class ByteTokenizer:
     def __init__(self, chat_template: str = "") -> None:
         self.chat_template = chat_template
         self._template = ChatTemplate(chat_template or self._TEMPLATE, {})
+        self._texts, self._texts_with_special = TokenTexts(self._bytes), TokenTexts(self._with_special)
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         """One id per byte; there is no special token to add."""
@@ -136,7 +137,7 @@ class ByteTokenizer:
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
     ) -> Detokenizer:
-        return ByteDetokenizer(self._bytes if skip_special_tokens else self._with_special)
+        return ByteDetokenizer(self._texts if skip_special_tokens else self._texts_with_special)
 
     def vocabulary(self) -> Vocabulary | None:
         return Vocabulary(token_bytes=tuple(bytes((byte,)) for byte in range(256)))
@@ -215,7 +216,7 @@ class HuggingFaceTokenizer:
         self._special_texts = {token_id: str(token.content) for token_id, token in added.items() if token.special}
         self._special_ids = frozenset(self._special_texts)
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
-        self._bytes = functools.lru_cache(maxsize=_CACHED_TOKEN_TEXTS)(self._token_bytes)
+        self._texts, self._texts_with_special = TokenTexts(self._shown_bytes), TokenTexts(self._token_bytes)
         self.token_text = functools.lru_cache(maxsize=_CACHED_TOKEN_TEXTS)(self._decode_one)
 
     def with_tokenizer(self, tokenizer_json: str) -> HuggingFaceTokenizer:
@@ -254,10 +255,9 @@ class HuggingFaceTokenizer:
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
     ) -> Detokenizer:
-        skip = self._special_ids if skip_special_tokens else frozenset()
         if self._byte_level:
-            token_bytes = self._bytes
-            return ByteDetokenizer(lambda token_id: b"" if token_id in skip else token_bytes(token_id))
+            return ByteDetokenizer(self._texts if skip_special_tokens else self._texts_with_special)
+        skip = self._special_ids if skip_special_tokens else frozenset()
         window = WindowDetokenizer(self._decode_all, prompt_token_ids[-CONTEXT_TOKENS:], skip)
         is_plain = spaces_between_special_tokens or skip_special_tokens
         return window if is_plain else TightSpecialTokens(window, self.special_text)
@@ -283,6 +283,10 @@ class HuggingFaceTokenizer:
 
     def _decode_one(self, token_id: int) -> str:
         return self._decode_all([token_id])
+
+    def _shown_bytes(self, token_id: int) -> bytes:
+        """As `_token_bytes`; nothing for a special token."""
+        return b"" if token_id in self._special_ids else self._token_bytes(token_id)
 
     def _token_bytes(self, token_id: int) -> bytes:
         """The bytes of a byte-level token. A token with a character outside the alphabet (an added one) is its own
@@ -325,16 +329,42 @@ class NullDetokenizer:
         return ""
 
 
+class TokenTexts(dict[int, str | None]):
+    """The texts of tokens that are byte strings; None for one whose bytes are not whole characters. Filled as it is
+    used, by any thread, with at most _CACHED_TOKEN_TEXTS."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self.bytes_of = token_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        if len(self) >= _CACHED_TOKEN_TEXTS:
+            self.clear()
+        try:
+            text = self.bytes_of(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+
 class ByteDetokenizer:
     """For vocabularies whose tokens are byte strings (byte-level BPE, bytes); exact for every sequence, including
     invalid UTF-8."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        self._token_bytes = token_bytes
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_inside_character = False
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes(token_id))
+        if not self._is_inside_character:  # then nearly every token is whole characters: no decoder is needed
+            text = self._texts[token_id]
+            if text is not None:
+                return text
+        text = self._decoder.decode(self._texts.bytes_of(token_id))
+        self._is_inside_character = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

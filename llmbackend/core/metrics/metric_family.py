@@ -81,12 +81,17 @@ class Family:
             self._values[key] = value
 
     def observe(self, value: float, /, **labels: str) -> None:
+        self.observe_all((value,), **labels)
+
+    def observe_all(self, values: Sequence[float], /, **labels: str) -> None:
         self._check_kind("observe", MetricKind.HISTOGRAM)
         key = self._key(labels)
         with self._lock:
             self._add(key, self.buckets)
-            self._bucket_counts[key][bisect.bisect_left(self._buckets[key], value)] += 1
-            self._values[key] += value
+            bounds, counts = self._buckets[key], self._bucket_counts[key]
+            for value in values:
+                counts[bisect.bisect_left(bounds, value)] += 1
+            self._values[key] += sum(values)
 
     def value(self, /, **labels: str) -> float:
         """The value of a counter or gauge; 0 if never written. Raises TritonError INVALID_ARG for a histogram."""

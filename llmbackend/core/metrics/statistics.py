@@ -161,7 +161,9 @@ class Statistics:
     def record_response(self, index: int, start_ns: int, output_start_ns: int, end_ns: int, outcome: str) -> None:
         """outcome: success, fail, empty_response or cancel, the name of the counter."""
         with self._lock:
-            times = self._responses.setdefault(index, ResponseTimes())
+            times = self._responses.get(index)
+            if times is None:
+                times = self._responses[index] = ResponseTimes()
             duration: Duration = getattr(times, outcome)
             duration.add(end_ns - start_ns)
             if output_start_ns > 0:

@@ -9,7 +9,7 @@ loses the object.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -194,21 +194,16 @@ class BackendResponse:
         it was sent before."""
         self._check_unsent()
         self._sent = True
-        owner = self._channel.owner
-        response = InferenceResponse(
-            model_name=owner.name,
-            model_version=owner.version,
-            request_id=self._channel.request_id,
-            outputs=() if error is not None else tuple(self._outputs),
-            parameters=self._parameters,
-            error=None if error is None else error.copy(),
-        )
+        channel = self._channel
+        owner, request_id = channel.owner, channel.request_id
+        outputs = () if error is not None else tuple(self._outputs)
+        error = None if error is None else error.copy()
         try:
-            if self._channel.observer is not None and owner.may_block_in_send:
-                self._channel.observer.make_room()
-            self._channel.deliver(response, flags)
+            channel.send(
+                InferenceResponse(owner.name, owner.version, request_id, outputs, self._parameters, error), flags
+            )
         finally:
-            self._channel.drop()
+            channel.drop()
 
     def _check_unsent(self) -> None:
         if self._sent:
@@ -235,6 +230,13 @@ class BackendResponseFactory:
     def new_response(self) -> BackendResponse:
         self._check_open()
         return BackendResponse(self.channel)
+
+    def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE) -> None:
+        """Sends a response; after FINAL it is logged and dropped. Raises TritonError INVALID_ARG after `close`."""
+        self._check_open()
+        channel = self.channel
+        owner = channel.owner
+        channel.send(InferenceResponse(owner.name, owner.version, channel.request_id, outputs), flags)
 
     def send_flags(self, flags: ResponseFlag) -> None:
         """Sends flags without a response; after FINAL it is logged and dropped. Raises TritonError INVALID_ARG after

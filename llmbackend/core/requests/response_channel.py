@@ -8,6 +8,7 @@ Source: the response factory of Triton's core, which does not check FINAL.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -129,7 +130,7 @@ class ResponseChannel:
         self._aborted = False
         self._on_cancel: list[Callable[[], None]] = []
         self._dequeue: Callable[[], None] | None = None
-        self._response_index = 0
+        self._response_indices = itertools.count()
         self.trace = request.trace
         if self.trace is not None:
             self.trace.begin(owner.name, owner.version, request.id, self.start_ns)
@@ -170,6 +171,12 @@ class ResponseChannel:
             if not self._final_ns:
                 self._callback = wrap(self._callback)
             return not self._final_ns
+
+    def send(self, response: InferenceResponse, flags: ResponseFlag) -> None:
+        """A backend's response: as `deliver`, after its observer has made room where the backend may be blocked."""
+        if self.observer is not None and self.owner.may_block_in_send:
+            self.observer.make_room()
+        self.deliver(response, flags)
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> bool:
         """Calls the client's callback; False when FINAL was delivered already (logged, nothing delivered)."""
@@ -233,10 +240,7 @@ class ResponseChannel:
             self._final_ns = time.monotonic_ns()
 
     def next_response_index(self) -> int:
-        with self._lock:
-            index = self._response_index
-            self._response_index += 1
-            return index
+        return next(self._response_indices)
 
     def cancel(self) -> None:
         """Asks the request to stop: idempotent, any thread, no effect after FINAL."""

@@ -9,11 +9,11 @@ Source: InferenceResponse in Triton's core; the classification extension, classi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -95,7 +95,7 @@ def _reshaped(reshapes: Mapping[str, Reshape], response: InferenceResponse) -> I
         )
     except ValueError as error:
         raise internal(f"an output of model '{response.model_name}' can not be reshaped: {error}") from None
-    return replace(response, outputs=outputs)
+    return msgspec.structs.replace(response, outputs=outputs)
 
 
 # --- classification: the largest elements of an output as text, `value:index[:label]` ---------------------------------
@@ -132,7 +132,7 @@ def _classified(
         _top(tensor, classes[tensor.name], labels.get(tensor.name, ()), batches) if tensor.name in classes else tensor
         for tensor in response.outputs
     )
-    return replace(response, outputs=outputs)
+    return msgspec.structs.replace(response, outputs=outputs)
 
 
 def _top(tensor: Tensor, count: int, labels: Sequence[str], batches: bool) -> Tensor:

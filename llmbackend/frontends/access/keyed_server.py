@@ -7,15 +7,17 @@ identity, which the process itself makes, is passed on unchanged; a client sees 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback, Tenant
+from llmbackend.core.outputs import Outputs
 from llmbackend.core.tensors import RawTensor, Tensor
 
 from .request_identity import REQUEST_IDENTITY, RequestIdentity
@@ -112,6 +114,28 @@ def _is_false(tensor: Tensor | RawTensor) -> bool:
     return tensor.raw == b"\0" if isinstance(tensor, RawTensor) else not tensor.data.any()
 
 
+def _counts(outputs: Sequence[Tensor]) -> tuple[int | None, int]:
+    """Tokens of the prompt, None where the response does not say, and generated ones."""
+    if isinstance(outputs, Outputs):
+        values = outputs.named()
+    else:
+        values = {tensor.name: tensor.data for tensor in outputs if tensor.name in (_PROMPT_TOKENS, _GENERATED_TOKENS)}
+    prompt = values.get(_PROMPT_TOKENS)
+    return None if prompt is None else _total(prompt), _total(values.get(_GENERATED_TOKENS, 0))
+
+
+def _total(counts: Any) -> int:
+    if isinstance(counts, list):
+        return sum(map(_total, counts))
+    return counts if isinstance(counts, int) else int(np.sum(counts))
+
+
+def _without(outputs: Sequence[Tensor], names: frozenset[str]) -> Sequence[Tensor]:
+    if isinstance(outputs, Outputs):
+        return outputs.without(names)
+    return tuple(tensor for tensor in outputs if tensor.name not in names)
+
+
 class _Meter:
     """A callback around a request's own: charges the counts of every response. Called by one thread at a time."""
 
@@ -124,21 +148,17 @@ class _Meter:
 
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         if response is not None and response.outputs:
-            self._charge(response.outputs)
+            self._charge(*_counts(response.outputs))
             if self._hidden:
-                shown = tuple(tensor for tensor in response.outputs if tensor.name not in self._hidden)
-                response = replace(response, outputs=shown)
+                response = msgspec.structs.replace(response, outputs=_without(response.outputs, self._hidden))
         self._callback(response, flags)
 
-    def _charge(self, outputs: Iterable[Tensor]) -> None:
+    def _charge(self, prompt: int | None, generated: int) -> None:
         """Every response repeats the prompt's count; the count of generated tokens is the response's own."""
-        prompt = generated = 0
-        for tensor in outputs:
-            if tensor.name == _GENERATED_TOKENS:
-                generated = int(tensor.data.sum())
-            elif tensor.name == _PROMPT_TOKENS and not self._prompt_is_charged:
-                prompt = int(tensor.data.sum())
-                self._prompt_is_charged = True
+        if prompt is None or self._prompt_is_charged:
+            prompt = 0
+        else:
+            self._prompt_is_charged = True
         self._account.charge(prompt + generated)
         self._prompt_tokens.inc(prompt)
         self._generated_tokens.inc(generated)

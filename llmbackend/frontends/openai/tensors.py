@@ -7,7 +7,7 @@ knows a tensor's name, so that a change of the interface stays in one place.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import orjson
 from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import internal
 from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.outputs import Outputs
 from llmbackend.core.tensors import JsonTensor, Tensor
 
 MESSAGES = "messages"
@@ -179,79 +180,77 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         return Delta("", None, [], 0, 0, final)
     if response.error is not None:
         raise response.error
-    tensors = response.outputs
-    if len(tensors) == 2 and tensors[0].name == TEXT_OUTPUT and tensors[1].name == FINISH_REASON:
+    outputs = response.outputs
+    if type(outputs) is Outputs and outputs.layout.names == _ONLY_TEXT:
         # All that most streams ask for: no look-up of anything else for each of their tokens.
-        return Delta(_text(tensors[0].data), _finish_reason(tensors[1].data), [], 0, 0, final)
-    outputs: dict[str, Any] = {tensor.name: tensor.data for tensor in tensors}
-    if TEXT_OUTPUT not in outputs:
-        if outputs or not final:
+        text, reason = outputs.values
+        return Delta(text, _REASONS.get(reason, reason), [], 0, 0, final)
+    values = outputs.named() if isinstance(outputs, Outputs) else {one.name: _value(one) for one in outputs}
+    if TEXT_OUTPUT not in values:
+        if values or not final:
             raise internal(f"model '{response.model_name}' sent a response without '{TEXT_OUTPUT}'")
         return Delta("", None, [], 0, 0, final)
+    return _delta(values, final)
+
+
+_ONLY_TEXT = (TEXT_OUTPUT, FINISH_REASON)
+_REASONS = {"": None, "None": None, "null": None}
+"""Texts that are none."""
+_JSON_OUTPUTS = frozenset((TEXT_TOKENS, "logprobs", "stop_reason"))
+_TEXT_OUTPUTS = frozenset((TEXT_OUTPUT, FINISH_REASON, "prompt_text", "prompt_first_token"))
+
+
+def _value(tensor: Tensor) -> Any:
+    """A text, what a JSON text says, or numbers."""
+    name, data = tensor.name, tensor.data
+    if name in _TEXT_OUTPUTS:
+        item = data.item(0)
+        return item.decode() if isinstance(item, bytes) else str(item)
+    if name in _JSON_OUTPUTS:
+        return _json_value(tensor)
+    return tensor if name == PROMPT_LOGPROBS else data.tolist()  # its text is sent as it is
+
+
+def _delta(values: Mapping[str, Any], is_final: bool) -> Delta:
+    get = values.get
+    reason: str = get(FINISH_REASON, "")
     return Delta(
-        text=_text(outputs[TEXT_OUTPUT]),
-        finish_reason=_finish_reason(outputs.get(FINISH_REASON)),
-        logprobs=_logprobs(outputs.get("logprobs")),
-        num_input_tokens=_count(outputs.get("num_input_tokens")),
-        num_output_tokens=_count(outputs.get("num_output_tokens")),
-        is_final=final,
-        num_cached_tokens=_count(outputs["num_cached_tokens"]) if "num_cached_tokens" in outputs else None,
-        text_tokens=_text_tokens(response) if TEXT_TOKENS in outputs else (),
-        sequence_index=_count(outputs.get("sequence_index")),
-        token_ids=outputs["output_ids"].tolist() if "output_ids" in outputs else (),
-        stop_reason=orjson.loads(outputs["stop_reason"].item(0)) if "stop_reason" in outputs else None,
-        usage=tuple(outputs["usage"].tolist()) if "usage" in outputs else None,
-        prompt=None if outputs.keys().isdisjoint(_PROMPT_OUTPUTS) else _prompt_details(response),
+        text=values[TEXT_OUTPUT],
+        finish_reason=_REASONS.get(reason, reason),
+        logprobs=get("logprobs") or [],
+        num_input_tokens=_count(get("num_input_tokens")),
+        num_output_tokens=_count(get("num_output_tokens")),
+        is_final=is_final,
+        num_cached_tokens=_count(values["num_cached_tokens"]) if "num_cached_tokens" in values else None,
+        text_tokens=get(TEXT_TOKENS, ()),
+        sequence_index=_count(get("sequence_index")),
+        token_ids=get("output_ids", ()),
+        stop_reason=get("stop_reason"),
+        usage=tuple(values["usage"]) if "usage" in values else None,
+        prompt=None if values.keys().isdisjoint(_PROMPT_OUTPUTS) else _prompt_details(values),
     )
 
 
 _PROMPT_OUTPUTS = frozenset(("prompt_text", "prompt_first_token", "prompt_token_ids", PROMPT_LOGPROBS))
 
 
-def _prompt_details(response: InferenceResponse) -> PromptDetails:
-    outputs = {tensor.name: tensor for tensor in response.outputs if tensor.name in _PROMPT_OUTPUTS}
-    text, ids = outputs.get("prompt_text"), outputs.get("prompt_token_ids")
-    logprobs, first = outputs.get(PROMPT_LOGPROBS), outputs.get("prompt_first_token")
+def _prompt_details(values: Mapping[str, Any]) -> PromptDetails:
+    logprobs: Tensor | None = values.get(PROMPT_LOGPROBS)
     return PromptDetails(
-        text="" if text is None else _text(text.data),
-        token_ids=() if ids is None else ids.data.tolist(),
-        first_token="" if first is None else _text(first.data),
-        logprobs=_json_value(logprobs),
+        text=values.get("prompt_text", ""),
+        token_ids=values.get("prompt_token_ids", ()),
+        first_token=values.get("prompt_first_token", ""),
+        logprobs=() if logprobs is None else _json_value(logprobs),
         logprobs_json=b"" if logprobs is None else logprobs.data.item(0),
     )
 
 
-def _json_value(tensor: Tensor | None) -> Any:
-    if tensor is None:
-        return ()
+def _json_value(tensor: Tensor) -> Any:
     return tensor.value if isinstance(tensor, JsonTensor) else orjson.loads(tensor.data.item(0))
 
 
-def _text(data: Any) -> str:
-    item = data.item(0)
-    return item.decode() if isinstance(item, bytes) else str(item)
-
-
-def _finish_reason(data: Any) -> str | None:
-    if data is None:
-        return None
-    reason = _text(data)
-    return reason if reason not in ("", "None", "null") else None
-
-
-def _logprobs(data: Any) -> list[TokenEntries]:
-    if data is None:
-        return []
-    entries: list[TokenEntries] | None = orjson.loads(data.item(0))
-    return entries or []
-
-
-def _text_tokens(response: InferenceResponse) -> Sequence[TextToken]:
-    tensor = next(tensor for tensor in response.outputs if tensor.name == TEXT_TOKENS)
-    if isinstance(tensor, JsonTensor):
-        return cast(Sequence[TextToken], tensor.value)
-    return [(token_id, text, is_special) for token_id, text, is_special in orjson.loads(tensor.data.item(0))]
-
-
-def _count(data: Any) -> int:
-    return 0 if data is None else int(data.item(0))
+def _count(numbers: Any) -> int:
+    """The first of an array's numbers, 0 where there are none."""
+    while isinstance(numbers, list):
+        numbers = numbers[0]
+    return int(numbers or 0)

@@ -1,0 +1,127 @@
+"""Outputs of a response as plain Python values: their tensors are made when somebody asks for them.
+
+For: backends that send many small responses, and frontends that write text or JSON and need no arrays. Does not know:
+what the outputs mean, wire formats. Invariant: as a sequence, the outputs are the tensors of `values` in the order of
+the layout, the same ones each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, overload
+
+import msgspec
+import numpy as np
+
+from .tensors import NUMPY_DTYPE, JsonTensor, Tensor
+
+JSON: Final = "JSON"
+"""In a layout, of an output that is a BYTES tensor with the JSON text of its value."""
+_encode_json = msgspec.json.encode
+_LAYOUTS: Final = 1024
+_NUMBER_BYTES: Final = 8
+_MEMBER_BYTES: Final = 256
+"""Of a member of a JSON object: such as the three fields of one logprob."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLayout:
+    """Names and datatypes of a response's outputs. There is one object for equal ones (`layout_of`): responses of a
+    stream share it, and what is the same in all of them can be prepared once."""
+
+    names: tuple[str, ...]
+    datatypes: tuple[str, ...]
+    """KServe's, or JSON."""
+    is_text: bool = field(init=False)
+    """Whether each output is one string."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_text", all(datatype == "BYTES" for datatype in self.datatypes))
+
+
+@functools.lru_cache(maxsize=_LAYOUTS)
+def layout_of(names: tuple[str, ...], datatypes: tuple[str, ...]) -> OutputLayout:
+    return OutputLayout(names, datatypes)
+
+
+@functools.lru_cache(maxsize=_LAYOUTS)
+def _others(layout: OutputLayout, names: frozenset[str]) -> tuple[list[int], OutputLayout]:
+    """The indices of the outputs that are not in `names`, and their layout."""
+    kept = [index for index, name in enumerate(layout.names) if name not in names]
+    return kept, layout_of(tuple(layout.names[one] for one in kept), tuple(layout.datatypes[one] for one in kept))
+
+
+class Outputs(Sequence[Tensor]):
+    """One value for each output of `layout`: `str` or `bytes` for BYTES, a (nested) list of numbers for other
+    datatypes, and for JSON what msgspec can encode."""
+
+    __slots__ = ("_tensors", "layout", "values")
+
+    def __init__(self, layout: OutputLayout, values: tuple[Any, ...]) -> None:
+        self.layout = layout
+        self.values = values
+        self._tensors: tuple[Tensor, ...] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        if self._tensors is None:
+            layout = self.layout
+            self._tensors = tuple(map(_tensor, layout.names, layout.datatypes, self.values))
+        return self._tensors
+
+    def named(self) -> dict[str, Any]:
+        """The values by name."""
+        return dict(zip(self.layout.names, self.values, strict=True))
+
+    def without(self, names: frozenset[str]) -> Outputs:
+        """The outputs that are not in `names`."""
+        kept, layout = _others(self.layout, names)
+        return Outputs(layout, tuple([self.values[index] for index in kept]))
+
+    def num_bytes(self) -> int:
+        """About how much memory the values hold."""
+        if self.layout.is_text:  # a token's text; this runs once per token
+            return sum(map(len, self.values))
+        return sum(map(_num_bytes, self.values))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        return self.tensors[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        layout = self.layout
+        return _restored, (layout.names, layout.datatypes, self.values)
+
+
+def _restored(names: tuple[str, ...], datatypes: tuple[str, ...], values: tuple[Any, ...]) -> Outputs:
+    return Outputs(layout_of(names, datatypes), values)
+
+
+def _tensor(name: str, datatype: str, value: Any) -> Tensor:
+    if datatype == "BYTES":
+        return Tensor.text(name, value)
+    if datatype == JSON:
+        return JsonTensor.of_value(name, value, _encode_json(value))
+    data = np.array(value, dtype=NUMPY_DTYPE[datatype])
+    return Tensor(name, datatype, tuple(data.shape), data)
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, dict):
+        return _MEMBER_BYTES * len(value)
+    if isinstance(value, list | tuple):
+        return sum(map(_num_bytes, value))
+    return _NUMBER_BYTES
