@@ -11,7 +11,7 @@ code is 1 if any part failed.
 
 Parts, the most important first: the device's ceilings; kernel parity (tests, on the device instead of in the
 interpreter); each shape's engine runs; ablations; transformers' continuous batching; the server.
-The machine needs no network: packages that its Python lacks (msgspec and pyzmq; for the server also fastapi, uvicorn
+The machine needs no network: packages that its Python lacks (msgspec and pyzmq; for the server also starlette, uvicorn
 and others) can be unpacked into a folder beforehand, which --site names.
 """
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from llmbackend.core.backend_api import (
     Model,
@@ -38,12 +39,14 @@ from .lora_changes import LoraChange
 from .lora_registry import LoraRegistry
 from .metrics import LlmMetrics
 from .model_limits import ModelLimits
-from .request_conversion import RequestConverter
 from .schemas.sampling import NO_DEFAULTS, read_sampling_defaults
 from .schemas.schema import Schema
 from .task_map import EngineAssignment, TaskMap
 from .text.tokenizer import NoTokenizer
 from .text.tokenizer_loading import TokenizerLoader
+
+if TYPE_CHECKING:
+    from .request_conversion import RequestConverter
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +137,8 @@ class ModelState:
             raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
         self.metrics.engine_started(engine.index, engine.info.num_blocks, engine.info.block_size)
         tokenizer = NoTokenizer() if self._tokenizer is None else self._tokenizer.verified()
+        from .request_conversion import RequestConverter  # not needed before
+
         with self._lock:
             self._engines.append(engine)
             limits = self._limits()

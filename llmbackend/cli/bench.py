@@ -9,7 +9,6 @@ part of the measured time.
 from __future__ import annotations
 
 import gc
-import os
 import resource
 import sys
 import time
@@ -27,6 +26,8 @@ from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
 from llmbackend.engine.infer_request import EngineStats, InferRequest, ModelInfo, SamplingParams
 from llmbackend.engine.offline import OfflineEngine
 
+from ..server.process_age import process_age_s
+
 WARM_UP_REQUESTS, WARM_UP_PROMPT_TOKENS, WARM_UP_OUTPUT_TOKENS = 8, 48, 8
 ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "no prefix cache": {"enable_prefix_caching": False},
@@ -38,7 +39,6 @@ ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "one thread": {"num_threads": 1},
 }
 """What `--ablate` changes, one at a time; a change that is none for the given configuration is left out."""
-_IMPORTED_S = time.perf_counter()
 
 
 class WorkloadItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,7 +166,7 @@ def _run(arguments: Mapping[str, Any], items: list[WorkloadItem]) -> BenchResult
     config = msgspec.convert(arguments, EngineConfig)
     start_s = time.perf_counter()
     with OfflineEngine(config) as engine:
-        load_s, ready_s = time.perf_counter() - start_s, _seconds_since_process_start()
+        load_s, ready_s = time.perf_counter() - start_s, process_age_s()
         requests = make_requests(items, engine.info, config.seed)
         times = _measure(engine, requests, _warm_up(engine, config.seed))
         return _result(config.model, engine.info, requests, times, load_s, ready_s)
@@ -286,15 +286,6 @@ def _result(
         sample_ms=times.sample_s / steps * 1e3,
         host_us_per_step=times.host_s / steps * 1e6,
     )
-
-
-def _seconds_since_process_start() -> float:
-    """Linux tells; elsewhere, since this module was imported."""
-    try:
-        started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return time.perf_counter() - _IMPORTED_S
 
 
 def _percentile_ms(values_s: list[float], percent: float) -> float:

@@ -1,14 +1,15 @@
-"""The `llmbackend` command: flags in, one frozen settings object out.
+"""The `llmbackend` command and its subcommands.
 
-For: people and process managers. Does not know: how anything is served; `server/` and `bench.py` do. The flags of
-`serve` are in the modules named `…_flags`. Invariant: a wrong flag ends with a message that names it and exit code 1.
+For: people and process managers. Does not know: what the subcommands do; `serve.py` and `bench.py` do. Invariants: a
+wrong flag ends with a message that names it and exit code 1; a subcommand's module is imported when it is called, so
+that the help and the version need none of them.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,16 +17,8 @@ import typer
 
 from llmbackend import __version__
 
-from ..server.settings import ServerSettings, check_port_collision
-from .access_flags import AccessFlags
-from .engine_flags import EngineFlags
-from .flag_groups import takes_flag_groups, warn
-from .inert_flags import InertFlags
-from .limit_flags import LimitFlags
-from .observability_flags import LogFlags, MetricsConfigFlags, TraceFlags
-from .protocol_flags import CorsFlags, GrpcFlags, HttpFlags, MetricsFlags, ProtocolFlags, SharedMemoryFlags
-from .server_flags import ModelFlags, SchedulingFlags, ServerFlags, server_options
-from .store_flags import StoreFlags
+_UNREAD = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+"""For a subcommand that reads its arguments by itself."""
 
 app = typer.Typer(
     help="Serve large language models the Triton way.",
@@ -42,57 +35,16 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-@app.command()
-@takes_flag_groups
-def serve(
-    models: ModelFlags,
-    engine: EngineFlags,
-    server: ServerFlags,
-    scheduling: SchedulingFlags,
-    http: HttpFlags,
-    grpc: GrpcFlags,
-    metrics: MetricsFlags,
-    metrics_config: MetricsConfigFlags,
-    shared_memory: SharedMemoryFlags,
-    access: AccessFlags,
-    limits: LimitFlags,
-    store: StoreFlags,
-    log: LogFlags,
-    trace: TraceFlags,
-    protocols: ProtocolFlags,
-    cors: CorsFlags,
-    inert: InertFlags,
-) -> None:
+@app.command(add_help_option=False, context_settings=_UNREAD)
+def serve(context: typer.Context) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
-    access_settings = access.settings()  # removes keys from the environment before child processes inherit it
-    from ..server.serve import run_server
-
-    endpoints = {"HTTP": http.endpoint(), "GRPC": grpc.endpoint(), "metrics": metrics.endpoint(http.http_address)}
+    gc.disable()  # imports make objects that stay; the server enables it when it has what it needs
     try:
-        check_port_collision(endpoints)
-    except ValueError as error:
-        raise typer.TyperException(str(error)) from None
-    for text in (*models.warnings(), *engine.warnings(), *inert.warnings()):
-        warn(text)
-    single = engine.model(models.model, models.model_name)
-    allow_client_shm = shared_memory.allowed(http.endpoint(), grpc.endpoint())
-    options = server_options(models, single, server, metrics_config.options(), allow_client_shm)
-    settings = ServerSettings(
-        log=log.settings(),
-        options=replace(scheduling.applied_to(options), trace=trace.settings()),
-        http=endpoints["HTTP"],
-        grpc=endpoints["GRPC"],
-        metrics=endpoints["metrics"],
-        http_max_input_size_bytes=http.http_max_input_size,
-        openai_max_input_size_bytes=http.openai_max_input_size,
-        exit_timeout_s=server.exit_timeout_secs,
-        limits=limits.limits(),
-        store=store.settings(),
-        access=access_settings,
-        protocols=replace(protocols.options(), cors=cors.options(), http_metrics=metrics.allow_metrics),
-        flag_model="" if single is None else single.served_name,
-    )
-    raise typer.Exit(run_server(settings))
+        from .serve import app as command
+
+        raise typer.Exit(command(args=context.args, prog_name=context.command_path, standalone_mode=False))
+    finally:
+        gc.enable()
 
 
 @app.command()

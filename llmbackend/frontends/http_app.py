@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from fastapi import APIRouter, FastAPI
+from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,6 +19,7 @@ from llmbackend.core.server_log import ServerLog
 
 from .http.errors import install_error_handlers
 from .http.request_body import BODY_LEASE, BodyBudget, BodyLease
+from .http.routing import Router
 from .inference_gate import InferenceGate
 from .journals.resumable_streams import ResumableStreams
 from .kserve.control_http import RepositoryEndpoints, SettingsEndpoints, SharedMemoryEndpoints, StopEndpoint
@@ -39,12 +40,12 @@ def create_http_app(
     server: InferenceServer,
     *,
     max_input_size_bytes: int = DEFAULT_MAX_INPUT_SIZE_BYTES,
-    routers: Sequence[APIRouter] = (),
+    routers: Sequence[Router] = (),
     gate: InferenceGate | None = None,
     options: ProtocolOptions | None = None,
     log: ServerLog | None = None,
     streams: ResumableStreams | None = None,
-) -> FastAPI:
+) -> Starlette:
     """The application of `server`; `routers`, such as the OpenAI API, are served beside /v2.
 
     `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size). `gate`
@@ -52,17 +53,16 @@ def create_http_app(
     """
     gate = gate or InferenceGate(server)
     gate.bodies.make_room_for(max_input_size_bytes)
-    app = _App(title="llmbackend", redirect_slashes=False, docs_url=None, redoc_url=None, openapi_url=None)
-    install_error_handlers(app)
     served = (create_kserve_router(server, max_input_size_bytes, gate, options, log, streams), *routers)
-    for router in (*served, create_openapi_router(served)):
-        app.include_router(router)
+    app = _App(routes=[route for router in (*served, create_openapi_router(served)) for route in router.routes])
+    app.router.redirect_slashes = False
+    install_error_handlers(app)
     app.direct = DirectRoutes.of(served[0])
     app.bodies = gate.bodies
     return app
 
 
-class _App(FastAPI):
+class _App(Starlette):
     """Gives each request a lease of the body budget, and finds inference without the routers."""
 
     direct: DirectRoutes
@@ -87,9 +87,9 @@ def create_kserve_router(
     options: ProtocolOptions | None = None,
     log: ServerLog | None = None,
     streams: ResumableStreams | None = None,
-) -> APIRouter:
+) -> Router:
     """Everything under /v2, and the probes; arguments as of `create_http_app`."""
-    router = APIRouter(redirect_slashes=False)
+    router = Router()
     gate = gate or InferenceGate(server)
     options = options or DEFAULT_OPTIONS
     InferEndpoint(gate, max_input_size_bytes, options.http_forward).add_to(router)  # first: routes are tried in order

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import orjson
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
@@ -24,6 +24,7 @@ from .anthropic import openapi as openapi_anthropic
 from .http.errors import is_anthropic, is_openai
 from .http.openapi_parts import Json, operation, plain_response, refusals
 from .http.responses import JSON, plain
+from .http.routing import Router
 from .kserve import openapi as openapi_kserve
 from .openai import openapi as openapi_openai
 from .operations import probes
@@ -57,9 +58,9 @@ _CATCH_ALL: Final = frozenset({"/v1/{path}", "/v1/messages/{path}"})
 """Routes that refuse every request, with 404 or 501."""
 
 
-def create_openapi_router(routers: Sequence[APIRouter]) -> APIRouter:
+def create_openapi_router(routers: Sequence[Router]) -> Router:
     """A router that serves the document of `routers` and of itself, made on the first request."""
-    own = APIRouter(redirect_slashes=False)
+    own = Router()
     made: list[bytes] = []
 
     async def serve(request: Request) -> Response:
@@ -67,11 +68,11 @@ def create_openapi_router(routers: Sequence[APIRouter]) -> APIRouter:
             made.append(orjson.dumps(document([*routers, own])))
         return plain(made[0], content_type=JSON)
 
-    own.add_api_route(PATH, serve, methods=["GET"])
+    own.add_handler(PATH, serve, methods=["GET"])
     return own
 
 
-def document(routers: Iterable[APIRouter]) -> Json:
+def document(routers: Iterable[Router]) -> Json:
     """The document of all routes of `routers`. Raises KeyError for a route that is not described."""
     paths: Json = {}
     for method, path in sorted(_documented(route for router in routers for route in router.routes)):

@@ -2,21 +2,13 @@
 
 For: the command line, tests, and embedding. Does not know: models, signals, processes; the caller stops the host after
 it. Invariants: after `bind` this process has every port that was asked for, after `start` they answer, and where one of
-the two raises none is open. `stop` refuses new work at once and lets running work finish within its grace. Connections
-leave a reserve of descriptors free, for engines, files and shared memory: a new descriptor has the lowest free number,
-so one whose number lies within the reserve says that all below are in use.
+the two raises none is open. `stop` refuses new work at once and lets running work finish within its grace.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import resource
-import socket
-import sys
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import replace
 
 import grpc
 from starlette.types import ASGIApp
@@ -27,94 +19,22 @@ from llmbackend.core.server_log import ServerLog
 from ..frontends.access.access_control import AccessControl
 from ..frontends.access.settings import NO_ACCESS_CONTROL
 from ..frontends.grpc.server import create_grpc_server
-from ..frontends.http.endpoint import HttpEndpoint, claimed_port
+from ..frontends.http.endpoint import HttpEndpoint
 from ..frontends.http.protocol import CaseKeepingProtocol, GuardedProtocol
 from ..frontends.http_app import create_http_app, with_cors
 from ..frontends.inference_gate import InferenceGate
 from ..frontends.limits import FrontendLimits, GrpcLimits
 from ..frontends.operations.metrics import create_metrics_app
 from ..frontends.protocol_options import DEFAULT_OPTIONS, ProtocolOptions
-
-log = logging.getLogger(__name__)
-
-_MIN_RESERVE: Final = 20
-_MAX_RESERVE: Final = 512
-_OWN_DESCRIPTORS: Final = 1024
-"""Wanted in addition to connections and the reserve: models, engines, libraries."""
-
-
-@dataclass(frozen=True)
-class DescriptorRoom:
-    """How many connections there are descriptors for."""
-
-    limit: int
-    """Descriptors that this process may open."""
-    in_use: int
-    """Those that are open."""
-
-    @classmethod
-    def now(cls) -> DescriptorRoom:
-        return cls(_finite(resource.getrlimit(resource.RLIMIT_NOFILE)[0]), _count_open())
-
-    @property
-    def first_reserved(self) -> int:
-        """The first descriptor that no connection gets."""
-        return self.limit - max(_MIN_RESERVE, min(self.limit // 8, _MAX_RESERVE))
-
-    @property
-    def connections(self) -> int:
-        return max(self.first_reserved - self.in_use, 0)
-
-
-def raise_limit(connections: int) -> None:
-    """Raises the soft limit of open descriptors to what so many connections need, as far as the hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(connections + _MAX_RESERVE + _OWN_DESCRIPTORS, _finite(hard))
-    if _finite(soft) < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def fitted(limits: FrontendLimits, room: DescriptorRoom) -> FrontendLimits:
-    """`limits` with as many connections as there are descriptors for, reduced in proportion; logs one warning when
-    that is fewer than `limits` permit."""
-    permitted = limits.connections
-    if room.connections >= permitted:
-        return limits
-
-    def share(count: int) -> int:
-        return max(1, count * room.connections // permitted)
-
-    http, grpc = share(limits.http.max_connections), share(limits.grpc.max_connections)
-    log.warning(
-        "the limit of %d open files (ulimit -n), of which %d are in use, is below what the flags permit: "
-        "%d instead of %d HTTP and %d instead of %d gRPC connections are served",
-        *(room.limit, room.in_use),
-        *(http, limits.http.max_connections, grpc, limits.grpc.max_connections),
-    )
-    return replace(
-        limits,
-        http=replace(limits.http, max_connections=http),
-        grpc=replace(limits.grpc, max_connections=grpc),
-        metrics_max_connections=share(limits.metrics_max_connections),
-    )
-
-
-def _finite(limit: int) -> int:
-    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
-
-
-def _count_open() -> int:
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0
+from .descriptor_room import DescriptorRoom, fitted
+from .ports import ClaimedPorts, PortWish
 
 
 class FrontendServer:
     """The endpoints around one InferenceServer. A port of None switches its endpoint off, 0 takes any free port.
 
     `access` is checked before HTTP and gRPC; the metrics port is open. `gate`, `protocols` and `log` are
-    those that `http_app` uses.
+    those that `http_app` uses. `claims`: the ports, where they have been bound before.
     """
 
     def __init__(
@@ -134,6 +54,7 @@ class FrontendServer:
         limits: FrontendLimits | None = None,
         protocols: ProtocolOptions | None = None,
         log: ServerLog | None = None,
+        claims: ClaimedPorts | None = None,
     ) -> None:
         self._server = server
         self._http_app = http_app
@@ -142,14 +63,16 @@ class FrontendServer:
         self._gate = gate or InferenceGate(server, self._limits.inference)
         self._protocols = protocols or DEFAULT_OPTIONS
         self._log = log or ServerLog()
-        self._http_at = (http_address, http_port)
         self._grpc_at = (grpc_address, grpc_port)
-        self._metrics_at = (metrics_address, metrics_port)
-        self._http_reuse_port = http_reuse_port
+        self._wishes = {
+            "http": PortWish(http_address, http_port, http_reuse_port),
+            "metrics": PortWish(metrics_address, metrics_port),
+            "grpc": PortWish(grpc_address, grpc_port, self._protocols.grpc_reuse_port),
+        }
+        self._claims = claims
         self._is_bound = False
         self._http: HttpEndpoint | None = None
         self._metrics: HttpEndpoint | None = None
-        self._grpc_claim: socket.socket | None = None
         self._grpc: grpc.aio.Server | None = None
         self.http_port: int | None = None
         self.grpc_port: int | None = None
@@ -158,39 +81,31 @@ class FrontendServer:
     def bind(self) -> None:
         """Binds all ports without listening, so that a port of another process is found before anything is loaded.
         Raises OSError; then no port is kept."""
+        self._claims = self._claims or ClaimedPorts.claim(**self._wishes)
         self._is_bound = True
         try:
-            self._bind()
+            self._make_endpoints(self._claims)
         except BaseException:
             self.close()
             raise
 
-    def _bind(self) -> None:
+    def close(self) -> None:
+        """Gives back the ports of a server that was not started."""
+        if self._claims is not None:
+            self._claims.close()
+
+    def _make_endpoints(self, claims: ClaimedPorts) -> None:
         registry = self._server.metrics_registry
-        host, port = self._http_at
-        if port is not None:
+        if claims.http is not None:
             app = self._http_app or create_http_app(
                 self._server, gate=self._gate, options=self._protocols, log=self._log
             )
-            claim = claimed_port(host, port, self._http_reuse_port)
             guarded = with_cors(self._access.around_http(app, registry), self._protocols.cors)
-            self._http = HttpEndpoint(guarded, claim, self._access.http_tls_context)
+            self._http = HttpEndpoint(guarded, claims.http, self._access.http_tls_context)
             self.http_port = self._http.port
-        host, port = self._metrics_at
-        if port is not None:
-            claim = claimed_port(host, port, False)
-            self._metrics = HttpEndpoint(create_metrics_app(registry), claim, lambda: None)
+        if claims.metrics is not None:
+            self._metrics = HttpEndpoint(create_metrics_app(registry), claims.metrics, lambda: None)
             self.metrics_port = self._metrics.port
-        host, port = self._grpc_at
-        if port:
-            self._grpc_claim = claimed_port(host, port, self._protocols.grpc_reuse_port)
-
-    def close(self) -> None:
-        """Gives back the ports of a server that was not started."""
-        for endpoint in (self._http, self._metrics, self._grpc_claim):
-            if endpoint is not None:
-                endpoint.close()
-        self._http = self._metrics = self._grpc_claim = None
 
     async def start(self) -> None:
         """Listens on all ports, which it binds where `bind` was not called, for as many connections as there are
@@ -215,9 +130,8 @@ class FrontendServer:
         host, port = self._grpc_at
         if port is None:
             return
-        if self._grpc_claim is not None:  # gRPC binds by itself
-            self._grpc_claim.close()
-            self._grpc_claim = None
+        if self._claims is not None and self._claims.grpc is not None:
+            self._claims.grpc.close()  # gRPC binds by itself
         registry = self._server.metrics_registry
         self._grpc, self.grpc_port = await create_grpc_server(
             self._server,
@@ -237,5 +151,4 @@ class FrontendServer:
         if self._grpc is not None:
             stops.append(self._grpc.stop(grace_s))
         await asyncio.gather(*stops)
-        if self._grpc_claim is not None:
-            self._grpc_claim.close()
+        self.close()

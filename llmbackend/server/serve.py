@@ -12,8 +12,8 @@ import contextlib
 import gc
 import logging
 import sys
-import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -21,21 +21,21 @@ from llmbackend.core.errors import StartupError, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import exposure
-from llmbackend.frontends.anthropic import create_anthropic_router
-from llmbackend.frontends.http_app import create_http_app
-from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import StoreError
-from llmbackend.frontends.journals.response_store import ResponseStore
-from llmbackend.frontends.journals.resumable_streams import ResumableStreams
-from llmbackend.frontends.openai import create_openai_router
-from llmbackend.frontends.openai.sealed_reasoning import sealing_key
 
 from ..core.server_log import ServerLog
-from .frontend_server import FrontendServer, raise_limit
+from .descriptor_room import raise_limit
+from .load_reports import begin_load
+from .ports import ClaimedPorts, PortWish
+from .process_age import process_age_s
 from .process_end import exit_now, in_thread, kill_children, reload_on_hangup, stop_on_signal
 from .settings import ServerSettings
 from .start_failure import as_flags, failure_summary, print_error
-from .terminal import announce, load_bars
+
+if TYPE_CHECKING:
+    from llmbackend.frontends.journals.response_store import ResponseStore
+
+    from .frontend_server import FrontendServer
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,6 @@ def run_server(settings: ServerSettings) -> int:
 
 
 async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
-    began_s = time.monotonic()
     stop = stop_on_signal()
     try:
         access = AccessControl(settings.access)
@@ -74,19 +73,25 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         return 1
     reload_on_hangup(stop, access.reload)
     try:
-        store = settings.store.open()
+        storage = settings.store.open_storage()
     except StoreError as error:
         print_error(f"--response-store: {error}.")
         return 1
-    server = access.host(settings.options)
-    frontends = _frontends(server, settings, access, server_log, store)
     try:
-        frontends.bind()
+        claims = _claim_ports(settings)
     except OSError as error:
         print_error(f"cannot listen: {error}. Stop what has the port, or choose another one.")
         return 1
-    loading = in_thread(server.start)
+    server = access.host(settings.options)
+    loading = await begin_load(server.start)
+    from .frontends import make_frontends  # half a second, while the engines start
+    from .terminal import announce, load_bars
+
     with load_bars():
+        store = settings.store.around(storage)
+        frontends = make_frontends(server, settings, access, server_log, store, claims)
+        gc.freeze()  # what was imported stays: no collection looks at it again
+        gc.enable()
         is_over = await _ends_before(loading, stop)
     if not is_over:
         return await _stop_while_loading(server, loading, settings.exit_timeout_s)
@@ -105,7 +110,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         await in_thread(server.stop, settings.exit_timeout_s)
         return 1
     _log_endpoints(frontends, settings)
-    announce(server, _urls(frontends, settings), time.monotonic() - began_s)
+    announce(server, _urls(frontends, settings), process_age_s())
     if warning := exposure(
         settings.access, http_address=settings.http.address_or_none, grpc_address=settings.grpc.address_or_none
     ):
@@ -114,65 +119,19 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
     return await _drain(server, frontends, store, settings.exit_timeout_s)
 
 
+def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
+    """Raises OSError."""
+    http, grpc, metrics = settings.http, settings.grpc, settings.metrics
+    return ClaimedPorts.claim(
+        http=PortWish(http.address, http.port_or_none, http.reuse_port),
+        metrics=PortWish(metrics.address, metrics.port_or_none),
+        grpc=PortWish(grpc.address, grpc.port_or_none, settings.protocols.grpc_reuse_port),
+    )
+
+
 def reasons_with_flags(reasons: Mapping[str, str], flag_model: str) -> dict[str, str]:
     """The reasons, where that of the model of `--model` names flags instead of engine arguments."""
     return {name: as_flags(reason) if name == flag_model else reason for name, reason in reasons.items()}
-
-
-def _frontends(
-    server: InferenceServer,
-    settings: ServerSettings,
-    access: AccessControl,
-    server_log: ServerLog,
-    store: ResponseStore,
-) -> FrontendServer:
-    limit_bytes = settings.http_max_input_size_bytes
-    gate = InferenceGate(server, settings.limits.inference)
-    streams = ResumableStreams(settings.store.resume_grace_s)
-    key = sealing_key(settings.protocols.reasoning_secret)
-    routers = (
-        create_anthropic_router(
-            server,
-            settings.openai_max_input_size_bytes,
-            gate,
-            settings.protocols.openai_lora_separator,
-            sealing_key=key,
-        ),
-        create_openai_router(
-            server,
-            settings.openai_max_input_size_bytes,
-            gate,
-            settings.protocols.openai_lora_separator,
-            streams,
-            store=store,
-            sealing_key=key,
-            lora_folder=settings.protocols.openai_lora_folder,
-        ),
-    )
-    return FrontendServer(
-        server,
-        http_address=settings.http.address,
-        http_port=settings.http.port_or_none,
-        grpc_address=settings.grpc.address,
-        grpc_port=settings.grpc.port_or_none,
-        metrics_address=settings.metrics.address,
-        metrics_port=settings.metrics.port_or_none,
-        http_reuse_port=settings.http.reuse_port,
-        http_app=create_http_app(
-            server,
-            max_input_size_bytes=limit_bytes,
-            routers=routers,
-            gate=gate,
-            options=settings.protocols,
-            log=server_log,
-            streams=streams,
-        ),
-        access=access,
-        gate=gate,
-        limits=settings.limits,
-        protocols=settings.protocols,
-        log=server_log,
-    )
 
 
 async def _ends_before(loading: asyncio.Future[None], stop: asyncio.Event) -> bool:

@@ -1,7 +1,7 @@
 """What a starting server shows on the terminal: bars while models load, then what is served, where, and how to try it.
 
-For: `llmbackend serve`. Does not know: engines; it listens to the logger of `engine.load_progress`. Invariants: no bar
-is drawn where standard error is no terminal; log lines stand above the bars; when loading is over the bars are gone.
+For: `llmbackend serve`. Does not know: engines. Invariants: no bar is drawn where standard error is no terminal; log
+lines stand above the bars; when loading is over the bars are gone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from llmbackend import __version__
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.load_progress import LoadProgress
-from llmbackend.engine.load_progress import logger as progress_log
+
+from .load_reports import handled_by
 
 _SERVED_AT = {
     "http": "KServe v2, generate and generate_stream; OpenAI under /v1",
@@ -64,16 +65,9 @@ def load_bars(console: Console | None = None) -> Iterator[None]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    level = progress_log.level
-    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as progress:
-        bars = _Bars(progress)
-        progress_log.addHandler(bars)
-        progress_log.setLevel(logging.DEBUG)
-        try:
-            yield
-        finally:
-            progress_log.removeHandler(bars)
-            progress_log.setLevel(level)
+    progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+    with progress, handled_by(_Bars(progress)):
+        yield
 
 
 def announce(server: InferenceServer, urls: dict[str, str], startup_s: float) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.text.chat import MAX_VALUES, ChatBounds, ChatTemplate, read_chat
+from llmbackend.adapter.text.chat import MAX_VALUES, ChatBounds, read_chat
+from llmbackend.adapter.text.chat_template import ChatTemplate
 from llmbackend.core.backend_api import ErrorCode, TritonError
 
 BOUNDS = ChatBounds(max_messages=10, max_chars=50, why="this model's maximum context length is 10 tokens")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.text.chat import ChatBounds, read_chat, request_template
+from llmbackend.adapter.text.chat import ChatBounds, read_chat
+from llmbackend.adapter.text.chat_template import request_template
 from llmbackend.adapter.text.token_bias import banned_texts
 from llmbackend.adapter.text.tokenizer import HuggingFaceTokenizer
 from llmbackend.core.backend_api import ErrorCode, TritonError

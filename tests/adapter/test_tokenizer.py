@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.text.chat import ChatTemplate
+from llmbackend.adapter.text.chat_template import ChatTemplate
 from llmbackend.adapter.text.tokenizer import ByteTokenizer, TooManyTokensError
 from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.core.backend_api import ErrorCode, TritonError

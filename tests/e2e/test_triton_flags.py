@@ -21,7 +21,8 @@ from typer.main import get_command
 
 from llmbackend.cli.inert_flags import REASONS
 from llmbackend.cli.limit_flags import LimitFlags
-from llmbackend.cli.main import app, main
+from llmbackend.cli.main import main
+from llmbackend.cli.serve import app
 from llmbackend.server.settings import ServerSettings
 from tests.helpers.server_process import ROOT, ServerProcess, post, start_server, stop_server
 from tests.helpers.waiting import eventually
@@ -80,7 +81,7 @@ TAKEN_ALONE = ("model-store", "strict-model-config", "response-cache-byte-size")
 def options() -> dict[str, Any]:
     """The options of `llmbackend serve` by name, without dashes."""
     command: Any = get_command(app)
-    return {name.removeprefix("--"): option for option in command.commands["serve"].params for name in option.opts}
+    return {name.removeprefix("--"): option for option in command.params for name in option.opts}
 
 
 def write_repository(folder: Path) -> Path:

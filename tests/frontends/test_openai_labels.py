@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
 
 from llmbackend.frontends.access.http_access import HttpAccess
 from llmbackend.frontends.access.permissions import NO_RESTRICTIONS
 from llmbackend.frontends.access.request_identity import AccessMetrics
-from llmbackend.frontends.openai import create_openai_router
+from llmbackend.frontends.openai.router import create_openai_router
 from tests.helpers.fake_llm_server import MODEL, FakeLlmServer
 
 LABELS: dict[str, Any] = {
@@ -28,8 +28,7 @@ LABELS: dict[str, Any] = {
 
 
 def answer(**fields: Any) -> Any:
-    app = FastAPI()
-    app.include_router(create_openai_router(FakeLlmServer()))  # type: ignore[arg-type]
+    app = Starlette(routes=create_openai_router(FakeLlmServer()).routes)  # type: ignore[arg-type]
     access = HttpAccess(app, None, NO_RESTRICTIONS, AccessMetrics(CollectorRegistry()), log_requests=True)
 
     async def post() -> httpx.Response:

@@ -16,10 +16,10 @@ from urllib.parse import unquote
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
-from llmbackend.frontends.anthropic import create_anthropic_router
+from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.journals.store_settings import StoreSettings
-from llmbackend.frontends.openai import create_openai_router
+from llmbackend.frontends.openai.router import create_openai_router
 
 from .exchange import HttpAnswer, HttpInput
 from .http_inputs import DECOUPLED, WHOLE

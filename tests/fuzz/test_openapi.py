@@ -13,13 +13,13 @@ import pytest
 from pydantic import BaseModel
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.frontends.anthropic import create_anthropic_router
+from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_kserve_router
 from llmbackend.frontends.kserve import openapi as openapi_kserve
-from llmbackend.frontends.openai import create_openai_router
 from llmbackend.frontends.openai import openapi as openapi_openai
 from llmbackend.frontends.openai.errors import OpenAIError
 from llmbackend.frontends.openai.requests import parse_chat, parse_completion
+from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
 from llmbackend.frontends.openapi import create_openapi_router, document
 

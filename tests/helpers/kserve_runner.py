@@ -13,12 +13,12 @@ import uvloop
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
-from llmbackend.frontends.anthropic import create_anthropic_router
+from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.limits import FrontendLimits
-from llmbackend.frontends.openai import create_openai_router
+from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.protocol_options import ProtocolOptions
 from llmbackend.server.frontend_server import FrontendServer
 from tests.helpers.kserve_scripted import start_host

@@ -10,20 +10,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
-from llmbackend.frontends.anthropic import create_anthropic_router
+from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.journals.response_store import ResponseStore
-from llmbackend.frontends.openai import create_openai_router
+from llmbackend.frontends.openai.router import create_openai_router
 
 
 @contextlib.contextmanager
 def serve_openai(server: Any, store: ResponseStore | None = None, **options: Any) -> Iterator[str]:
     """Yields the base URL (without /v1). store: of responses and conversations; options: of both routers"""
-    app = FastAPI()
     shared = {name: value for name, value in options.items() if name != "lora_folder"}
-    app.include_router(create_anthropic_router(server, **shared))
-    app.include_router(create_openai_router(server, store=store, **options))
+    routers = (create_anthropic_router(server, **shared), create_openai_router(server, store=store, **options))
+    app = Starlette(routes=[route for router in routers for route in router.routes])
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2)
     http_server = uvicorn.Server(config)

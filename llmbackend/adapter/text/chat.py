@@ -1,32 +1,21 @@
-"""The input `messages`: a conversation as JSON, checked for size, and rendered by the model's chat template.
+"""The input `messages`: a conversation as JSON, checked for size and fields.
 
-For: request conversion (`read_chat`) and tokenizers (`ChatTemplate`). Does not know: tokens, tensors. Invariants:
-rendering cannot leave its sandbox; every failure is an INVALID_ARG of the request with the template's text.
-Source: transformers' documented chat-template interface.
+For: request conversion. Does not know: tokens, tensors, how a template renders it (chat_template.py). Invariant: what
+is wrong with it is an INVALID_ARG of the request that names the field.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from llmbackend.core.backend_api import TritonError, invalid_argument, shown, unsupported
+from llmbackend.core.backend_api import invalid_argument, shown, unsupported
 from llmbackend.core.json_text import count_outside_strings
 
 from ..generation_bounds import check_at_most
 from .called_arguments import CalledArguments
-from .system_messages import has_all, later_texts, said_as_user
 
 MAX_MESSAGES_BYTES = 4 << 20
 MAX_VALUES = 1 << 16
@@ -36,9 +25,9 @@ MAX_TEMPLATE_CHARS = 64 << 10
 MAX_TEMPLATE_KWARGS_BYTES = 64 << 10
 MAX_TEMPLATE_KWARGS_DEPTH = 32
 
-_EFFORT_IS_HINT = "reasoning_effort_is_hint"
+EFFORT_IS_HINT = "reasoning_effort_is_hint"
 """true: a template that can only answer in one way, without an effort or a switch, takes no notice of it."""
-_SYSTEM_IS_ANYWHERE = "system_is_anywhere"
+SYSTEM_IS_ANYWHERE = "system_is_anywhere"
 """true: a system message behind the start that the template refuses or leaves out is said as the user's."""
 _FIELDS = (
     "messages",
@@ -48,8 +37,8 @@ _FIELDS = (
     "chat_template_kwargs",
     "documents",
     "reasoning_effort",
-    _EFFORT_IS_HINT,
-    _SYSTEM_IS_ANYWHERE,
+    EFFORT_IS_HINT,
+    SYSTEM_IS_ANYWHERE,
     "chat_template",
 )
 _INPUT = "input 'messages'"
@@ -106,7 +95,7 @@ def read_chat(text: bytes, bounds: ChatBounds) -> ChatRequest:
         if chat.get(name):
             num_chars = len(json.dumps(chat[name], ensure_ascii=False))
             check_at_most(f"'{name}' of {_INPUT}", num_chars, bounds.max_chars, "characters of JSON", param=name)
-    own = ("add_generation_prompt", "documents", "reasoning_effort", _EFFORT_IS_HINT, _SYSTEM_IS_ANYWHERE)
+    own = ("add_generation_prompt", "documents", "reasoning_effort", EFFORT_IS_HINT, SYSTEM_IS_ANYWHERE)
     options = kwargs | {name: chat[name] for name in own if name in chat}
     continues = _continues(chat)
     if continues:
@@ -220,128 +209,6 @@ def _check_kwargs(kwargs: dict[str, Any]) -> None:
 Message = dict[str, Any]
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here it renders its body."""
-
-    tags = {"generation"}  # noqa: RUF012  jinja2 declares it as a plain set
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class ChatTemplate:
-    """A compiled template. Thread safe: rendering keeps no state.
-
-    As transformers: sandboxed jinja2 with trimmed blocks, loop controls, `tojson` without HTML escaping,
-    `raise_exception`, `strftime_now`, and the special tokens as variables. What a template does not read is refused by
-    name: tools, documents, a reasoning effort, further fields of messages.
-    """
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """special_tokens: `bos_token` …, variables of the template. Raises ValueError when it does not compile."""
-        self.source = source
-        self.special_tokens = dict(special_tokens)
-        try:
-            environment = _environment()
-            self._template = environment.from_string(source)
-            tree = environment.parse(source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template does not compile: {error}") from error
-        self._variables = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
-        self._names = frozenset(_names(tree))
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Any] | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt text. options: further template variables (`enable_thinking`, `documents` …);
-        `add_generation_prompt` is true by default.
-
-        Raises TritonError INVALID_ARG with the template's error, or naming what the template does not read.
-        """
-        options = self._with_effort(options or {})
-        for name, value in (("tools", tools), ("documents", options.get("documents"))):
-            if value and name not in self._variables:
-                raise _not_read(f"'{name}' of {_INPUT}", name)
-        variables: dict[str, Any] = {**self.special_tokens, "add_generation_prompt": True, "tools": tools or None}
-        is_anywhere = options.get(_SYSTEM_IS_ANYWHERE) is True
-        variables |= {name: value for name, value in options.items() if name != _SYSTEM_IS_ANYWHERE}
-        conversation = [self._as_read(index, one) for index, one in enumerate(normalise_messages(messages))]
-        later = later_texts(conversation) if is_anywhere else []
-        if later:
-            with contextlib.suppress(TritonError):
-                prompt = self._rendered(conversation, variables)
-                if has_all(prompt, later):
-                    return prompt
-            conversation = said_as_user(conversation)
-        return self._rendered(conversation, variables)
-
-    def _rendered(self, conversation: Sequence[Message], variables: Mapping[str, Any]) -> str:
-        try:
-            return self._template.render(messages=conversation, **variables)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
-            raise invalid_argument(f"the model's chat template refuses 'messages': {error}") from error
-
-    def _as_read(self, index: int, message: Message) -> Message:
-        """The message with its reasoning under the names that the template reads. Raises for a field that it does not
-        read."""
-        for name in message.keys() - _MESSAGE_FIELDS:
-            if name not in self._names:
-                raise _not_read(f"'messages[{index}].{name}'", f"messages[{index}].{name}")
-        reasoning = message.get("reasoning_content")
-        if reasoning is None:
-            return message
-        return message | {name: reasoning for name in _REASONING_NAMES if name in self._names}
-
-    def _with_effort(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`options` with `reasoning_effort` as the template reads it: by its name, or as the switch of a template that
-        can only think or not. Raises for one that reads neither, unless the effort is a hint."""
-        is_hint = options.get(_EFFORT_IS_HINT) is True
-        options = {name: value for name, value in options.items() if name != _EFFORT_IS_HINT}
-        effort = options.get("reasoning_effort")
-        if effort is None:
-            return options
-        switch = next((name for name in _THINKING_SWITCHES if name in self._variables), None)
-        if "reasoning_effort" in self._variables:
-            return {switch: False, **options} if effort == "none" and switch else options
-        is_unmet = "think" in self.source if effort == "none" else not is_hint
-        if switch is None and is_unmet:
-            raise _not_read("'reasoning_effort'", "reasoning_effort")
-        switched = {switch: effort != "none"} if switch else {}
-        return switched | {name: value for name, value in options.items() if name != "reasoning_effort"}
-
-
-@functools.lru_cache(maxsize=32)
-def request_template(source: str, special_tokens: tuple[tuple[str, str], ...] = ()) -> ChatTemplate:
-    """A request's own template. Raises TritonError INVALID_ARG when it does not compile."""
-    try:
-        return ChatTemplate(source, dict(special_tokens))
-    except ValueError as error:
-        raise invalid_argument(f"'chat_template': {error}", param="chat_template") from None
-
-
-_MESSAGE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"))
-"""Of OpenAI and vLLM: a template need not read them."""
-_REASONING_NAMES = ("reasoning", "thinking")
-"""What templates call the reasoning of an earlier answer, besides `reasoning_content`."""
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which a template lets the model reason or not."""
-
-
-def _names(tree: nodes.Template) -> Iterator[str]:
-    """All names of fields that a template may read: `message.x`, `message["x"]`, `"x" in message`."""
-    yield from (node.attr for node in tree.find_all(nodes.Getattr))
-    yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
-
-
-def _not_read(what: str, param: str) -> TritonError:
-    return invalid_argument(f"{what} was given, but the model's chat template does not read it", param=param)
-
-
 def normalise_messages(messages: Sequence[Message]) -> list[Message]:
     """Copies with text as one string and tool-call arguments as objects, as templates expect them.
 
@@ -401,31 +268,3 @@ def _normalise_call(index: int, call: Any) -> Any:
     if isinstance(arguments, dict):
         arguments = CalledArguments(arguments, sent if isinstance(sent, str) and sent else None)
     return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment

@@ -11,14 +11,17 @@ import codecs
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tokenizers import Tokenizer, decoders
 
 from llmbackend.core.backend_api import invalid_argument
 from llmbackend.engine.infer_request import Vocabulary
 
-from .chat import ChatTemplate, Message, request_template
+from .chat import Message
+
+if TYPE_CHECKING:
+    from .chat_template import ChatTemplate
 
 REPLACEMENT = "\ufffd"
 MAX_UTF8_BYTES = 4
@@ -34,6 +37,13 @@ class TooManyTokensError(Exception):
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"{num_tokens} tokens")
         self.num_tokens = num_tokens
+
+
+def _own_template(source: str, special_tokens: tuple[tuple[str, str], ...] = ()) -> ChatTemplate:
+    """Of a request."""
+    from .chat_template import request_template
+
+    return request_template(source, special_tokens)
 
 
 def _check_length(num_tokens: int, below: int | None) -> None:
@@ -97,6 +107,8 @@ class ByteTokenizer:
     _NAMES = {BOS: b"<bos>", EOS: b"<eos>", PAD: b"<pad>"}  # noqa: RUF012  read-only
 
     def __init__(self, chat_template: str = "") -> None:
+        from .chat_template import ChatTemplate  # its library is not needed before a model has a tokenizer
+
         self.chat_template = chat_template
         self._template = ChatTemplate(chat_template or self._TEMPLATE, {})
         self._texts, self._texts_with_special = TokenTexts(self._bytes), TokenTexts(self._with_special)
@@ -118,7 +130,7 @@ class ByteTokenizer:
         options: Mapping[str, Any],
         template: str = "",
     ) -> str:
-        chosen = request_template(template) if template else self._template
+        chosen = _own_template(template) if template else self._template
         return chosen.render(messages, tools=tools, options=options)
 
     def token_text(self, token_id: int) -> str:
@@ -247,7 +259,7 @@ class HuggingFaceTokenizer:
     ) -> str:
         if template:
             special_tokens = () if self._template is None else tuple(self._template.special_tokens.items())
-            return request_template(template, special_tokens).render(messages, tools=tools, options=options)
+            return _own_template(template, special_tokens).render(messages, tools=tools, options=options)
         if self._template is None:
             raise invalid_argument("'messages' was given, but this model has no chat template; use 'text_input'")
         return self._template.render(messages, tools=tools, options=options)

@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 from llmbackend.core.backend_api import invalid_argument
 from llmbackend.engine.config import EngineConfig
 
-from .chat import ChatTemplate
 from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, ModelTokenizer
 from .tokenizer_files import (
     TOKENIZER_FILE,
@@ -143,6 +142,8 @@ def load_tokenizer(
     given_template = _given_template(chat_template)
     if source == "mock":
         return ByteTokenizer(given_template)
+    from .chat_template import ChatTemplate
+
     directory = local_directory(source, interpreter)
     config = read_json(directory / "tokenizer_config.json")
     special_tokens = _special_tokens(config, read_json(directory / "special_tokens_map.json"))

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Final
 
 import orjson
-from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import RequestTrace
+from llmbackend.frontends.http.routing import Router
 
 from ..http.request_body import release_body
 from ..http.request_scope import LABELS
@@ -64,11 +64,11 @@ def create_anthropic_router(
     gate: InferenceGate | None = None,
     lora_separator: str = "",
     sealing_key: SealingKey = FIXED_KEY,
-) -> APIRouter:
+) -> Router:
     """A router of /v1/messages, and of /v1/models for clients that send `anthropic-version`. To be included before the
     OpenAI router. `gate` is the one that other frontends of `server` use."""
     service = _AnthropicService(gate or InferenceGate(server), max_body_bytes, lora_separator, sealing_key)
-    router = APIRouter()
+    router = Router()
     router.add_route("/v1/messages", _guarded(service.messages), methods=["POST"])
     router.add_route("/v1/messages/count_tokens", _guarded(service.count_tokens), methods=["POST"])
     every, one = model_endpoints(service.catalog)

@@ -1,7 +1,7 @@
 """One ASGI application on one listening socket.
 
-For: the frontend server. Does not know: what is served. Invariants: the port belongs to this process from
-`claimed_port` on, and answers from `start` on. Nothing here wakes an idle process: of uvicorn's server only the
+For: the frontend server. Does not know: what is served. Invariants: the socket is given bound, and answers from `start`
+on. Nothing here wakes an idle process: of uvicorn's server only the
 graceful shutdown is used, not the main loop, which ticks ten times a second.
 """
 
@@ -26,27 +26,11 @@ from .protocol import GuardedProtocol
 _BACKLOG: Final = 2048
 
 
-def claimed_port(host: str, port: int, reuse_port: bool) -> socket.socket:
-    """A socket that is bound and does not listen: clients are refused, and so is another server. Raises OSError."""
-    claim = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if reuse_port:
-            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if claim.family == socket.AF_INET6:
-            claim.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        claim.bind((host, port))
-    except OSError as error:
-        claim.close()
-        raise OSError(error.errno, f"{error.strerror or error}: {host}:{port}") from None
-    return claim
-
-
 class HttpEndpoint:
-    """An application on a port: claimed first, started when it shall answer, stopped or closed."""
+    """An application on a port: started when it shall answer, and stopped."""
 
     def __init__(self, app: ASGIApp, claim: socket.socket, tls: Callable[[], ssl.SSLContext | None]) -> None:
-        """`tls` is called for each connection."""
+        """claim: a bound socket. `tls` is called for each connection."""
         self._socket = claim
         self._tls = tls
         self.port: int = claim.getsockname()[1]
@@ -92,10 +76,6 @@ class HttpEndpoint:
         """Stops listening, then waits up to `grace_s` for running responses; those still running are cancelled."""
         self._config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
         await self._server.shutdown(sockets=[self._socket])
-
-    def close(self) -> None:
-        """Frees the socket of an endpoint that was never started."""
-        self._socket.close()
 
 
 def _with_errors_handled(app: ASGIApp) -> ASGIApp:

@@ -15,9 +15,9 @@ from http import HTTPStatus
 from typing import Final
 
 import orjson
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -111,7 +111,7 @@ def _status(error: TritonError) -> int:
     return 403 if isinstance(error, PermissionDeniedError) else HTTP_STATUS[error.code]
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: Starlette) -> None:
     """Makes `app` answer a raised TritonError, an unknown path, a wrong method and any other exception in Triton's
     shape."""
     for kind, handler in _HANDLERS:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
-from .documents import Capacity, Storage
-from .memory_storage import MemoryStorage
-from .redis_storage import RedisStorage
-from .response_store import ResponseStore, StoreOptions
-from .sqlite_storage import SqliteStorage
+if TYPE_CHECKING:
+    from .documents import Storage
+    from .response_store import ResponseStore
 
 MEMORY: Final = "memory"
 _SQLITE: Final = "sqlite:"
@@ -48,18 +46,35 @@ class StoreSettings:
 
     def open(self) -> ResponseStore:
         """Raises StoreError."""
+        return self.around(self.open_storage())
+
+    def around(self, storage: Storage) -> ResponseStore:
+        """The store in an opened storage."""
+        from .response_store import ResponseStore, StoreOptions  # not needed to read flags
+
         ttl_s = self.ttl_s or (_MEMORY_TTL_S if self.url == MEMORY else _PERSISTENT_TTL_S)
-        return ResponseStore(self._storage(), StoreOptions(ttl_s=ttl_s))
+        return ResponseStore(storage, StoreOptions(ttl_s=ttl_s))
 
     @property
     def _path(self) -> str:
         return self.url.removeprefix(_SQLITE) if self.url.startswith(_SQLITE) else ""
 
-    def _storage(self) -> Storage:
+    def open_storage(self) -> Storage:
+        """Imports only the kind that is used. Raises StoreError."""
+        from .documents import Capacity
+
         capacity = Capacity(self.max_bytes, self.max_responses_per_key)
         if self.url.startswith(_REDIS):
+            from .redis_storage import RedisStorage
+
             return RedisStorage(self.url, capacity)
-        return SqliteStorage(Path(self._path), capacity) if self._path else MemoryStorage(capacity)
+        if self._path:
+            from .sqlite_storage import SqliteStorage
+
+            return SqliteStorage(Path(self._path), capacity)
+        from .memory_storage import MemoryStorage
+
+        return MemoryStorage(capacity)
 
 
 IN_MEMORY: Final = StoreSettings()

@@ -15,7 +15,7 @@ from functools import partial
 from pickle import PickleBuffer
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend.core.errors import internal, invalid_argument, unsupported
@@ -27,6 +27,7 @@ from llmbackend.core.shared_memory import CUDA_HANDLE_BYTES, MemoryKind
 from ..http.json_reader import as_bool, as_object, as_string, as_unsigned, member, parse, parsing
 from ..http.request_body import read_body, read_control
 from ..http.responses import JSON, json_response, plain
+from ..http.routing import Router
 from ..inference_gate import InferenceGate
 from ..operations.probes import ReadinessProbes
 from ..operations.settings import (
@@ -49,11 +50,11 @@ class RepositoryEndpoints:
         self._probes = ReadinessProbes(server)
         self._max_body_bytes = max_body_bytes
 
-    def add_to(self, router: APIRouter) -> None:
+    def add_to(self, router: Router) -> None:
         for path in ("/v2/repository", "/v2/repository/{repository}"):
-            router.add_api_route(f"{path}/index", self.index, methods=["POST"])
-            router.add_api_route(f"{path}/models/{{name}}/load", self.load, methods=["POST"])
-            router.add_api_route(f"{path}/models/{{name}}/unload", self.unload, methods=["POST"])
+            router.add_handler(f"{path}/index", self.index, methods=["POST"])
+            router.add_handler(f"{path}/models/{{name}}/load", self.load, methods=["POST"])
+            router.add_handler(f"{path}/models/{{name}}/unload", self.unload, methods=["POST"])
 
     async def index(self, request: Request) -> Response:
         body = _optional_document(await read_control(request))
@@ -124,11 +125,11 @@ class SettingsEndpoints:
         self._server = server
         self._log = log
 
-    def add_to(self, router: APIRouter) -> None:
+    def add_to(self, router: Router) -> None:
         """Must be called before the routes of models are added, since /v2/models/{name} matches these, too."""
         for path in ("/v2/trace/setting", "/v2/models/{name}/trace/setting"):  # versions have no settings of their own
-            router.add_api_route(path, self.trace, methods=["GET", "POST"])
-        router.add_api_route("/v2/logging", self.logging, methods=["GET", "POST"])
+            router.add_handler(path, self.trace, methods=["GET", "POST"])
+        router.add_handler("/v2/logging", self.logging, methods=["GET", "POST"])
 
     async def trace(self, request: Request) -> Response:
         name = request.path_params.get("name", "")
@@ -151,15 +152,15 @@ class SharedMemoryEndpoints:
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
 
-    def add_to(self, router: APIRouter) -> None:
+    def add_to(self, router: Router) -> None:
         for prefix, kind, register in (
             ("/v2/systemsharedmemory", MemoryKind.SYSTEM, self._register_system),
             ("/v2/cudasharedmemory", MemoryKind.CUDA, self._register_cuda),
         ):
             for path in (prefix, f"{prefix}/region/{{region}}"):
-                router.add_api_route(f"{path}/status", self._status(kind), methods=["GET"])
-                router.add_api_route(f"{path}/register", register, methods=["POST"])
-                router.add_api_route(f"{path}/unregister", self._unregister(kind), methods=["POST"])
+                router.add_handler(f"{path}/status", self._status(kind), methods=["GET"])
+                router.add_handler(f"{path}/register", register, methods=["POST"])
+                router.add_handler(f"{path}/unregister", self._unregister(kind), methods=["POST"])
 
     def _status(self, kind: MemoryKind) -> Any:
         async def status(request: Request) -> Response:
@@ -228,10 +229,10 @@ class StopEndpoint:
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
 
-    def add_to(self, router: APIRouter) -> None:
+    def add_to(self, router: Router) -> None:
         for path in MODEL_PATHS:
-            router.add_api_route(f"{path}/stop", self.stop, methods=["POST"])
-            router.add_api_route(f"{path}/stopInfer", self.stop, methods=["POST"])
+            router.add_handler(f"{path}/stop", self.stop, methods=["POST"])
+            router.add_handler(f"{path}/stopInfer", self.stop, methods=["POST"])
 
     async def stop(self, request: Request) -> Response:
         name, version = model_of(request)

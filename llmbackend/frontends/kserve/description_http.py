@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from tritonclient.grpc.service_pb2 import ModelStatistics
 
@@ -21,6 +21,7 @@ from llmbackend.core.messages import TensorMetadata
 
 from ..http.errors import error_body, error_response
 from ..http.responses import TEXT, json_response, plain
+from ..http.routing import Router
 from ..operations.probes import ReadinessProbes
 from .model_paths import MODEL_PATHS, model_of
 
@@ -45,11 +46,11 @@ class HealthEndpoints:
         self._server = server
         self._probes = ReadinessProbes(server)
 
-    def add_to(self, router: APIRouter) -> None:
-        router.add_api_route("/v2/health/live", self.live, methods=["GET"])
-        router.add_api_route("/v2/health/ready", self.ready, methods=["GET"])
+    def add_to(self, router: Router) -> None:
+        router.add_handler("/v2/health/live", self.live, methods=["GET"])
+        router.add_handler("/v2/health/ready", self.ready, methods=["GET"])
         for path in MODEL_PATHS:
-            router.add_api_route(f"{path}/ready", self.model_ready, methods=["GET"])
+            router.add_handler(f"{path}/ready", self.model_ready, methods=["GET"])
 
     async def live(self, request: Request) -> Response:
         if self._server.is_exiting:
@@ -74,13 +75,13 @@ class DescriptionEndpoints:
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
 
-    def add_to(self, router: APIRouter) -> None:
-        router.add_api_route("/v2", self.server_metadata, methods=["GET"])
-        router.add_api_route("/v2/models/stats", self.statistics, methods=["GET"])  # before {name}: Triton's order
+    def add_to(self, router: Router) -> None:
+        router.add_handler("/v2", self.server_metadata, methods=["GET"])
+        router.add_handler("/v2/models/stats", self.statistics, methods=["GET"])  # before {name}: Triton's order
         for path in MODEL_PATHS:
-            router.add_api_route(path, self.model_metadata, methods=["GET"])
-            router.add_api_route(f"{path}/config", self.model_config, methods=["GET"])
-            router.add_api_route(f"{path}/stats", self.model_statistics, methods=["GET"])
+            router.add_handler(path, self.model_metadata, methods=["GET"])
+            router.add_handler(f"{path}/config", self.model_config, methods=["GET"])
+            router.add_handler(f"{path}/stats", self.model_statistics, methods=["GET"])
 
     async def server_metadata(self, request: Request) -> Response:
         metadata = self._server.server_metadata()

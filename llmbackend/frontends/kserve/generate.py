@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Final
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend.core.errors import ErrorCode, invalid_argument
@@ -21,6 +21,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 from ..http.errors import error_body
 from ..http.request_body import read_body, release_body
 from ..http.responses import JSON, StreamedBody, pieces
+from ..http.routing import Router
 from ..http.tracing import received, sampled, traced
 from ..inference import Inference
 from ..inference_gate import InferenceGate
@@ -48,7 +49,7 @@ class GenerateEndpoints:
         self._streams = streams
         self._max_body_bytes = max_body_bytes
 
-    def add_to(self, router: APIRouter) -> None:
+    def add_to(self, router: Router) -> None:
         for path in MODEL_PATHS:
             router.add_route(f"{path}/generate", self.generate, methods=["POST"])
             router.add_route(f"{path}/generate_stream", self.generate_stream, methods=["POST"])

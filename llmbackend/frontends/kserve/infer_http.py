@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 from typing import Final
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend.core.errors import TritonError, invalid_argument, unsupported
@@ -23,6 +23,7 @@ from ..http.errors import error_response
 from ..http.request_body import ENCODINGS, IDENTITY, content_encoding
 from ..http.request_scope import header, headers_as_sent
 from ..http.responses import JSON, PIECE_BYTES, TEXT, PartsResponse, compress, response_encoding
+from ..http.routing import Router
 from ..http.tracing import received, sampled, traced
 from ..inference_gate import InferenceGate
 from ..operations.metrics import load_headers
@@ -42,7 +43,7 @@ class InferEndpoint:
         self._max_body_bytes = max_body_bytes
         self._forward = forward
 
-    def add_to(self, router: APIRouter) -> None:
+    def add_to(self, router: Router) -> None:
         for path in MODEL_PATHS:
             router.add_route(f"{path}/infer", self.infer, methods=["POST"])
 

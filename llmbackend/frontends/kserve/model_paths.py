@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
-from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..http.errors import response_to
+from ..http.routing import Router
 
 MODEL_PATHS: Final = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
 _MAX_VERSION_DIGITS: Final = 18
@@ -45,7 +46,7 @@ class DirectRoutes:
         self._handlers = handlers
 
     @classmethod
-    def of(cls, router: APIRouter) -> DirectRoutes:
+    def of(cls, router: Router) -> DirectRoutes:
         """The routes of `router` that are POST on a model's path plus one word and have a plain handler."""
         prefix = f"{MODEL_PATHS[0]}/"
         return cls(

@@ -1,5 +1,1 @@
-"""The OpenAI API in front of models that speak the LLM tensor interface."""
-
-from .router import create_openai_router
-
-__all__ = ["create_openai_router"]
+"""The OpenAI API in front of models that speak the LLM tensor interface. Begin with router.py."""

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 import orjson
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend import __version__
@@ -25,6 +25,7 @@ from llmbackend.core.messages import ModelIndex
 from ..http.errors import error_response
 from ..http.openapi_parts import Json, closed, json_response, operation, plain_response, refusals
 from ..http.responses import JSON, TEXT, plain
+from ..http.routing import Router
 from ..inference_gate import InferenceGate
 from .metrics import PROMETHEUS_TEXT, render
 
@@ -112,14 +113,14 @@ class ProbeEndpoints:
         self._probes = ReadinessProbes(gate.server)
         self._has_metrics = has_metrics
 
-    def add_to(self, router: APIRouter) -> None:
-        router.add_api_route("/health", self.health, methods=["GET"])
-        router.add_api_route("/health/ready", self.health, methods=["GET"])
-        router.add_api_route("/ping", self.health, methods=["GET", "POST"])  # SageMaker's probe
-        router.add_api_route("/version", self.version, methods=["GET"])
-        router.add_api_route("/load", self.load, methods=["GET"])
+    def add_to(self, router: Router) -> None:
+        router.add_handler("/health", self.health, methods=["GET"])
+        router.add_handler("/health/ready", self.health, methods=["GET"])
+        router.add_handler("/ping", self.health, methods=["GET", "POST"])  # SageMaker's probe
+        router.add_handler("/version", self.version, methods=["GET"])
+        router.add_handler("/load", self.load, methods=["GET"])
         if self._has_metrics:
-            router.add_api_route("/metrics", self.metrics, methods=["GET"])
+            router.add_handler("/metrics", self.metrics, methods=["GET"])
 
     async def health(self, request: Request) -> Response:
         """An empty 200 while the server takes work, else 503."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.text.chat import ChatTemplate
+from llmbackend.adapter.text.chat_template import ChatTemplate
 from llmbackend.frontends.openai.parsers import detect
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.frontends.parsers.turns import SCHEMAS, TYPES, random_calls

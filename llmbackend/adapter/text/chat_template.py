@@ -1,0 +1,176 @@
+"""Chat templates: a conversation to the prompt text of a model.
+
+For: tokenizers. Does not know: tokens, where a conversation comes from (chat.py). Invariants: rendering cannot leave
+its sandbox; every failure is an INVALID_ARG of the request with the template's text.
+Source: transformers' documented chat-template interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from llmbackend.core.backend_api import TritonError, invalid_argument
+
+from .chat import EFFORT_IS_HINT, SYSTEM_IS_ANYWHERE, Message, normalise_messages
+from .system_messages import has_all, later_texts, said_as_user
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %} … {% endgeneration %}` marks the assistant's text for training; here it renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it as a plain set
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled template. Thread safe: rendering keeps no state.
+
+    As transformers: sandboxed jinja2 with trimmed blocks, loop controls, `tojson` without HTML escaping,
+    `raise_exception`, `strftime_now`, and the special tokens as variables. What a template does not read is refused by
+    name: tools, documents, a reasoning effort, further fields of messages.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """special_tokens: `bos_token` …, variables of the template. Raises ValueError when it does not compile."""
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        try:
+            environment = _environment()
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template does not compile: {error}") from error
+        self._variables = frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
+        self._names = frozenset(_names(tree))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text. options: further template variables (`enable_thinking`, `documents` …);
+        `add_generation_prompt` is true by default.
+
+        Raises TritonError INVALID_ARG with the template's error, or naming what the template does not read.
+        """
+        options = self._with_effort(options or {})
+        for name, value in (("tools", tools), ("documents", options.get("documents"))):
+            if value and name not in self._variables:
+                raise _not_read(f"'{name}' of input 'messages'", name)
+        variables: dict[str, Any] = {**self.special_tokens, "add_generation_prompt": True, "tools": tools or None}
+        is_anywhere = options.get(SYSTEM_IS_ANYWHERE) is True
+        variables |= {name: value for name, value in options.items() if name != SYSTEM_IS_ANYWHERE}
+        conversation = [self._as_read(index, one) for index, one in enumerate(normalise_messages(messages))]
+        later = later_texts(conversation) if is_anywhere else []
+        if later:
+            with contextlib.suppress(TritonError):
+                prompt = self._rendered(conversation, variables)
+                if has_all(prompt, later):
+                    return prompt
+            conversation = said_as_user(conversation)
+        return self._rendered(conversation, variables)
+
+    def _rendered(self, conversation: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        try:
+            return self._template.render(messages=conversation, **variables)
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
+            raise invalid_argument(f"the model's chat template refuses 'messages': {error}") from error
+
+    def _as_read(self, index: int, message: Message) -> Message:
+        """The message with its reasoning under the names that the template reads. Raises for a field that it does not
+        read."""
+        for name in message.keys() - _MESSAGE_FIELDS:
+            if name not in self._names:
+                raise _not_read(f"'messages[{index}].{name}'", f"messages[{index}].{name}")
+        reasoning = message.get("reasoning_content")
+        if reasoning is None:
+            return message
+        return message | {name: reasoning for name in _REASONING_NAMES if name in self._names}
+
+    def _with_effort(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """`options` with `reasoning_effort` as the template reads it: by its name, or as the switch of a template that
+        can only think or not. Raises for one that reads neither, unless the effort is a hint."""
+        is_hint = options.get(EFFORT_IS_HINT) is True
+        options = {name: value for name, value in options.items() if name != EFFORT_IS_HINT}
+        effort = options.get("reasoning_effort")
+        if effort is None:
+            return options
+        switch = next((name for name in _THINKING_SWITCHES if name in self._variables), None)
+        if "reasoning_effort" in self._variables:
+            return {switch: False, **options} if effort == "none" and switch else options
+        is_unmet = "think" in self.source if effort == "none" else not is_hint
+        if switch is None and is_unmet:
+            raise _not_read("'reasoning_effort'", "reasoning_effort")
+        switched = {switch: effort != "none"} if switch else {}
+        return switched | {name: value for name, value in options.items() if name != "reasoning_effort"}
+
+
+@functools.lru_cache(maxsize=32)
+def request_template(source: str, special_tokens: tuple[tuple[str, str], ...] = ()) -> ChatTemplate:
+    """A request's own template. Raises TritonError INVALID_ARG when it does not compile."""
+    try:
+        return ChatTemplate(source, dict(special_tokens))
+    except ValueError as error:
+        raise invalid_argument(f"'chat_template': {error}", param="chat_template") from None
+
+
+_MESSAGE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"))
+"""Of OpenAI and vLLM: a template need not read them."""
+_REASONING_NAMES = ("reasoning", "thinking")
+"""What templates call the reasoning of an earlier answer, besides `reasoning_content`."""
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which a template lets the model reason or not."""
+
+
+def _names(tree: nodes.Template) -> Iterator[str]:
+    """All names of fields that a template may read: `message.x`, `message["x"]`, `"x" in message`."""
+    yield from (node.attr for node in tree.find_all(nodes.Getattr))
+    yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
+
+
+def _not_read(what: str, param: str) -> TritonError:
+    return invalid_argument(f"{what} was given, but the model's chat template does not read it", param=param)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment

@@ -1,0 +1,71 @@
+"""The ports of a server: bound before anything is loaded, so that one that another process has is found at once.
+
+For: the server process and its frontends. Does not know: protocols; nothing is imported for it. Invariants: a claimed
+port is bound and does not listen, so that clients are refused, and so is another server; where one port cannot be
+claimed, none is kept.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PortWish:
+    """Where an endpoint shall listen."""
+
+    address: str
+    port: int | None
+    """0: any free one; None: the endpoint is switched off."""
+    may_share: bool = False
+    """Whether other servers that allow it too may have the port."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimedPorts:
+    """Bound sockets; None where an endpoint is switched off."""
+
+    http: socket.socket | None
+    metrics: socket.socket | None
+    grpc: socket.socket | None
+    """None also where gRPC picks a free port, because it binds by itself."""
+
+    @classmethod
+    def claim(cls, *, http: PortWish, metrics: PortWish, grpc: PortWish) -> ClaimedPorts:
+        """Raises OSError; then no port is kept."""
+        claims: list[socket.socket | None] = []
+        try:
+            for wish in (http, metrics, grpc):
+                is_left_out = wish.port is None or (wish is grpc and not wish.port)
+                claims.append(None if is_left_out else _claimed(wish.address, wish.port or 0, wish.may_share))
+        except OSError:
+            _close(claims)
+            raise
+        return cls(*claims)
+
+    def close(self) -> None:
+        """Gives the ports back. Closing twice does nothing."""
+        _close((self.http, self.metrics, self.grpc))
+
+
+def _claimed(host: str, port: int, reuse_port: bool) -> socket.socket:
+    claim = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if claim.family == socket.AF_INET6:
+            claim.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        claim.bind((host, port))
+    except OSError as error:
+        claim.close()
+        raise OSError(error.errno, f"{error.strerror or error}: {host}:{port}") from None
+    return claim
+
+
+def _close(claims: Iterable[socket.socket | None]) -> None:
+    for claim in claims:
+        if claim is not None:
+            claim.close()
