@@ -327,9 +327,11 @@ class ModelPrepared(msgspec.Struct, frozen=True):
     """Engine → host, in the place of a ModelInfo: the process has packed the model for engines that are forked from now
     on, and ends. There is nothing to wait for before the next one is started.
 
-    parts  what it did
+    paths  for the log, as a ModelInfo has them
+    parts  of the load, as a ModelInfo has them
     """
 
+    paths: tuple[str, ...] = ()
     parts: tuple[StartPart, ...] = ()
 
 

@@ -7,6 +7,8 @@ Does not know: requests, processes' lives. Invariant: importing this module impo
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from . import lean_imports
 from .config import EngineConfig
@@ -15,12 +17,17 @@ from .gpu.parallel.followers import Followers
 from .shared_parts import SharedParts
 from .step import Runner
 
+if TYPE_CHECKING:
+    from .cpu.packed_decoder import PackedModel
+
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def shared_parts(config: EngineConfig) -> SharedParts:
     """In a fork server: what the engines of this config have in common."""
-    return SharedParts(config, make_runner)
+    return SharedParts(config, make_runner, pack_or_run)
 
 
 def make_runner(config: EngineConfig, followers: Followers | None = None) -> Runner:
@@ -47,17 +54,26 @@ def _make_runner(config: EngineConfig) -> Runner:
         from .mock.mock_model import MockRunner
 
         return MockRunner(config)
-    if config.device != "cpu" or config.transport != "process":
-        return _make_model_runner(config)
-    try:
-        with lean_imports.without_compiler():  # for the whole process, which is the engine's own
-            return _make_model_runner(config)
-    except (AttributeError, ImportError):
-        logger.warning("loading without torch's compiler failed; loading with it", exc_info=True)
-    return _make_model_runner(config)
-
-
-def _make_model_runner(config: EngineConfig) -> Runner:
     from .model_runner import make_model_runner
 
-    return make_model_runner(config)
+    return _leanly(config, make_model_runner)
+
+
+def pack_or_run(config: EngineConfig) -> PackedModel | Runner:
+    """A checkpoint on CPU: packed for native runners, or its runner where it must run as modules. Raises as
+    `make_runner`."""
+    from .model_runner import pack_or_run
+
+    return _leanly(config, pack_or_run)
+
+
+def _leanly(config: EngineConfig, load: Callable[[EngineConfig], T]) -> T:
+    """`load`, in a CPU engine's own process without torch's compiler."""
+    if config.device != "cpu" or config.transport != "process":
+        return load(config)
+    try:
+        with lean_imports.without_compiler():  # for the whole process, which is the engine's own
+            return load(config)
+    except (AttributeError, ImportError):
+        logger.warning("loading without torch's compiler failed; loading with it", exc_info=True)
+    return load(config)

@@ -1,23 +1,38 @@
-"""What the engines of one config have in common, in the fork server that they are forked from.
+"""What the engines of one config have in common, in the fork server that they are forked from: imports, and weights.
 
-For: engine/runners.py. Does not know: requests, processes' lives. Invariants: an engine that is forked finds what was
-made here as it was, and writes to none of it; importing this module imports neither torch nor transformers.
+For: engine/runners.py. Does not know: requests, processes' lives. A model that is a native program is packed once, by
+the first engine's process, which then ends (`ModelPrepared`); the fork server reads the packed weights into memory that
+all later engines share. Everything else loads the checkpoint in each engine, which shares imports alone. Invariants: an
+engine that is forked finds what was made here as it was, and writes to none of it; torch is imported in a fork server
+only where its engines compute with it; importing this module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from . import lean_imports
 from .config import EngineConfig
+from .fault_injection import Faults, with_faults
 from .gpu.parallel.followers import Followers, fork_followers
 from .infer_request import ModelPrepared
+from .load_progress import report
+from .start_parts import note, part
 from .step import Runner
+
+if TYPE_CHECKING:
+    from .cpu.packed_decoder import PackedModel
+    from .weight_cache.cache import Draft
+
+logger = logging.getLogger(__name__)
 
 
 class MakeRunner(Protocol):
@@ -25,23 +40,133 @@ class MakeRunner(Protocol):
 
 
 class SharedParts:
-    def __init__(self, config: EngineConfig, make_runner: MakeRunner) -> None:
-        """make_runner: loads the model, in an engine's process."""
+    def __init__(
+        self, config: EngineConfig, make_runner: MakeRunner, pack_or_run: Callable[[EngineConfig], PackedModel | Runner]
+    ) -> None:
+        """Of engine/runners.py, both in an engine's process: `make_runner` loads the checkpoint and runs it,
+        `pack_or_run` packs it, if it can."""
         self._config = config
         self._make_runner = make_runner
-        if config.model != "mock":
-            _import_torch(config)
+        self._pack_or_run = pack_or_run
+        self._packed: PackedModel | None = None
+        self._draft: Draft | None = None
+        """Where the next process that packs the model puts it; it stays, for the process that publishes it."""
+        self._writers = -1
+        """Locked by the process that writes the draft."""
+        self._why_whole = self._prepare_imports()
 
     def before_fork(self, is_whole: bool) -> None:
-        """Makes what the next engine shares."""
+        """Reads the packed weights, or makes a place for them; or imports what loading a checkpoint takes. What fails
+        fails again in the engine, or makes it load the checkpoint."""
+        if self._config.model == "mock":
+            return
+        if is_whole:
+            _import_torch(self._config)
+        elif not self._why_whole and self._packed is None:
+            try:
+                self._packed = self._find()
+            except (OSError, MemoryError) as error:
+                logger.warning("packed weights can not be shared yet: %s", error)
 
     def in_own_process(self, is_whole: bool, lifeline_fd: int) -> Callable[[], Runner | ModelPrepared]:
         """Forks the other ranks of an engine over several devices, which close `lifeline_fd`."""
         config = self._config
-        if config.tensor_parallel_size == 1:
+        if config.tensor_parallel_size > 1:
+            followers = fork_followers(config.tensor_parallel_size, partial(_follow, config), [lifeline_fd])
+            return partial(self._make_runner, config, followers)
+        if is_whole or self._why_whole:
             return partial(self._make_runner, config)
-        followers = fork_followers(config.tensor_parallel_size, partial(_follow, config), [lifeline_fd])
-        return partial(self._make_runner, config, followers)
+        if self._packed is not None:
+            return partial(self._run, self._packed)
+        return partial(self._make_runner, config) if self._draft is None else partial(self._pack, self._draft)
+
+    def _prepare_imports(self) -> str:
+        """Imports what all engines of this config need; why they load the checkpoint themselves, "" = they need not."""
+        if self._config.model == "mock":
+            return "it is the mock"
+        from .cpu.program_config import why_modules
+
+        if reason := why_modules(self._config):
+            _import_torch(self._config)
+            return reason
+        from .cpu import native_runner  # noqa: F401
+        from .kernels import library
+        from .weight_cache import cache  # noqa: F401
+
+        return "" if library.load() is not None else "there are no native kernels"
+
+    def _find(self) -> PackedModel | None:
+        """The packed model. None: it is not packed yet, and there is a place for it. Raises OSError or MemoryError."""
+        from .kernels import library
+        from .weight_cache.cache import CachedModel
+
+        memory, num_threads = library.load(), self._num_threads
+        assert memory is not None
+        with part("read packed weights"):
+            packed = None if self._draft is None else self._draft.read(memory.memory, num_threads)
+        if packed is not None:
+            return packed
+        with part("find packed weights"):
+            cached = CachedModel(self._config)
+        try:
+            with part("read packed weights"):
+                packed = cached.read(memory.memory, num_threads)
+            if packed is not None:
+                note(f"weights from {cached.directory}")
+                return packed
+            note(f"weights packed anew: {cached.why_not or f'none of this model were in {cached.directory}'}")
+            if self._draft is None:
+                self._draft = cached.draft()
+                self._writers = os.memfd_create("llmbackend-writers", os.MFD_CLOEXEC)
+        finally:
+            cached.close()
+        return None
+
+    @property
+    def _num_threads(self) -> int:
+        return self._config.num_threads or len(os.sched_getaffinity(0))
+
+    def _run(self, packed: PackedModel) -> Runner:
+        from .cpu.native_runner import NativeRunner
+
+        with part("program"):
+            runner = self._with_faults(NativeRunner(self._config, packed))
+        if self._draft is not None:  # the disk may take seconds, for which nobody should wait
+            threading.Thread(target=self._draft.publish, name="publish-weights", daemon=True).start()
+        return runner
+
+    def _pack(self, draft: Draft) -> Runner | ModelPrepared:
+        """Packs the model; its runner where it can not be packed."""
+        from .cpu.packed_decoder import PackedModel
+
+        report("waiting for another process that packs the model")
+        with self._sole_writer():
+            if draft.is_written():
+                return ModelPrepared()
+            report("importing")
+            with part("imports"):
+                _import_torch(self._config)
+            made = self._pack_or_run(self._config)
+            if not isinstance(made, PackedModel):
+                return self._with_faults(made)
+            report("writing packed weights")
+            with part("write packed weights"):
+                draft.write(made, self._num_threads)
+        return ModelPrepared()
+
+    @contextlib.contextmanager
+    def _sole_writer(self) -> Iterator[None]:
+        """One process at a time; one that ends is followed by the next."""
+        descriptor = os.open(f"/proc/self/fd/{self._writers}", os.O_RDWR | os.O_CLOEXEC)  # a lock of its own
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _with_faults(self, runner: Runner) -> Runner:
+        directory = self._config.fault_directory
+        return with_faults(runner, Faults(directory)) if directory else runner
 
 
 def _import_torch(config: EngineConfig) -> None:

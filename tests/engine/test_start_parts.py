@@ -9,13 +9,13 @@ import pytest
 
 from llmbackend.engine import start_parts
 from llmbackend.engine.infer_request import ModelInfo
-from llmbackend.engine.start_parts import StartPart, collecting, part, text_of
+from llmbackend.engine.start_parts import StartPart, collecting, note, part, text_of
 
 
 def test_a_part_does_not_count_the_parts_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
-    with collecting() as parts, part("load"):
+    with collecting() as start, part("load"):
         now_s = 1.0
         with part("read"):
             now_s = 3.0
@@ -25,14 +25,27 @@ def test_a_part_does_not_count_the_parts_within_it(monkeypatch: pytest.MonkeyPat
             now_s = 4.0
             raise KeyError
         now_s = 7.0
-    assert parts == [StartPart("check", 0.5), StartPart("read", 2.0), StartPart("fail", 0.5), StartPart("load", 4.0)]
-    assert text_of(parts[:2]) == "check 0.50 s, read 2.00 s"
+    assert [(each.name, each.seconds) for each in start.parts] == [
+        ("check", 0.5), ("read", 2.0), ("fail", 0.5), ("load", 4.0)
+    ]  # fmt: skip
+    assert text_of((*start.parts[:2], StartPart("check", 1.0))) == "check 1.50 s, read 2.00 s"
+
+
+def test_what_was_done_before_comes_first() -> None:
+    with collecting() as before, part("find"):
+        note("found nothing")
+    with collecting() as start, part("pack"):
+        note("packed")
+    start.begin(before)
+    assert [each.name for each in start.parts] == ["find", "pack"]
+    assert start.notes == ("found nothing", "packed")
 
 
 def test_nothing_is_collected_where_nobody_collects() -> None:
+    note("unheard")
     with part("read"):
         pass
-    assert start_parts._collector.get() is None
+    assert start_parts._start.get() is None
 
 
 def test_the_summary_names_what_there_is() -> None:

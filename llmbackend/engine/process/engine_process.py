@@ -16,7 +16,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -28,7 +28,7 @@ from ..errors import is_shortage
 from ..fault_injection import Faults, FaultyLink, Link
 from ..infer_request import EngineInput, EngineStarted, ModelPrepared
 from ..load_progress import LoadProgress, reporting_to
-from ..start_parts import StartPart, collecting, part
+from ..start_parts import Start, collecting, part
 from ..step import Runner
 from .order import EngineOrder
 
@@ -56,19 +56,19 @@ def load(
     config: EngineConfig,
     make_runner: Callable[[], Runner | ModelPrepared],
     link: Link,
-    before: Sequence[StartPart] = (),
+    before: Start | None = None,
 ) -> EngineCore | None:
     """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None; None, too, where
     it was prepared for the next engine.
 
-    before: parts of this start that were done for it.
+    before: what was done for this start by others.
     """
 
     def tell(progress: LoadProgress) -> None:
         link.send(_encode(EngineStarted(progress=progress)))
 
     try:
-        with reporting_to(tell), collecting() as parts:
+        with reporting_to(tell), collecting() as start:
             runner = make_runner()
             core = None if isinstance(runner, ModelPrepared) else EngineCore(config, runner)
     except Exception as error:
@@ -78,11 +78,13 @@ def load(
             text = f"{type(error).__name__}: {error}"
         link.send(_encode(EngineStarted(error=text or type(error).__name__, is_shortage=is_shortage(error))))
         return None
-    parts[:0] = before
+    if before is not None:
+        start.begin(before)
     if core is None:
-        link.send(_encode(EngineStarted(prepared=ModelPrepared(tuple(parts)))))
+        link.send(_encode(EngineStarted(prepared=ModelPrepared(start.notes, start.parts))))
         return None
-    link.send(_encode(EngineStarted(info=msgspec.structs.replace(core.info, parts=tuple(parts)))))
+    info = msgspec.structs.replace(core.info, paths=start.notes, parts=start.parts)
+    link.send(_encode(EngineStarted(info=info)))
     return core
 
 
@@ -125,15 +127,17 @@ class EngineProgram:
 
     def __init__(self, config: EngineConfig, runners: str) -> None:
         self._config = config
-        with collecting() as self._first, part("imports"):
+        with collecting() as self._before, part("imports"):
             self._parts: EngineParts = importlib.import_module(runners).shared_parts(config)
-        self._before: Sequence[StartPart] = ()
-        """What was done for the engine that is about to be forked."""
+        self._is_first = True
 
     def before_fork(self, order: bytes) -> None:
-        with collecting() as now:
+        """What is done now is a part of that engine's start, and of the first one's what was done before."""
+        with collecting() as start:
             self._parts.before_fork(_decode_order(order).is_whole)
-        self._before, self._first = (*self._first, *now), []
+        if self._is_first:
+            start.begin(self._before)
+        self._before, self._is_first = start, False
 
     def __call__(self, order: bytes, lifeline_fd: int) -> None:
         """An engine."""
@@ -152,7 +156,7 @@ def _run_engine(
     config: EngineConfig,
     make_runner: Callable[[], Runner | ModelPrepared],
     endpoint: str,
-    before: Sequence[StartPart],
+    before: Start,
 ) -> None:
     logging.basicConfig(level=logging.INFO, format="engine %(process)d %(levelname)s %(message)s")
     with zmq.Context() as context, context.socket(zmq.PAIR) as link:

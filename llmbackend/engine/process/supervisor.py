@@ -23,7 +23,6 @@ from llmbackend.fork_server.client import restart_pause_s, wait_readable
 from ..config import EngineConfig
 from ..errors import EngineDeadError, is_shortage
 from ..infer_request import EngineInput, ModelInfo, ModelPrepared, StepResult
-from ..start_parts import StartPart
 from .fork_servers import FORK_SERVERS
 from .transport import EngineForkServer, Transport, make_transport
 
@@ -87,8 +86,8 @@ class Supervisor:
         self._num_failures = 0
         self._num_shortages = 0
         self._num_preparations = 0
-        self._parts_before: tuple[StartPart, ...] = ()
-        """What processes did that prepared the model."""
+        self._prepared = ModelPrepared()
+        """What processes did so far that prepared the model for the next one."""
         self._can_reset_failures = True
         self._launch_at_s = 0.0
         self._load_began_s = 0.0
@@ -204,15 +203,21 @@ class Supervisor:
         self.idle()
 
     def _with_whole_start(self, info: ModelInfo) -> ModelInfo:
-        parts, self._parts_before = self._parts_before + info.parts, ()
-        whole = msgspec.structs.replace(info, parts=parts, load_s=time.monotonic() - self._load_began_s)
+        before, self._prepared = self._prepared, ModelPrepared()
+        whole = msgspec.structs.replace(
+            info,
+            paths=before.paths + info.paths,
+            parts=before.parts + info.parts,
+            load_s=time.monotonic() - self._load_began_s,
+        )
         if self._cause:
             logger.info("another engine is there: %s", whole.summary)
         return whole
 
     def _relaunch(self, transport: Transport, prepared: ModelPrepared) -> None:
         """The process has prepared the model, and ends: the next one is due at once."""
-        self._parts_before += prepared.parts
+        before = self._prepared
+        self._prepared = ModelPrepared(before.paths + prepared.paths, before.parts + prepared.parts)
         transport.close()
         self._transport = None
         self._num_preparations += 1
@@ -240,7 +245,7 @@ class Supervisor:
             self._transport.close(force=True)
         self._transport = self._info = None
         self._num_preparations = 0
-        self._parts_before = ()
+        self._prepared = ModelPrepared()
         self._cause = str(error)
         if error.kind == "shortage":
             self._num_shortages += 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
@@ -145,9 +145,7 @@ class Draft:
     def read(self, new_memory: NewMemory, num_threads: int) -> PackedModel | None:
         """What was written, also before it is published; None: nothing was, or its writer was killed. Raises
         MemoryError."""
-        for descriptor, key in ((self._file, self._key), (self._memory, _IN_MEMORY)):
-            if descriptor < 0 or not os.fstat(descriptor).st_size:
-                continue
+        for descriptor, key in self._places():
             try:
                 image = ImageFile(descriptor, key)
                 packed = _read(image, new_memory, num_threads)
@@ -158,6 +156,19 @@ class Draft:
                 image.release_resident()
             return packed
         return None
+
+    def is_written(self) -> bool:
+        """Whether a process has finished it, as far as its header says."""
+        for descriptor, key in self._places():
+            with contextlib.suppress(ImageDamagedError):
+                ImageFile(descriptor, key)
+                return True
+        return False
+
+    def _places(self) -> Iterator[tuple[int, str]]:
+        for descriptor, key in ((self._file, self._key), (self._memory, _IN_MEMORY)):
+            if descriptor >= 0 and os.fstat(descriptor).st_size:
+                yield descriptor, key
 
     def publish(self) -> None:
         """What was written becomes the model's image in the cache, once the disk has it: may take seconds. Does
