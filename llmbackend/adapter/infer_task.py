@@ -148,17 +148,20 @@ class InferTask:
         tokens = self.assembler.push(output)
         self.output_token_ids.extend(tokens)
         if tokens:
-            self.times.first_token_ns = self.times.first_token_ns or now_ns
-            self.times.last_token_ns = now_ns
+            times = self.times
+            times.last_token_ns = now_ns
+            if not times.first_token_ns:
+                times.first_token_ns = now_ns
 
     def respond(self) -> None:
         """Sends a response if one is due: in a stream whenever there is something to show, otherwise at the end."""
-        if self.finish_reason is not None:
-            outputs = self._reply.outputs(self.assembler.take(), self)
+        assembler = self.assembler
+        if assembler.finish_reason is not None:
+            outputs = self._reply.outputs(assembler.take(), self)
             self._finished = True
-            self._sender.end(Choice(self._choice, self.assembler.cumulative_logprob, outputs), self.times)
-        elif self._stream and self._reply.is_due(self):
-            self._sender.send(self._reply.outputs(self.assembler.take(), self), self.times)
+            self._sender.end(Choice(self._choice, assembler.cumulative_logprob, outputs), self.times)
+        elif self._stream and (assembler.chunk.text or not self._reply.waits_for_text):
+            self._sender.send(self._reply.outputs(assembler.take(), self), self.times)
 
     def fail(self, error: TritonError) -> None:
         """Ends the generation with `error`; does nothing when it has ended."""

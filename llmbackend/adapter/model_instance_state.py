@@ -241,8 +241,8 @@ class ModelInstanceState:
     # --- one task's output --------------------------------------------------------------------------------------------
 
     def _handle_output(self, task: InferTask, output: StepOutput, step: StepTimes) -> None:
-        if output.finish_reason == "abort" or output.finish_reason == "error":
-            self._handle_failure(task, output, output.finish_reason)
+        if (end := output.finish_reason) is not None and (end == "abort" or end == "error"):
+            self._handle_failure(task, output, end)
             return
         previous_ns = task.times.last_token_ns
         task.add_output(output, step.now_ns)
@@ -251,7 +251,7 @@ class ModelInstanceState:
             task.lost_ns = 0
         if output.token_ids:
             step.add(task.times.exec_start_ns, previous_ns)
-        if (reason := task.finish_reason) is not None:
+        if (reason := task.assembler.finish_reason) is not None:
             self._remove(task, output)
             self._model.end_task(task, reason, step.now_ns)
         task.respond()

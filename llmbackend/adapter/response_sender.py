@@ -16,6 +16,8 @@ from llmbackend.core.backend_api import ModelInstance, Request, ResponseFlag, Te
 
 from .schemas.schema import TaskTimes
 
+_NONE, _FINAL = ResponseFlag.NONE, ResponseFlag.FINAL
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -63,7 +65,7 @@ class ResponseSender:
     def send(self, outputs: Sequence[Tensor], times: TaskTimes) -> None:
         """Sends one response; others of its task follow."""
         with self._lock:
-            self._send(outputs, ResponseFlag.NONE, times)
+            self._send(outputs, _NONE, times)
 
     def end(self, choice: Choice, times: TaskTimes) -> None:
         """Sends the last response of a task."""
@@ -79,7 +81,7 @@ class ResponseSender:
         output_start_ns = time.monotonic_ns()
         self._factory.send(outputs, flags)
         self._report(output_start_ns, None)
-        if flags is not ResponseFlag.NONE:
+        if flags is not _NONE:
             self._release_after(flags, times)
 
     def _send_error(self, error: TritonError, flags: ResponseFlag, times: TaskTimes) -> None:
@@ -92,7 +94,7 @@ class ResponseSender:
     def _last_flags(self) -> ResponseFlag:
         """The flags of the last response of a task: FINAL when no other task is live."""
         self._num_live -= 1
-        return ResponseFlag.NONE if self._num_live else ResponseFlag.FINAL
+        return _NONE if self._num_live else _FINAL
 
     def _report(self, output_start_ns: int, error: TritonError | None) -> None:
         start_ns, self._response_start_ns = self._response_start_ns, time.monotonic_ns()

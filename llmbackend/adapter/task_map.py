@@ -185,6 +185,8 @@ class TaskMap:
         self._max_queue_size = max_queue_size
         self._lock = threading.Lock()
         self._tasks: dict[str, InferTask] = {}
+        self.get = self._tasks.get
+        """The task of a request, None when it has ended."""
         self._engine_of: dict[str, EngineAssignment] = {}
         self._queue = TaskQueue()
         self._reserved: Counter[int] = Counter()
@@ -192,9 +194,6 @@ class TaskMap:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tasks
-
-    def get(self, request_id: str) -> InferTask | None:
-        return self._tasks.get(request_id)
 
     @property
     def num_queued(self) -> int:

@@ -19,11 +19,15 @@ from starlette.requests import Request
 from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import cancelled
 from llmbackend.core.messages import RESPONSE_BYTES, InferenceHandle, InferenceResponse, held_bytes
+from llmbackend.core.outputs import Outputs
 from llmbackend.core.wakeups import wake_receiver
 
 from .http.request_scope import PRESENCE, ClientPresence
 
 log = logging.getLogger(__name__)
+
+_NONE = ResponseFlag.NONE
+"""Looking up a member of an enum takes longer than all else that a check of flags does."""
 
 Item = tuple[InferenceResponse | None, ResponseFlag]
 """A response as the host gives it to a response callback."""
@@ -122,7 +126,8 @@ class Inference:
             response, flags, size_bytes = _too_slow(response, backlog.limit_bytes), ResponseFlag.FINAL, RESPONSE_BYTES
             if self._handle is not None:
                 self._handle.cancel()
-        self._takes_no_more = is_final(flags)
+        if flags is not _NONE:
+            self._takes_no_more = is_final(flags)
         self._ready.append((response, flags, size_bytes))
         self._waiting_bytes += size_bytes
         backlog.waiting_bytes += size_bytes
@@ -138,7 +143,8 @@ class Inference:
     def pop(self) -> Item:
         """The oldest response that waits. Raises IndexError when none does."""
         response, flags, size_bytes = self._ready.popleft()
-        self._release(size_bytes)
+        self._waiting_bytes -= size_bytes
+        self._backlog.waiting_bytes -= size_bytes
         return response, flags
 
     async def next(self) -> Item | None:
@@ -177,11 +183,8 @@ class Inference:
 
     def _drop_ready(self) -> None:
         self._ready.clear()
-        self._release(self._waiting_bytes)
-
-    def _release(self, size_bytes: int) -> None:
-        self._waiting_bytes -= size_bytes
-        self._backlog.waiting_bytes -= size_bytes
+        self._backlog.waiting_bytes -= self._waiting_bytes
+        self._waiting_bytes = 0
 
     # --- end --------------------------------------------------------------------------------------------------------
 
@@ -239,4 +242,7 @@ def _too_slow(response: InferenceResponse, limit_bytes: int) -> InferenceRespons
 
 def response_bytes(response: InferenceResponse | None) -> int:
     """About how much memory a response holds."""
-    return RESPONSE_BYTES if response is None else held_bytes(response.outputs)
+    if response is None:
+        return RESPONSE_BYTES
+    outputs = response.outputs
+    return RESPONSE_BYTES + outputs.num_bytes() if type(outputs) is Outputs else held_bytes(outputs)

@@ -100,7 +100,7 @@ def test_held_text_waits_and_comes_at_the_end() -> None:
     one.push(StepOutput("r", (ord("a"), ord("x"))))
     assert one.take().text == ["a"]
     one.push(StepOutput("r", (ord("y"),)))
-    assert not one.has_text
+    assert not one.chunk.text
     one.push(StepOutput("r", (), "length"))
     assert one.take().text == ["xy"]
 

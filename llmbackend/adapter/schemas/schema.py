@@ -142,8 +142,9 @@ class Reply(Protocol):
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         """Of the next tokens of the prompt."""
 
-    def is_due(self, generation: Generation) -> bool:
-        """Whether a stream has something to send now."""
+    @property
+    def waits_for_text(self) -> bool:
+        """Whether a stream has nothing to send while all of its text is held back."""
 
     def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         """The outputs of one response."""

@@ -372,15 +372,12 @@ class TensorRtLlmReply:
         self._inputs = inputs
         self._outputs = inputs.options.outputs
         self._prompt = prompt if inputs.options.prepend_prompt else Prompt("", ())
-        self._is_core = is_core
+        self.waits_for_text = not is_core
         self._batches = batches
         self._log_prob_sum = 0.0
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         """No client of these tensors asks for them."""
-
-    def is_due(self, generation: Generation) -> bool:
-        return self._is_core or generation.assembler.has_text
 
     def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         num_tokens = len(chunk.token_ids) - chunk.ends_with_stop_token

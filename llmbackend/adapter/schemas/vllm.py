@@ -325,6 +325,8 @@ class VllmReply:
         """
         self._outputs = inputs.options.outputs
         self._stream = inputs.options.stream
+        self.waits_for_text = "text_output" in self._outputs
+        """So that text and tokens of a response belong together."""
         names = [name for name in _TEXTS if name in self._outputs]
         is_text = "text_output" in names and len(names) == len(self._outputs) and self._stream
         self._text_layout = layout_of(tuple(names), ("BYTES",) * len(names)) if is_text else None
@@ -340,10 +342,6 @@ class VllmReply:
         self._has_prompt_outputs = inputs.sequence_index == 0 and not self._outputs.isdisjoint(PROMPT_OUTPUTS)
         self._wants_logprobs = wants_logprobs
         self._token_text = token_text
-
-    def is_due(self, generation: Generation) -> bool:
-        """A chunk whose text is held back is not sent yet, so that text and tokens of a response belong together."""
-        return generation.assembler.has_text or "text_output" not in self._outputs
 
     def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         text, layout = "".join(chunk.text), self._text_layout

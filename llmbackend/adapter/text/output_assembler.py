@@ -82,17 +82,13 @@ class OutputAssembler:
         self._show_stop_token = include_stop_str_in_output
         self._special_text = special_text
         self._own_stop_token_ids = own_stop_token_ids
-        self._chunk = Chunk()
+        self.chunk = Chunk()
+        """What was not taken yet."""
         if prompt_marker is not None:
-            self._chunk.text_tokens.append((IN_REASONING, prompt_marker, True))
+            self.chunk.text_tokens.append((IN_REASONING, prompt_marker, True))
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
         self.finish_reason: FinishReason | None = None
-
-    @property
-    def has_text(self) -> bool:
-        """Whether the current chunk has text to show."""
-        return bool(self._chunk.text)
 
     def push(self, output: StepOutput) -> tuple[int, ...]:
         """Adds one step's output; returns the tokens that belong to the request.
@@ -101,10 +97,15 @@ class OutputAssembler:
         """
         ids = output.token_ids
         if self._is_plain and output.finish_reason is None:
+            chunk = self.chunk
             for token_id in ids:
                 if text := self._detokenizer.push(token_id):
-                    self._chunk.text.append(text)
-            return self._keep(output, ids, None)
+                    chunk.text.append(text)
+            chunk.token_ids.extend(ids)
+            self.num_tokens += len(ids)
+            if output.logprobs:
+                self._add_logprobs(output.logprobs)
+            return ids
         for index, token_id in enumerate(ids):
             is_stop_token = output.stop_token_id is not None and index == len(ids) - 1
             is_shown = not is_stop_token or self._show_stop_token
@@ -118,9 +119,9 @@ class OutputAssembler:
         if output.finish_reason is not None:
             self._flush(self.num_tokens + len(ids))
         reason: FinishReason | None = "stop" if self._stop.matched is not None else output.finish_reason
-        self._chunk.ends_with_stop_token = reason is not None and output.stop_token_id is not None
+        self.chunk.ends_with_stop_token = reason is not None and output.stop_token_id is not None
         if reason == "stop" and self._stop.matched is None and output.stop_token_id in self._own_stop_token_ids:
-            self._chunk.stop_reason = output.stop_token_id
+            self.chunk.stop_reason = output.stop_token_id
         return self._keep(output, ids, reason)
 
     def replay(self, output: StepOutput) -> None:
@@ -128,12 +129,12 @@ class OutputAssembler:
         are, is to be taken."""
         self.push(output)
         shown = self.take()
-        self._chunk.finish_reason, self._chunk.stop_reason = shown.finish_reason, shown.stop_reason
-        self._chunk.ends_with_stop_token = shown.ends_with_stop_token
+        self.chunk.finish_reason, self.chunk.stop_reason = shown.finish_reason, shown.stop_reason
+        self.chunk.ends_with_stop_token = shown.ends_with_stop_token
 
     def take(self) -> Chunk:
         """The current chunk; a new one begins."""
-        chunk, self._chunk = self._chunk, Chunk()
+        chunk, self.chunk = self.chunk, Chunk()
         return chunk
 
     def _push_text_token(self, special_text: str | None, token_id: int, is_shown: bool, num_tokens: int) -> None:
@@ -143,7 +144,7 @@ class OutputAssembler:
                 return
         shown = self._show(self._detokenizer.push(token_id), num_tokens) if is_shown else ""
         is_special = special_text is not None
-        self._chunk.text_tokens.append((token_id, shown if special_text is None else special_text, is_special))
+        self.chunk.text_tokens.append((token_id, shown if special_text is None else special_text, is_special))
 
     def _show(self, text: str, num_tokens: int) -> str:
         """Returns what of `text`, and of the text held back before it, may be shown."""
@@ -156,21 +157,23 @@ class OutputAssembler:
             if self._stop.matched is None:
                 shown += self._append(self._stop.flush())
             if shown and self._special_text is not None:
-                self._chunk.text_tokens.append((HELD_BACK, shown, False))
+                self.chunk.text_tokens.append((HELD_BACK, shown, False))
 
     def _append(self, text: str) -> str:
         if text:
-            self._chunk.text.append(text)
+            self.chunk.text.append(text)
         return text
 
+    def _add_logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        self.chunk.logprobs.extend(logprobs)
+        self.cumulative_logprob += sum(entry.logprob for entry in logprobs)
+
     def _keep(self, output: StepOutput, ids: tuple[int, ...], reason: FinishReason | None) -> tuple[int, ...]:
-        self._chunk.token_ids.extend(ids)
+        self.chunk.token_ids.extend(ids)
         if output.logprobs:
-            logprobs = output.logprobs[: len(ids)]
-            self._chunk.logprobs.extend(logprobs)
-            self.cumulative_logprob += sum(entry.logprob for entry in logprobs)
+            self._add_logprobs(output.logprobs[: len(ids)])
         self.num_tokens += len(ids)
-        self.finish_reason = self._chunk.finish_reason = reason
+        self.finish_reason = self.chunk.finish_reason = reason
         if self._stop.matched is not None:
-            self._chunk.stop_reason = self._stop.matched
+            self.chunk.stop_reason = self._stop.matched
         return ids

@@ -133,6 +133,9 @@ class Family:
                 self._bucket_counts[key] = [0] * (len(bounds) + 1)
 
     def _key(self, labels: dict[str, str]) -> LabelSet:
+        key = tuple(labels.items())
+        if key in self._values:  # it was checked when it was first written
+            return key
         names = self.label_names
         if names is not None and (len(labels) != len(names) or any(name not in labels for name in names)):
             raise invalid_argument(f"metric '{self.name}' has labels {list(names)}, got {sorted(labels)}")

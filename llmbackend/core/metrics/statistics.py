@@ -164,6 +164,15 @@ class Statistics:
             times = self._responses.get(index)
             if times is None:
                 times = self._responses[index] = ResponseTimes()
+            if outcome == "success":  # written out, since this runs once per token
+                success, infer, output = times.success, times.compute_infer, times.compute_output
+                success.count += 1
+                infer.count += 1
+                output.count += 1
+                success.ns += end_ns - start_ns if end_ns > start_ns else 0
+                infer.ns += output_start_ns - start_ns if output_start_ns > start_ns else 0
+                output.ns += end_ns - output_start_ns if end_ns > output_start_ns else 0
+                return
             duration: Duration = getattr(times, outcome)
             duration.add(end_ns - start_ns)
             if output_start_ns > 0:

@@ -233,10 +233,15 @@ class BackendResponseFactory:
 
     def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE) -> None:
         """Sends a response; after FINAL it is logged and dropped. Raises TritonError INVALID_ARG after `close`."""
-        self._check_open()
+        if self._closed:
+            self._check_open()
         channel = self.channel
         owner = channel.owner
-        channel.send(InferenceResponse(owner.name, owner.version, channel.request_id, outputs), flags)
+        response = InferenceResponse(owner.name, owner.version, channel.request_id, outputs)
+        if channel.observer is None:
+            channel.deliver(response, flags)
+        else:
+            channel.send(response, flags)
 
     def send_flags(self, flags: ResponseFlag) -> None:
         """Sends flags without a response; after FINAL it is logged and dropped. Raises TritonError INVALID_ARG after

@@ -74,6 +74,8 @@ send parameters with this prefix."""
 LORA_CHANGE: Final = "triton_lora_change"
 """Request parameter: JSON of an adapter that the model loads or unloads. The request has no inputs."""
 
+_NONE = ResponseFlag.NONE
+
 TokenEntries = dict[str, dict[str, Any]]
 """{token id: {logprob, rank, decoded_token}} at one position; the first entry is the chosen token's (as in vLLM)."""
 TextToken = tuple[int, str, bool]
@@ -175,7 +177,7 @@ def option_inputs(
 
 def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta:
     """Raises the response's own error, and TritonError INTERNAL for a response without `text_output`."""
-    final = is_final(flags)
+    final = flags is not _NONE and is_final(flags)
     if response is None:
         return Delta("", None, [], 0, 0, final)
     if response.error is not None:
