@@ -21,11 +21,12 @@ from .cpu.native_runner import NativeRunner
 from .cpu.packed_decoder import PackedModel
 from .errors import ProgramUnsupportedError
 from .infer_request import InferRequest, ModelInfo
-from .model.loader import LoadedModel, load_model
+from .model.loader import LoadedModel, library_choice, load_model
 from .model.module_forward import ModuleForward
 from .model.packing import pack_model
 from .sampling.host_step import HostSteps
 from .sampling.torch_sampling import TorchSampler
+from .start_parts import note
 from .step import RowTable, Runner, SampledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,9 @@ def pack_or_run(config: EngineConfig) -> PackedModel | Runner:
         packed = pack_model(config, loaded)
     except ProgramUnsupportedError as reason:
         logger.info("%s runs as transformers modules: %s", loaded.model_type, reason)
+        note(f"transformers modules, because {reason}")
+        if loaded.kernels is not None and (choice := library_choice(config, loaded.dtype)) is not None:
+            note(f"kernels {choice.report}")
         return ModelRunner(config, loaded)
     del loaded
     gc.collect()  # the modules are not read again, and refer to each other

@@ -66,7 +66,8 @@ def packed_model(seed: int = 0) -> PackedModel:
     )  # fmt: skip
     decoder = PackedDecoder(
         model_type="llama", vocab_size=VOCAB, max_model_len=POSITIONS, eos_token_ids=(2,), dtype="float32",
-        kernel_variant="generic", linear_kind="generic float32", embedding=places.array(VOCAB, WIDTH, mapped=True),
+        kernel_variant="generic", linear_kind="generic float32", kernel_report="generic",
+        embedding=places.array(VOCAB, WIDTH, mapped=True),
         embedding_factor=1.0, layers=(layer,), norm=places.norm(), head=places.projection(VOCAB, WIDTH),
         logit_factor=1.0, logit_softcap=0.0,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from ..sampling.host_step import HostSteps
 from ..sampling.prompt_logprobs import PIECE_TOKENS
 from ..sampling.rows import SamplingRows
 from ..sampling.sampler import Sampler
+from ..start_parts import note
 from ..step import FlatStep, Int32Array, RowTable, SampledTokens, StepPlan, flatten
 from .cpu_memory import keep_freed_memory
 from .decoder_program import DecoderProgram, Float32Array
@@ -44,6 +45,7 @@ class NativeRunner:
         self._sampler = Sampler(rows, NativeSampling(self._kernels, rows))
         forward = _Forward(config, self._kernels, packed, num_blocks)
         self._steps = HostSteps(forward, self._sampler, decoder.vocab_size)
+        note(f"kernels {decoder.kernel_report}")
         self._info = ModelInfo(
             model_type=decoder.model_type,
             vocab_size=decoder.vocab_size,

@@ -137,6 +137,7 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
 
     kernel_variant  of the library whose probes the program has passed; panels of all variants are alike
     linear_kind     a word about how linear layers compute, for the log
+    kernel_report   why these kernels, for the log
     """
 
     model_type: str
@@ -147,6 +148,7 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
     """Of weights, keys and values."""
     kernel_variant: str
     linear_kind: str
+    kernel_report: str
     embedding: ArrayAt
     """[vocab, width], in `dtype`"""
     embedding_factor: float

@@ -29,10 +29,11 @@ from ..cpu.linear import pack_linears, swap_linears
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.weights import check_device, join_neighbours, quantize_linears
 from ..kernels.abi import Type
-from ..kernels.choice import choose_library
+from ..kernels.choice import Choice, choose_library
 from ..kernels.library import NativeKernels
 from ..kernels.weights import TYPE_OF, WeightStore
 from ..load_progress import bar_hook, report
+from ..start_parts import part
 from .checkpoint_check import check_loading_info, check_tensors, without_report
 from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers
 from .compatibility import CheckedModel, architecture_name, auto_class, causal_lm_class, check_config, check_model
@@ -88,16 +89,18 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
     check_config(hf_config)
     _check_quantization(config, hf_config, dense)
     max_len = max_model_len(config.max_model_len, hf_config.get_text_config(decoder=True))
-    model = _instantiate(config, hf_config, device, tensors)
+    with part("read checkpoint"):
+        model = _instantiate(config, hf_config, device, tensors)
     fix_frequencies(model, max_len)
     batch = LoraBatch(config.max_num_seqs, device) if config.enable_lora else None
     wrapped = {} if batch is None else wrap_linears(model, batch)
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
-    model, kernels, store, linear_kind = _place(config, model, device, dtype, dense)
+    with part("pack"):
+        model, kernels, store, linear_kind = _place(config, model, device, dtype, dense)
     report("trying the model")
-    with _on_one_thread() if kernels is not None else contextlib.nullcontext():
+    with part("check"), _on_one_thread() if kernels is not None else contextlib.nullcontext():
         checked = check_model(model)
     adapters = None
     if batch is not None:
@@ -179,9 +182,7 @@ def _place(
 
 def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:
     """The native kernels, where they can compute this model's layers. Raises ValueError when int8 needs them."""
-    choice = None
-    if device.type == "cpu" and dtype in TYPE_OF and config.kernels != "torch":
-        choice = choose_library(Type.INT8 if config.quantization == "int8" else TYPE_OF[dtype])
+    choice = library_choice(config, dtype) if device.type == "cpu" else None
     if choice is None:
         if config.quantization is not None:
             raise ValueError(
@@ -189,6 +190,13 @@ def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dty
             )
         return None
     return NativeKernels(choice.library, config.num_threads or len(os.sched_getaffinity(0)))
+
+
+def library_choice(config: EngineConfig, dtype: torch.dtype) -> Choice | None:
+    """Which native kernels compute on CPU, and why these; None: torch does."""
+    if dtype not in TYPE_OF or config.kernels == "torch":
+        return None
+    return choose_library(Type.INT8 if config.quantization == "int8" else TYPE_OF[dtype])
 
 
 def _why_not_native(config: EngineConfig, dtype: torch.dtype) -> str:

@@ -34,10 +34,11 @@ from ..cpu.program_config import why_modules
 from ..errors import ProgramUnsupportedError
 from ..kernels.abi import Type
 from ..kernels.weights import PackedWeight, WeightStore
+from ..start_parts import part
 from ..step import FlatStep, Int32Array
 from .compatibility import MAX_PROBE_TOKENS
 from .decoder_description import Attention, Layer, Mlp, Norm, Projection
-from .loader import LoadedModel
+from .loader import LoadedModel, library_choice
 
 _NAME_OF: dict[Type, Dtype] = {Type.FLOAT32: "float32", Type.BFLOAT16: "bfloat16", Type.INT8: "int8"}
 
@@ -52,9 +53,11 @@ def pack_model(config: EngineConfig, loaded: LoadedModel) -> PackedModel:
     if not all(can_hold(each.key_dim, each.value_dim, config.block_size) for each in loaded.layer_shapes.values()):
         raise ProgramUnsupportedError("its heads do not fit the native layout")
     packer = _Packer(loaded.store)
-    decoder = _packed_decoder(loaded, packer)
+    choice = library_choice(config, loaded.dtype)
+    decoder = _packed_decoder(loaded, packer, "" if choice is None else choice.report)
     packed = PackedModel(decoder, Memories(loaded.store.used, packer.mapped()))
-    _verify(packed, loaded, config.block_size)
+    with part("verify"):
+        _verify(packed, loaded, config.block_size)
     return packed
 
 
@@ -140,7 +143,7 @@ def _dtype(tensor: torch.Tensor) -> Dtype:
     return "bfloat16" if tensor.dtype == torch.bfloat16 else "float32"
 
 
-def _packed_decoder(loaded: LoadedModel, packer: _Packer) -> PackedDecoder:
+def _packed_decoder(loaded: LoadedModel, packer: _Packer, kernel_report: str) -> PackedDecoder:
     decoder, library = loaded.decoder, loaded.kernels
     assert decoder is not None and library is not None
     return PackedDecoder(
@@ -151,6 +154,7 @@ def _packed_decoder(loaded: LoadedModel, packer: _Packer) -> PackedDecoder:
         dtype=_float_dtype(loaded.dtype),
         kernel_variant=library.library.variant,
         linear_kind=loaded.linear_kind,
+        kernel_report=kernel_report,
         embedding=packer.table(decoder.embedding),
         embedding_factor=decoder.embedding_factor,
         layers=tuple(_layer(layer, loaded.layer_shapes[layer.module], packer) for layer in decoder.layers),
