@@ -129,15 +129,19 @@ class ModelState:
         return EngineHandle(next(self._engine_indices), config, make_manager(config))
 
     def start_engine(self, engine: EngineHandle, instance_name: str) -> None:
-        """Starts an engine; returns when its model is loaded. Raises TritonError INTERNAL with the engine's reason."""
+        """Starts an engine; returns when its model is loaded. Raises TritonError: INTERNAL with the engine's reason,
+        INVALID_ARG for a tokenizer that cannot be loaded."""
         try:
-            engine.info = engine.manager.start()
+            engine.info = engine.manager.start(meanwhile=self._prepare)
+        except TritonError:
+            self._placement.leave(engine.config)
+            raise
         except RuntimeError as error:
             self._placement.leave(engine.config)
             raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
         self.metrics.engine_started(engine.index, engine.info.num_blocks, engine.info.block_size)
         tokenizer = NoTokenizer() if self._tokenizer is None else self._tokenizer.verified()
-        from .request_conversion import RequestConverter  # not needed before
+        from .request_conversion import RequestConverter
 
         with self._lock:
             self._engines.append(engine)
@@ -148,6 +152,13 @@ class ModelState:
         self.metrics.set_max_tokens(limits.max_tokens)
         engine.manager.prepare_grammars()
         logger.info("%s: %s", instance_name, engine.info.summary)
+
+    def _prepare(self) -> None:
+        """What requests need, while the engine loads. Raises TritonError."""
+        from . import request_conversion  # noqa: F401
+
+        if self._tokenizer is not None:
+            self._tokenizer.load()
 
     def stop_engine(self, engine: EngineHandle) -> None:
         """Ends an engine; its unfinished requests go on in another one. When it was the last, they and the queued

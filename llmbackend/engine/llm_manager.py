@@ -107,6 +107,8 @@ class LlmManager:
         """What the engine has, or will have."""
         self._supervisor = Supervisor(config, RUNNERS, self._wakeup)
         self._thread = threading.Thread(target=self._run, name="llm-manager", daemon=True)
+        self._is_ordered = threading.Event()
+        """Whether an engine was asked for, and its process is on its way."""
         self._first_load: Future[ModelInfo] = Future()
         self._live: dict[str, None] = {}
         self._stopping = False
@@ -116,12 +118,20 @@ class LlmManager:
         """Whether the engine failed too often in a row for requests to wait for it. Any thread."""
         return self._supervisor.is_given_up
 
-    def start(self) -> ModelInfo:
+    def start(self, meanwhile: Callable[[], object] = lambda: None) -> ModelInfo:
         """Starts the loop's thread and the engine; returns when the model is loaded.
 
-        Raises RuntimeError with a text for the operator when it cannot load; then no process or thread is left.
+        meanwhile: work for the time in which the model loads; what it raises ends the engine, and is raised again.
+        Raises RuntimeError with a text for the operator when the model cannot load. Whatever it raises, no process or
+        thread is left.
         """
         self._thread.start()
+        self._is_ordered.wait()
+        try:
+            meanwhile()
+        except BaseException:
+            self.shutdown()
+            raise
         try:
             return self._first_load.result()
         except EngineDeadError as error:
@@ -174,6 +184,7 @@ class LlmManager:
                 self._lose_engine(
                     self._supervisor.discard(f"the engine's loop failed: {type(error).__name__}: {error}")
                 )
+        self._is_ordered.set()
         if not self._first_load.done():
             self._first_load.set_exception(EngineDeadError("the engine was stopped", "exit"))
         outputs = [StepOutput(request_id, finish_reason="abort") for request_id in self._live]
@@ -182,7 +193,11 @@ class LlmManager:
         self._supervisor.close()
 
     def _turn(self) -> None:
-        self._deliver(self._supervisor.receive(is_busy=bool(self._live)))
+        try:
+            results = self._supervisor.receive(is_busy=bool(self._live))
+        finally:
+            self._is_ordered.set()
+        self._deliver(results)
         self._wakeup.clear()
         if self._supervisor.info is not None and not self._first_load.done():
             self._first_load.set_result(self._supervisor.info)

@@ -11,8 +11,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer
 from transformers.models.auto import tokenization_auto
 
-from llmbackend.adapter.text.tokenizer_files import WITHOUT_REMOTE_CODE, probe_texts, rebuilt
-from llmbackend.adapter.text.tokenizer_loading import REBUILT_MODEL_TYPES, may_be_rebuilt
+from llmbackend.adapter.text import tokenizer_loading
+from llmbackend.adapter.text.tokenizer_files import WITHOUT_REMOTE_CODE, probe_texts, rebuilt, start_in
+from llmbackend.adapter.text.tokenizer_loading import REBUILT_MODEL_TYPES, TokenizerLoader, may_be_rebuilt
+from llmbackend.adapter.text.tokenizer_verdicts import MAX_VERDICTS, Verdicts
+from llmbackend.core.errors import TritonError
+from llmbackend.engine.config import EngineConfig
 from tests.helpers.llm_host import llm_host
 from tests.helpers.tokenizers_for_tests import byte_level_tokenizer
 
@@ -107,3 +111,58 @@ def test_a_checkpoint_that_transformers_cannot_read_is_served_with_a_warning(
     with llm_host(tmp_path / "repository", tokenizer=str(odd), mock_vocab_size=400) as host:
         assert host.infer(text_input="hello", sampling={"max_tokens": 1}).error is None
     assert "tokenizer.json is used unverified: AutoTokenizer fails: " in caplog.text
+
+
+def test_transformers_is_asked_once_for_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama, cache = checkpoint(tmp_path / "llama", prepending_tokenizer(), **LLAMA), tmp_path / "cache"
+    config = EngineConfig(model="mock", tokenizer=str(llama), weight_cache_dir=str(cache))
+    asked: list[str] = []
+
+    def ask(*given: Any) -> Any:
+        asked.append(given[-2])
+        return start_in(*given)
+
+    def ids() -> list[int]:
+        loader = TokenizerLoader(config)
+        return loader.verified().encode(" hello", add_special_tokens=False)
+
+    monkeypatch.setattr(tokenizer_loading, "start_in", ask)
+    assert len(ids()) == 1 and asked == [str(llama)]
+    assert len(ids()) == 1 and asked == [str(llama)]
+    assert not list(cache.glob("*.unfinished"))
+
+
+def test_a_verdict_that_may_be_wrong_is_none(tmp_path: Path) -> None:
+    plain, cache = checkpoint(tmp_path / "plain", byte_level_tokenizer()), tmp_path / "cache"
+    config = EngineConfig(model="mock", tokenizer=str(plain), weight_cache_dir=str(cache))
+    assert Verdicts(config, plain).read() is None
+    Verdicts(config, plain).keep("tokenizer é")
+    assert Verdicts(config, plain).read() == "tokenizer é"
+    [file] = cache.glob("*.tokenizer")
+    content = file.read_bytes()
+    for damaged in (content[:-1] + bytes([content[-1] ^ 1]), content[:20], b""):
+        file.write_bytes(damaged)
+        assert Verdicts(config, plain).read() is None
+    file.write_bytes(content)
+    file.chmod(0o666)
+    assert Verdicts(config, plain).read() is None, "others may have written it"
+    file.chmod(0o600)
+    (plain / "tokenizer_config.json").write_text("{} ")
+    assert Verdicts(config, plain).read() is None, "other files"
+    for number in range(MAX_VERDICTS + 3):
+        (plain / "tokenizer_config.json").write_text(" " * number)
+        Verdicts(config, plain).keep("")
+    assert len(list(cache.iterdir())) == MAX_VERDICTS
+    cache.chmod(0o777)
+    Verdicts(config, plain).keep("refused")
+    assert Verdicts(config, plain).read() is None
+
+
+def test_a_tokenizer_that_cannot_be_loaded_ends_the_load_and_its_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = checkpoint(tmp_path / "broken", byte_level_tokenizer(), tokenizer_class="PreTrainedTokenizerFast")
+    (broken / "tokenizer.json").write_text("{}")
+    with pytest.raises(TritonError), llm_host(tmp_path / "repository", tokenizer=str(broken)):
+        pass
+    assert "Invalid argument: the tokenizer of " in caplog.text

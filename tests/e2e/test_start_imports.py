@@ -12,6 +12,7 @@ import pytest
 NEVER = ("torch", "transformers", "safetensors", "fastapi", "redis", "sqlite3", "tests")
 """What the process of a server with default flags never needs."""
 AFTER_THE_ORDER = (
+    "jinja2",
     "llmbackend.adapter.structured_outputs.compilation",
     "llmbackend.frontends.grpc.server",
     "llmbackend.frontends.http_app",

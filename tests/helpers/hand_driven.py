@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,8 @@ class HandTurnedManager(LlmManager):
 
     num_deaths = 0
 
-    def start(self) -> ModelInfo:
+    def start(self, meanwhile: Callable[[], object] = lambda: None) -> ModelInfo:
+        meanwhile()
         while not self._first_load.done():
             self.turn()
         return self._first_load.result()

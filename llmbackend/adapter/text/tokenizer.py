@@ -204,6 +204,13 @@ class NoTokenizer:
         return None
 
 
+def _longest_name(tokenizer: Tokenizer) -> int:
+    """In characters. Without get_vocab(), a dict of all tokens, unless ids have gaps."""
+    size = tokenizer.get_vocab_size()
+    lengths = [len(name) for name in map(tokenizer.id_to_token, range(size)) if name is not None]
+    return max(lengths if len(lengths) == size else map(len, tokenizer.get_vocab()), default=1)
+
+
 class HuggingFaceTokenizer:
     """A checkpoint's, run by the library `tokenizers`."""
 
@@ -221,7 +228,7 @@ class HuggingFaceTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
+        self.max_token_chars = _longest_name(tokenizer)
         self._template = chat_template
         self.chat_template = "" if chat_template is None else chat_template.source
         added = tokenizer.get_added_tokens_decoder()

@@ -12,13 +12,15 @@ import logging
 import subprocess
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from llmbackend.core.backend_api import invalid_argument
+from llmbackend.core.backend_api import TritonError, invalid_argument
 from llmbackend.engine.config import EngineConfig
+from llmbackend.fork_server.interpreter import is_this
 
 from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, ModelTokenizer
 from .tokenizer_files import (
@@ -31,6 +33,7 @@ from .tokenizer_files import (
     run_in,
     start_in,
 )
+from .tokenizer_verdicts import Verdicts
 
 logger = logging.getLogger(__name__)
 
@@ -56,60 +59,88 @@ class TokenizerLoader:
 
     Reads `tokenizer.json` with the `tokenizers` library; a checkpoint that has none is converted by transformers, in
     the engine's environment (tokenizer_files.py). AutoTokenizer rebuilds some tokenizers from a class of its own; only
-    running it tells which. That takes seconds, in a process beside the engine's start, and is left out where the
-    checkpoint's class uses the file as it is.
+    running it tells which. That takes seconds, in a process beside the engine's start; it is left out where the
+    checkpoint's class uses the file as it is, and where an earlier start has kept the answer.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Loads the tokenizer and starts verifying it. Raises TritonError INVALID_ARG saying what is missing."""
-        try:
-            self._tokenizer = load_tokenizer(
-                config.model,
-                config.tokenizer,
-                trust_remote_code=config.trust_remote_code,
-                interpreter=config.engine_python,
-                chat_template=config.chat_template,
-            )
-        except (ValueError, OSError, ImportError) as error:
-            source = config.tokenizer or config.model
-            raise invalid_argument(f"the tokenizer of '{source}' cannot be loaded: {error}") from error
-        self._timeout_s = config.load_timeout_s
+        """Looks at the small files. Raises TritonError INVALID_ARG saying what is missing."""
+        self._config = config
         self._lock = threading.Lock()
         self._check: subprocess.Popen[bytes] | None = None
-        directory = self._tokenizer.directory if isinstance(self._tokenizer, HuggingFaceTokenizer) else None
-        if directory is not None and may_be_rebuilt(directory):
-            trust = remote_code_argument(config.trust_remote_code)
-            self._check = start_in(config.engine_python, rebuilt, str(directory), trust)
+        self._verdicts: Verdicts | None = None
+        self._tokenizer: ModelTokenizer | None = None
+        try:
+            source = config.tokenizer or config.model
+            self._files = TokenizerSource.of(source, config.engine_python, config.chat_template)
+        except (ValueError, OSError, ImportError) as error:
+            raise self._unloadable(error) from error
 
     @property
     def chat_template(self) -> str:
         """The source of the chat template; "" where there is none, or none was given to the mock model."""
-        return self._tokenizer.chat_template
+        return self._files.chat_template or ""
+
+    def load(self) -> None:
+        """Loads the tokenizer and starts verifying it. Again: does nothing. Raises TritonError INVALID_ARG."""
+        with self._lock:
+            self._load()
 
     def verified(self) -> ModelTokenizer:
         """The tokenizer to use from now on; waits until it is verified."""
         with self._lock:
+            tokenizer = self._load()
             check, self._check = self._check, None
-            if check is not None and isinstance(self._tokenizer, HuggingFaceTokenizer):
-                self._tokenizer = self._verify(self._tokenizer, check)
-            return self._tokenizer
+            if check is not None and isinstance(tokenizer, HuggingFaceTokenizer):
+                tokenizer = self._tokenizer = self._verify(tokenizer, check)
+            return tokenizer
 
     def close(self) -> None:
         if self._check is not None:
             _end(self._check)
             self._check = None
 
+    def _load(self) -> ModelTokenizer:
+        if self._tokenizer is not None:
+            return self._tokenizer
+        config, directory = self._config, self._files.directory
+        try:
+            verdict = self._look_up(directory) if directory is not None and may_be_rebuilt(directory) else ""
+            self._tokenizer = self._files.load(config.trust_remote_code, config.engine_python, verdict or "")
+        except (ValueError, OSError, ImportError) as error:
+            self.close()
+            raise self._unloadable(error) from error
+        return self._tokenizer
+
+    def _look_up(self, directory: Path) -> str | None:
+        """The verdict of an earlier start; None: verification begins. A checkpoint's own code, and libraries of another
+        Python, are asked each time."""
+        trust = self._config.trust_remote_code
+        if is_this(self._config.engine_python) and not trust:
+            self._verdicts = Verdicts(self._config, directory)
+            verdict = self._verdicts.read()
+            if verdict is not None:
+                return verdict
+        self._check = start_in(self._config.engine_python, rebuilt, str(directory), remote_code_argument(trust))
+        return None
+
     def _verify(self, tokenizer: HuggingFaceTokenizer, check: subprocess.Popen[bytes]) -> HuggingFaceTokenizer:
         directory = tokenizer.directory
         try:
-            tokenizer_json = result_of(check, self._timeout_s)
+            tokenizer_json = result_of(check, self._config.load_timeout_s)
             if tokenizer_json:
                 tokenizer = tokenizer.with_tokenizer(tokenizer_json)
                 logger.info("%s: transformers rebuilds this tokenizer with other token ids, which are used", directory)
+            if self._verdicts is not None:
+                self._verdicts.keep(tokenizer_json)
         except Exception as error:  # of transformers, of a checkpoint's code, or a timeout
             _end(check)
             logger.warning("%s: tokenizer.json is used unverified: AutoTokenizer fails: %s", directory, error)
         return tokenizer
+
+    def _unloadable(self, error: Exception) -> TritonError:
+        source = self._config.tokenizer or self._config.model
+        return invalid_argument(f"the tokenizer of '{source}' cannot be loaded: {error}")
 
 
 def may_be_rebuilt(directory: Path) -> bool:
@@ -121,6 +152,41 @@ def may_be_rebuilt(directory: Path) -> bool:
     if tokenizer_class not in _AS_IN_THE_FILE or model.get("model_type") in REBUILT_MODEL_TYPES:
         return True
     return any(name in tokenizer for name in ("add_bos_token", "add_eos_token", "auto_map"))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """What a tokenizer is made from; only small files have been read."""
+
+    directory: Path | None
+    """None: the mock model's."""
+    chat_template: str | None
+    """Its text; None = there is none."""
+    special_tokens: Mapping[str, str]
+    """Variables of the template."""
+
+    @classmethod
+    def of(cls, source: str, interpreter: str, chat_template: str) -> TokenizerSource:
+        """source: a directory, a hub id, or "mock". Raises ValueError or OSError saying what is missing."""
+        given = _given_template(chat_template)
+        if source == "mock":
+            return cls(None, given, {})
+        directory = local_directory(source, interpreter)
+        config = read_json(directory / "tokenizer_config.json")
+        special_tokens = _special_tokens(config, read_json(directory / "special_tokens_map.json"))
+        return cls(directory, given or _chat_template_source(directory, config), special_tokens)
+
+    def load(self, trust_remote_code: bool, interpreter: str, tokenizer_json: str = "") -> ModelTokenizer:
+        """tokenizer_json: used instead of the file's. Raises ValueError or OSError."""
+        if self.directory is None:
+            return ByteTokenizer(self.chat_template or "")
+        from .chat_template import ChatTemplate
+
+        template = None if self.chat_template is None else ChatTemplate(self.chat_template, self.special_tokens)
+        if tokenizer_json:
+            return HuggingFaceTokenizer(Tokenizer.from_str(tokenizer_json), template, self.directory, tokenizer_json)
+        tokenizer = _read_tokenizer(self.directory, trust_remote_code, interpreter)
+        return HuggingFaceTokenizer(tokenizer, template, self.directory)
 
 
 def load_tokenizer(
@@ -138,18 +204,7 @@ def load_tokenizer(
 
     Raises ValueError or OSError saying what is missing.
     """
-    source = tokenizer or model
-    given_template = _given_template(chat_template)
-    if source == "mock":
-        return ByteTokenizer(given_template)
-    from .chat_template import ChatTemplate
-
-    directory = local_directory(source, interpreter)
-    config = read_json(directory / "tokenizer_config.json")
-    special_tokens = _special_tokens(config, read_json(directory / "special_tokens_map.json"))
-    template_source = given_template or _chat_template_source(directory, config)
-    template = ChatTemplate(template_source, special_tokens) if template_source is not None else None
-    return HuggingFaceTokenizer(_read_tokenizer(directory, trust_remote_code, interpreter), template, directory)
+    return TokenizerSource.of(tokenizer or model, interpreter, chat_template).load(trust_remote_code, interpreter)
 
 
 def local_directory(source: str, interpreter: str) -> Path:

@@ -131,6 +131,15 @@ class CacheFolder:
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=self._fd)
 
+    def keep_newest(self, ending: str, count: int) -> None:
+        """Removes the oldest files of a kind, until so many are left."""
+        found = []
+        for name in self._names(ending):
+            with contextlib.suppress(OSError):
+                found.append((os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime_ns, name))
+        for _, name in sorted(found)[: max(len(found) - count, 0)]:
+            self.remove(name)
+
     def _check(self) -> None:
         status = os.fstat(self._fd)
         if status.st_uid != os.geteuid():
