@@ -65,7 +65,7 @@ struct TileMemory {
     SoftmaxState parts;  // [parts * rows of a tile]
     Tile* tiles;
     CutTile* cut;
-    float* q;
+    float* q;  // room for as many float32; see RowBlock
     int32_t* first;
     int32_t* last;
     SoftmaxState state;  // of the partition that is being visited
@@ -139,10 +139,27 @@ class TileRunner {
             memory_.first[r] = places_.oldest_seen(memory_.last[r]);
             const int block = r / rows_per_block_ * rows_per_block_, size = std::min(rows_per_block_, num_rows_ - block);
             const float* q = query(tile, r);
-            float* to = memory_.q + static_cast<size_t>(block) * op_.head_dim + (r - block);
-            for (int d = 0; d < op_.head_dim; d++) to[static_cast<size_t>(d) * size] = q[d] * op_.scaling;
+            Factor<T>* to = queries() + static_cast<size_t>(block) * op_.head_dim + kQueryStep<T> * (r - block);
+            place_query(q, to, size, Factor<T>{});
         }
     }
+
+    void place_query(const float* q, float* to, int num_rows, float) const {
+        for (int d = 0; d < op_.head_dim; d++) to[static_cast<size_t>(d) * num_rows] = q[d] * op_.scaling;
+    }
+    void place_query(const float* q, bf16* to, int num_rows, bf16) const {
+        int d = 0;
+        for (; d + kLanes <= op_.head_dim; d += kLanes) {
+            bf16 rounded[kLanes];
+            store(rounded, load(q + d) * op_.scaling);
+            for (int i = 0; i < kLanes; i += 2)
+                std::memcpy(to + static_cast<size_t>(d + i) * num_rows, rounded + i, 2 * sizeof(bf16));
+        }
+        for (; d < op_.head_dim; d++)
+            to[static_cast<size_t>(d / 2) * 2 * num_rows + d % 2] = to_bf16(q[d] * op_.scaling);
+    }
+
+    Factor<T>* queries() const { return reinterpret_cast<Factor<T>*>(memory_.q); }
 
     Chunk<T> chunk_at(const Tile& tile, int start) {
         Chunk<T> chunk{};
@@ -174,8 +191,8 @@ class TileRunner {
         }
     }
 
-    RowBlock rows_from(int r) const {
-        return {memory_.q + static_cast<size_t>(r) * op_.head_dim, memory_.first + r, memory_.last + r,
+    RowBlock<T> rows_from(int r) const {
+        return {queries() + static_cast<size_t>(r) * op_.head_dim, memory_.first + r, memory_.last + r,
                 rows_of(state_, r)};
     }
 

@@ -32,6 +32,19 @@ constexpr float kNothingSeen = -FLT_MAX;  // a maximum over no score: finite, so
 template <class T>
 constexpr int kColumnStep = sizeof(T) == 2 ? 2 : 1;
 
+// What keys and values are multiplied with: rounded queries and weights where there are dot products of pairs.
+#if defined(LLMB_BF16_DOTS)
+template <class T>
+using Factor = T;
+#else
+template <class T>
+using Factor = float;
+#endif
+
+// How many elements of a block's queries lie between neighbouring rows: [dim][rows], or [dim/2][rows][2].
+template <class T>
+constexpr int kQueryStep = sizeof(Factor<T>) == 2 ? 2 : 1;
+
 template <int V>
 inline void load_row_pair(const bf16* b, int, Floats (&first)[V], Floats (&second)[V]) {
     for (int v = 0; v < V; v++) {
@@ -76,6 +89,25 @@ inline void multiply(const float* a, const T* b, int width, int num_pairs, Ahead
     }
 }
 
+#if defined(LLMB_BF16_DOTS)
+// c[r][v] += sum over pairs i of a[r * kRowStep + 2 * i * kStep ..] * b[i][v]: one chain per element.
+template <int kRowStep, int kStep, int R, int V>
+inline void multiply(const bf16* a, const bf16* b, int width, int num_pairs, Ahead& ahead, Floats (&c)[R][V]) {
+    for (int i = 0; i < num_pairs; i++) {
+        Ints pairs[V];
+        for (int v = 0; v < V; v++) pairs[v] = load_pairs(b + 2 * kLanes * v);
+        ahead.fetch();
+        for (int r = 0; r < R; r++) {
+            int32_t both;
+            std::memcpy(&both, a + r * kRowStep, sizeof both);
+            for (int v = 0; v < V; v++) c[r][v] = dot(Ints{} + both, pairs[v], c[r][v]);
+        }
+        a += 2 * kStep;
+        b += 2 * width;
+    }
+}
+#endif
+
 // The running softmax of the rows of a tile.
 struct SoftmaxState {
     float* sums;     // [rows][kLanes]: of weights, by position modulo kLanes
@@ -84,8 +116,9 @@ struct SoftmaxState {
 };
 
 // Rows of a tile that are computed together.
+template <class T>
 struct RowBlock {
-    const float* q;        // [dim][rows], scaled
+    const Factor<T>* q;    // [dim][rows] or [dim/2][rows][2], scaled
     const int32_t* first;  // [rows]: the oldest position a row sees
     const int32_t* last;   // [rows]: its own
     SoftmaxState state;
@@ -141,7 +174,7 @@ inline float weight_of(float x) { return weight_of(splat(x))[0]; }
 
 // Scores of sub-blocks from..to-1 into scores [R][kChunk].
 template <class T, int R>
-inline void score_rows(const TileShape& shape, const Chunk<T>& chunk, const RowBlock& rows, int from, int to,
+inline void score_rows(const TileShape& shape, const Chunk<T>& chunk, const RowBlock<T>& rows, int from, int to,
                        int ahead_bytes, float* scores) {
     constexpr int kStep = kVectors * kLanes;
     for (int sub = from; sub < to; sub++) {
@@ -149,7 +182,7 @@ inline void score_rows(const TileShape& shape, const Chunk<T>& chunk, const RowB
         for (int column = 0; column < kSubBlock; column += kStep) {
             Floats c[R][kVectors] = {};
             const T* keys = chunk.keys[sub] + kColumnStep<T> * column;
-            multiply<1, R>(rows.q, keys, shape.block_size, shape.dim / 2, ahead, c);
+            multiply<kQueryStep<T>, R>(rows.q, keys, shape.block_size, shape.dim / 2, ahead, c);
             for (int r = 0; r < R; r++)
                 for (int v = 0; v < kVectors; v++)
                     store(scores + r * kChunk + sub * kSubBlock + column + v * kLanes, c[r][v]);
@@ -183,8 +216,9 @@ inline void scale_state(const SoftmaxState& state, int r, int padded_dim, float 
 }
 
 // Scores become weights relative to the row's maximum so far; the row's state is scaled when that grows.
-inline void soften_row(const TileShape& shape, const SoftmaxState& state, int r, float* scores, int begin, int end,
-                       float best) {
+template <class W>
+inline void soften_row(const TileShape& shape, const SoftmaxState& state, int r, const float* scores, W* weights,
+                       int begin, int end, float best) {
     if (best > state.maxima[r]) {
         scale_state(state, r, shape.padded_dim, weight_of(state.maxima[r] - best));
         state.maxima[r] = best;
@@ -193,7 +227,7 @@ inline void soften_row(const TileShape& shape, const SoftmaxState& state, int r,
     Floats sums = load(state.sums + r * kLanes);
     for (int i = begin; i < end; i += kLanes) {
         const Floats weight = weight_of(load(scores + i) - maximum);
-        store(scores + i, weight);
+        store(weights + i, weight);
         sums += weight;
     }
     store(state.sums + r * kLanes, sums);
@@ -201,7 +235,7 @@ inline void soften_row(const TileShape& shape, const SoftmaxState& state, int r,
 
 // Adds weights times values of the chunk's positions begin..end-1 to columns d.. of all rows.
 template <int V, class T, int R>
-inline void weigh_columns(const TileShape& shape, const Chunk<T>& chunk, const RowBlock& rows, const float* weights,
+inline void weigh_columns(const TileShape& shape, const Chunk<T>& chunk, const RowBlock<T>& rows, const Factor<T>* weights,
                           int begin, int end, int ahead_bytes, int d) {
     Floats c[R][V];
     for (int r = 0; r < R; r++)
@@ -217,32 +251,38 @@ inline void weigh_columns(const TileShape& shape, const Chunk<T>& chunk, const R
         for (int v = 0; v < V; v++) store(rows.state.weighted + r * shape.padded_dim + d + v * kLanes, c[r][v]);
 }
 
+// Weights that are not rounded take the scores' place.
+inline float* weights_beside(float* scores, float*) { return scores; }
+inline bf16* weights_beside(float*, bf16* rounded) { return rounded; }
+
 // One chunk for R rows.
 template <class T, int R>
-void visit_chunk(const TileShape& shape, const Chunk<T>& chunk, const RowBlock& rows, bool fetch_ahead) {
+void visit_chunk(const TileShape& shape, const Chunk<T>& chunk, const RowBlock<T>& rows, bool fetch_ahead) {
     alignas(64) float scores[R * kChunk];
+    alignas(64) Factor<T> rounded[sizeof(Factor<T>) == 4 ? 1 : R * kChunk];
     // Rows are in the order of their positions: none sees further back than the first, or further ahead than the last.
     const int from = rows.first[0] > chunk.start ? (rows.first[0] - chunk.start) / kSubBlock : 0;
     const int seen = rows.last[R - 1] + 1 - chunk.start;
     const int end = seen < kChunk ? seen : kChunk, to = (end + kSubBlock - 1) / kSubBlock;
     if (to <= from) return;
     const int ahead_bytes = fetch_ahead ? 2 * kSubBlock * static_cast<int>(sizeof(T)) : 0;
+    Factor<T>* weights = weights_beside(scores, rounded);
     score_rows<T, R>(shape, chunk, rows, from, to, ahead_bytes, scores);
     for (int r = 0; r < R; r++) {
         float* row = scores + r * kChunk;
         const int begin = from * kSubBlock, stop = to * kSubBlock;
         const float best = mask_row(row, begin, stop, chunk.start, rows.first[r], rows.last[r], shape.softcap);
-        soften_row(shape, rows.state, r, row, begin, stop, best);
+        soften_row(shape, rows.state, r, row, weights + r * kChunk, begin, stop, best);
     }
     int d = 0;
     for (; d + kVectors * kLanes <= shape.padded_dim; d += kVectors * kLanes)
-        weigh_columns<kVectors, T, R>(shape, chunk, rows, scores, from * kSubBlock, end, ahead_bytes, d);
+        weigh_columns<kVectors, T, R>(shape, chunk, rows, weights, from * kSubBlock, end, ahead_bytes, d);
     if (d < shape.padded_dim)
-        weigh_columns<1, T, R>(shape, chunk, rows, scores, from * kSubBlock, end, ahead_bytes, d);
+        weigh_columns<1, T, R>(shape, chunk, rows, weights, from * kSubBlock, end, ahead_bytes, d);
 }
 
 template <class T>
-using VisitChunk = void (*)(const TileShape&, const Chunk<T>&, const RowBlock&, bool);
+using VisitChunk = void (*)(const TileShape&, const Chunk<T>&, const RowBlock<T>&, bool);
 
 template <class T, int... R>
 inline VisitChunk<T> visit_for(int num_rows, std::integer_sequence<int, R...>) {

@@ -69,7 +69,10 @@ inline Floats load(const bf16* p) {
 }
 
 inline void store(bf16* p, Floats v) {
-#if defined(__AVX512F__)
+#if defined(LLMB_BF16_DOTS)
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(p, &rounded, sizeof rounded);
+#elif defined(__AVX512F__)
     const __m512i bits = (__m512i)v;
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
