@@ -25,6 +25,7 @@ from ..limits import GrpcLimits
 from ..operations.probes import ReadinessProbes
 from ..protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 from .messages import UNPARSABLE, Malformed, parse_or_keep
+from .poller import yield_to_event_loop
 from .rpc import Context
 from .service import InferenceServicer
 
@@ -34,6 +35,8 @@ _LARGE_MESSAGES: Final = {
     "ModelStreamInfer": parse_or_keep,
     "RepositoryModelLoad": pb.RepositoryModelLoadRequest.FromString,
 }
+_SERIALISED: Final = frozenset({"ModelStreamInfer"})
+"""Methods whose handlers write serialised messages."""
 SERVICES: Final = frozenset({"", "inference.GRPCInferenceService"})
 _ASK_EVERY_S: Final = 1.0
 Status = health_pb2.HealthCheckResponse
@@ -65,6 +68,7 @@ async def create_grpc_server(
         *limits.channel_arguments(),
     ]
     grpc_server = grpc.aio.server(interceptors=list(interceptors), options=[*arguments, *options])
+    yield_to_event_loop()
     servicer = InferenceServicer(server, gate or InferenceGate(server), limits.write_timeout_s, protocol, log)
     services = TolerantServices(grpc_server, _LARGE_MESSAGES)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
@@ -102,14 +106,18 @@ class TolerantServices:
         """Ignored: the same handlers come through `add_registered_method_handlers`."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        tolerant = {name: _tolerant(handler, self._parsers.get(name)) for name, handler in handlers.items()}
+        tolerant = {
+            name: _tolerant(handler, self._parsers.get(name), name in _SERIALISED) for name, handler in handlers.items()
+        }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, tolerant),))
 
 
-def _tolerant(handler: Any, parse: Callable[[bytes], Any] | None) -> Any:
+def _tolerant(handler: Any, parse: Callable[[bytes], Any] | None, writes_bytes: bool) -> Any:
     changes: dict[str, Any] = {"request_deserializer": _marking(parse or _parsing_small(handler.request_deserializer))}
     if handler.unary_unary is not None:
         changes["unary_unary"] = _refusing(handler.unary_unary)
+    if writes_bytes:
+        changes["response_serializer"] = None
     return handler._replace(**changes)
 
 

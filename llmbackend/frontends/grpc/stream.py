@@ -1,8 +1,9 @@
 """ModelStreamInfer: many requests and their responses on one bidirectional stream.
 
-For: the gRPC servicer. Does not know: how tensors are encoded. Invariants: a request's error is sent in band and does
-not end the stream (unless the client asked for that with metadata `triton_grpc_error: true`); responses of one request
-keep their order; requests to models that are not decoupled are answered in the order they came.
+For: the gRPC servicer. Does not know: how messages are encoded, how they are written. Invariants: a request's error is
+sent in band and does not end the stream (unless the client asked for that with metadata `triton_grpc_error: true`);
+responses of one request keep their order; requests to models that are not decoupled are answered in the order they
+came.
 Source: Triton's stream_infer_handler, as recorded from Triton 2.51.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -19,37 +21,144 @@ from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.backend_api import is_final
 from llmbackend.core.errors import TritonError, cancelled, internal
-from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.tracing.trace import RequestTrace
 
 from ..errors import MalformedError, log_bug
-from ..inference import Inference, Item
+from ..inference import Inference
 from ..inference_gate import InferenceGate
 from ..kserve.request_parameters import HeaderForward, options_from_proto
-from .codec import decode_request, fill_response, model_version
+from .codec import decode_request, model_version
 from .messages import LargeRequest, opened
 from .rpc import INTERNAL_ERROR, Context, grpc_status, sampled
+from .stream_messages import outcome_message, refusal_message, response_message
+from .stream_writer import StreamWriter
 
-FINAL_PARAMETER: Final = "triton_final_response"
 _STRICT_ERRORS: Final = ("triton_grpc_error", "true")
+
+
+class _ClientGoneError(Exception):
+    """A write failed, or gRPC has ended the call."""
+
+
+class _Refusal:
+    """The answer to a request that no model has seen."""
+
+    has_more = False
+    has_ended = True
+
+    def __init__(self, message: bytes) -> None:
+        self._message = message
+        self.written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take(self) -> bytes:
+        return self._message
+
+    def end(self) -> None:
+        if not self.written.done():
+            self.written.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
 class _StreamRequest:
     """One request of the stream, as far as its responses need it."""
 
-    request: Any
+    model_name: str
+    id: str
     empty_final: bool
     in_shared_memory: Collection[str]
+    strict_errors: bool
     trace: RequestTrace | None
+
+
+class _Answer:
+    """The responses of one request of the stream, from its inference to its messages.
+
+    It has a place in the stream's queue (`enqueue`) while responses wait for their turn, and leaves (`leave`) when its
+    last message is written."""
+
+    def __init__(
+        self,
+        inference: Inference,
+        asked: _StreamRequest,
+        enqueue: Callable[[_Answer], None],
+        leave: Callable[[_Answer], None],
+    ) -> None:
+        self._inference = inference
+        self._asked = asked
+        self._enqueue = enqueue
+        self._leave = leave
+        self._has_begun = False
+        self._is_waiting = False
+        self._must_wait = False
+        self.has_ended = False
+        """Whether FINAL was taken."""
+        self.follower: _Answer | None = None
+        """Whose messages come after its own."""
+
+    def listen(self) -> None:
+        self._inference.listener = self._heard
+        self._heard()
+
+    def follow(self, before: _Answer) -> None:
+        """Its messages come after those of `before`, which has not left."""
+        before.follower, self._must_wait = self, True
+
+    def _heard(self, _: object = None) -> None:
+        if not (self._is_waiting or self._must_wait) and self._inference.has_responses:
+            self._is_waiting = True
+            self._enqueue(self)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether it keeps its place."""
+        self._is_waiting = self._inference.has_responses
+        return self._is_waiting
+
+    def take(self) -> bytes | None:
+        """The message of the next response; None for a final one without outputs that the client did not ask for.
+        Raises TritonError for one that ends the call."""
+        response, flags = self._inference.pop()
+        final, asked = is_final(flags), self._asked
+        if not self._has_begun and asked.trace is not None:
+            asked.trace.mark("GRPC_SEND_START")
+        self._has_begun, self.has_ended = True, final
+        if response is None:
+            return outcome_message(asked.model_name, asked.id, final) if final and asked.empty_final else None
+        if response.error is not None:
+            return self._error(response.error, final)
+        try:
+            return response_message(response, final, asked.in_shared_memory)
+        except Exception as error:  # it becomes an error of its request, and does not end the stream
+            log_bug(f"a response of model '{asked.model_name}' cannot be encoded", error)
+            return self._error(internal(INTERNAL_ERROR), final)
+
+    def _error(self, error: TritonError, final: bool) -> bytes:
+        if self._asked.strict_errors:
+            raise error
+        return outcome_message(self._asked.model_name, self._asked.id, final, error.message)
+
+    def end(self) -> None:
+        """Its last message was written."""
+        self._leave(self)
+        if self.follower is not None:
+            self.follower._must_wait = False
+            self.follower._heard()
+
+    def close(self) -> None:
+        """Cancels the request unless FINAL was taken."""
+        self._inference.close()
+        if self._asked.trace is not None:
+            self._asked.trace.mark("GRPC_SEND_END")
+            self._asked.trace.close()
 
 
 class StreamSession:
     """One call of ModelStreamInfer. Used on the event loop alone.
 
-    One message is written at a time; while it waits for the client's flow control, no more than a backlog of responses
-    is held, over all requests of the stream, and a client that reads nothing for too long loses the stream. When the
-    stream ends in any way but the client's half-close, all its requests are cancelled."""
+    Messages are written where responses arrive, without a task, one at a time. While one waits for the client's flow
+    control, no more than a backlog of responses is held, over all requests of the stream, and a client that reads
+    nothing for too long loses the stream. When the stream ends in any way but the client's half-close, all its requests
+    are cancelled."""
 
     def __init__(self, gate: InferenceGate, context: Context, write_timeout_s: float, forward: HeaderForward) -> None:
         self._gate = gate
@@ -57,11 +166,20 @@ class StreamSession:
         self._forward = forward
         self._waiting_since_ns = time.monotonic_ns()
         self._backlog = gate.new_backlog()
-        self._stall = _WriteClock(write_timeout_s)
         self._metadata = tuple(context.invocation_metadata() or ())
         self._strict_errors = _STRICT_ERRORS in [(key, value) for key, value in self._metadata]
-        self._write_lock = asyncio.Lock()
-        self._last_ordered: asyncio.Task[None] | None = None
+        stalled = cancelled(f"the stream was cancelled: its client took nothing for {write_timeout_s:g} s")
+        self._writer = StreamWriter(context, write_timeout_s, self._lost, lambda: self._fail(stalled))
+        self._queue: deque[_Answer | _Refusal] = deque()
+        """What has messages to write, in turns."""
+        self._continues_when_free = False
+        self._is_ending = False
+        """Whether nothing more is written."""
+        self._fail_in_group: Callable[[BaseException], object] | None = None
+        self._answers: set[_Answer] = set()
+        self._all_left = asyncio.Event()
+        self._all_left.set()
+        self._last_ordered: _Answer | None = None
 
     async def run(self, requests: AsyncIterator[pb.ModelInferRequest]) -> None:
         """Serves until the client half-closes and every request has ended, or the first error in strict mode."""
@@ -69,29 +187,40 @@ class StreamSession:
         client_is_gone = False
         try:
             async with asyncio.TaskGroup() as group:
-                self._stall.on_stall = lambda: group.create_task(_fail(_stall_error(self._stall.timeout_s)))
+                self._fail_in_group = lambda error: group.create_task(_raise(error))
                 async for request in requests:
-                    await self._serve(request, group)
+                    await self._serve(request)
                     self._waiting_since_ns = time.monotonic_ns()
+                await self._all_left.wait()
+                await self._writer.idle()
         except* TritonError as errors:
             failure = _first(errors)
-        except* grpc.aio.InternalError:
+        except* _ClientGoneError:
             client_is_gone = True
         finally:
-            self._stall.close()
+            self._close()
         if client_is_gone:  # a write failed before gRPC cancelled the call
             raise asyncio.CancelledError
         if failure is not None:
             await self._context.abort(grpc_status(failure), failure.message)
 
-    async def _serve(self, request: Any, group: asyncio.TaskGroup) -> None:
+    def _close(self) -> None:
+        self._is_ending, self._fail_in_group = True, None
+        self._writer.close()
+        for answer in self._answers:
+            answer.close()
+        self._answers.clear()
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    async def _serve(self, request: Any) -> None:
         trace: RequestTrace | None = None
         try:
             opened_request = await opened(request, self._gate)
         except MalformedError as error:
             await self._end_with(error)
         except TritonError as error:
-            await self._write(_refusal(_message_of(request), error))
+            await self._refuse(_message_of(request), error)
             return
         request = opened_request.message
         try:
@@ -106,90 +235,101 @@ class StreamSession:
         except Exception as error:
             if trace is not None:
                 trace.close()
-            await self._write(_refusal(request, error))
+            await self._refuse(request, error)
             return
-        before = None if is_decoupled else self._last_ordered
-        asked = _StreamRequest(request, options.empty_final_response, given.shared_outputs, trace)
-        relay = group.create_task(self._relay(inference, asked, before))
-        relay.add_done_callback(lambda _: _end(inference, trace))  # also when it was cancelled before its first step
-        if not is_decoupled:
-            self._last_ordered = relay
+        asked = _StreamRequest(
+            request.model_name,
+            request.id,
+            empty_final=options.empty_final_response,
+            in_shared_memory=given.shared_outputs,
+            strict_errors=self._strict_errors,
+            trace=trace,
+        )
+        self._begin(_Answer(inference, asked, self._enqueue, self._leave), in_order=not is_decoupled)
 
-    async def _relay(self, inference: Inference, asked: _StreamRequest, before: asyncio.Task[None] | None) -> None:
-        """Writes the responses of one request, after those of the request `before` it."""
-        if before is not None:
-            await asyncio.wait([before])
-        unsent = asked.trace
-        while (item := await inference.next()) is not None:
-            if unsent is not None:
-                unsent.mark("GRPC_SEND_START")
-                unsent = None
-            message = _safe_message(asked, item)
-            if message is not None:
-                await self._write(message)
-            if self._strict_errors and item[0] is not None and item[0].error is not None:
-                await self._end_with(item[0].error)
+    def _begin(self, answer: _Answer, in_order: bool) -> None:
+        self._answers.add(answer)
+        self._all_left.clear()
+        if in_order:
+            if self._last_ordered is not None:
+                answer.follow(self._last_ordered)
+            self._last_ordered = answer
+        answer.listen()
+
+    def _leave(self, answer: _Answer) -> None:
+        answer.close()
+        self._answers.discard(answer)
+        if self._last_ordered is answer:
+            self._last_ordered = None
+        if not self._answers:
+            self._all_left.set()
+
+    async def _refuse(self, request: Any, error: Exception) -> None:
+        """Answers a request that never reached a model, before the next one is read."""
+        if not isinstance(error, TritonError):
+            log_bug(f"a request to model '{request.model_name}' cannot be submitted", error)
+            error = internal(INTERNAL_ERROR)
+        refusal = _Refusal(refusal_message(request.id, error.message))
+        self._enqueue(refusal)
+        await refusal.written
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, source: _Answer | _Refusal) -> None:
+        self._queue.append(source)
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        """Writes what waits, as far as the client takes it."""
+        while self._queue and not self._is_ending:
+            if not self._writer.is_free:
+                self._continue_when_free()
+                return
+            try:
+                self._write_one(self._queue.popleft())
+            except Exception as error:
+                self._fail(error)
+
+    def _write_one(self, source: _Answer | _Refusal) -> None:
+        message = source.take()
+        if message is not None:
+            self._writer.write(message)
+        if source.has_more:
+            self._queue.append(source)
+        if source.has_ended:
+            self._writer.when_free(source.end)
+
+    def _continue_when_free(self) -> None:
+        if not self._continues_when_free:
+            self._continues_when_free = True
+            self._writer.when_free(self._continue)
+
+    def _continue(self) -> None:
+        self._continues_when_free = False
+        self._write_waiting()
+
+    # --- end --------------------------------------------------------------------------------------------------------
 
     async def _end_with(self, error: TritonError) -> NoReturn:
-        """Ends the call. Never releases the write lock: gRPC cannot send a status while a message is being written."""
-        await self._write_lock.acquire()
+        """Ends the call after the write in progress: gRPC cannot send a status while a message is being written."""
+        self._is_ending = True
+        await self._writer.idle()
         raise error
 
-    async def _write(self, message: Any) -> None:
-        if self._strict_errors and message.error_message and message.infer_response.model_name:
-            return  # a model's error becomes the status of the call
-        async with self._write_lock:
-            self._stall.begin()
-            await self._context.write(message)
-            self._stall.end()
+    def _lost(self, error: BaseException) -> None:
+        """A write has failed."""
+        gone = isinstance(error, grpc.aio.InternalError | grpc.aio.UsageError | asyncio.CancelledError)
+        self._fail(_ClientGoneError() if gone else error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the call with `error`, from outside of `run`; only the first one counts."""
+        fail, self._fail_in_group = self._fail_in_group, None
+        self._is_ending = True
+        if fail is not None:
+            fail(error)
 
 
-class _WriteClock:
-    """Calls `on_stall` when one write takes longer than `timeout_s`. At most one timer, none without writes."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self.on_stall: Callable[[], object] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._began_s: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-
-    def begin(self) -> None:
-        self._began_s = self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_later(self.timeout_s, self._look)
-
-    def end(self) -> None:
-        self._began_s = None
-
-    def _look(self) -> None:
-        self._timer = None
-        if self._began_s is None:
-            return
-        left_s = self._began_s + self.timeout_s - self._loop.time()
-        if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._look)
-        elif self.on_stall is not None:
-            self.on_stall()
-
-    def close(self) -> None:
-        self.on_stall = None
-        if self._timer is not None:
-            self._timer.cancel()
-
-
-def _stall_error(timeout_s: float) -> TritonError:
-    return cancelled(f"the stream was cancelled: its client took nothing for {timeout_s:g} s")
-
-
-def _end(inference: Inference, trace: RequestTrace | None) -> None:
-    inference.close()
-    if trace is not None:
-        trace.mark("GRPC_SEND_END")
-        trace.close()
-
-
-async def _fail(error: TritonError) -> None:
+async def _raise(error: BaseException) -> None:
     raise error
 
 
@@ -204,42 +344,3 @@ def _first(errors: BaseExceptionGroup[TritonError]) -> TritonError:
 def _message_of(request: Any) -> Any:
     """The message that a refusal may quote the id of; an empty one if the request was not parsed."""
     return pb.ModelInferRequest() if isinstance(request, LargeRequest) else request
-
-
-def _refusal(request: Any, error: Exception) -> Any:
-    """The response to a request that never reached a model, which the client recognises by its id alone."""
-    if not isinstance(error, TritonError):
-        log_bug(f"a request to model '{request.model_name}' cannot be submitted", error)
-        error = internal(INTERNAL_ERROR)
-    return pb.ModelStreamInferResponse(error_message=error.message, infer_response=pb.ModelInferResponse(id=request.id))
-
-
-def _safe_message(asked: _StreamRequest, item: Item) -> Any | None:
-    """As `_message`; a response that cannot be encoded becomes an error of its request and does not end the stream."""
-    try:
-        return _message(asked, item)
-    except Exception as error:
-        log_bug(f"a response of model '{asked.request.model_name}' cannot be encoded", error)
-        return _message(asked, (_not_encodable(asked.request), item[1]))
-
-
-def _not_encodable(request: Any) -> InferenceResponse:
-    return InferenceResponse(request.model_name, 0, request.id, error=internal(INTERNAL_ERROR))
-
-
-def _message(asked: _StreamRequest, item: Item) -> Any | None:
-    """The message for one response; None for a final response without outputs that the client did not ask for."""
-    response, flags = item
-    final = is_final(flags)
-    if response is None and not (final and asked.empty_final):
-        return None
-    message = pb.ModelStreamInferResponse()
-    if response is None or response.error is not None:
-        message.infer_response.model_name = asked.request.model_name
-        message.infer_response.id = asked.request.id
-    else:
-        fill_response(message.infer_response, response, asked.in_shared_memory)
-    if response is not None and response.error is not None:
-        message.error_message = response.error.message
-    message.infer_response.parameters[FINAL_PARAMETER].bool_param = final
-    return message
