@@ -21,6 +21,7 @@ from .cpu.native_runner import NativeRunner
 from .cpu.packed_decoder import PackedModel
 from .errors import ProgramUnsupportedError
 from .infer_request import InferRequest, ModelInfo
+from .kernels.weights import NewMemory
 from .model.loader import LoadedModel, library_choice, load_model
 from .model.module_forward import ModuleForward
 from .model.packing import pack_model
@@ -48,12 +49,12 @@ def make_model_runner(config: EngineConfig) -> Runner:
     return ModelRunner(config, loaded)
 
 
-def pack_or_run(config: EngineConfig) -> PackedModel | Runner:
-    """A checkpoint on CPU: packed for native runners, or its runner where it must run as modules. Raises as
-    `make_model_runner`."""
+def pack_or_run(config: EngineConfig, new_memory: NewMemory | None = None) -> PackedModel | Runner:
+    """A checkpoint on CPU: packed for native runners, into `new_memory`, or its runner where it must run as modules.
+    Raises as `make_model_runner`."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    loaded = load_model(config)
+    loaded = load_model(config, new_memory=new_memory)
     try:
         packed = pack_model(config, loaded)
     except ProgramUnsupportedError as reason:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from . import lean_imports
@@ -19,6 +20,7 @@ from .step import Runner
 
 if TYPE_CHECKING:
     from .cpu.packed_decoder import PackedModel
+    from .kernels.weights import NewMemory
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +61,12 @@ def _make_runner(config: EngineConfig) -> Runner:
     return _leanly(config, make_model_runner)
 
 
-def pack_or_run(config: EngineConfig) -> PackedModel | Runner:
-    """A checkpoint on CPU: packed for native runners, or its runner where it must run as modules. Raises as
-    `make_runner`."""
+def pack_or_run(config: EngineConfig, new_memory: NewMemory | None = None) -> PackedModel | Runner:
+    """A checkpoint on CPU: packed for native runners, into `new_memory`, or its runner where it must run as modules.
+    Raises as `make_runner`."""
     from .model_runner import pack_or_run
 
-    return _leanly(config, pack_or_run)
+    return _leanly(config, partial(pack_or_run, new_memory=new_memory))
 
 
 def _leanly(config: EngineConfig, load: Callable[[EngineConfig], T]) -> T:

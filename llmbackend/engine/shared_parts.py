@@ -30,6 +30,7 @@ from .step import Runner
 
 if TYPE_CHECKING:
     from .cpu.packed_decoder import PackedModel
+    from .kernels.weights import NewMemory
     from .weight_cache.cache import Draft
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,10 @@ class MakeRunner(Protocol):
 
 class SharedParts:
     def __init__(
-        self, config: EngineConfig, make_runner: MakeRunner, pack_or_run: Callable[[EngineConfig], PackedModel | Runner]
+        self,
+        config: EngineConfig,
+        make_runner: MakeRunner,
+        pack_or_run: Callable[[EngineConfig, NewMemory], PackedModel | Runner],
     ) -> None:
         """Of engine/runners.py, both in an engine's process: `make_runner` loads the checkpoint and runs it,
         `pack_or_run` packs it, if it can."""
@@ -146,8 +150,9 @@ class SharedParts:
             report("importing")
             with part("imports"):
                 _import_torch(self._config)
-            made = self._pack_or_run(self._config)
+            made = self._pack_or_run(self._config, draft.new_memory)
             if not isinstance(made, PackedModel):
+                draft.abandon()
                 return self._with_faults(made)
             report("writing packed weights")
             with part("write packed weights"):

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
 from ..kernels.library import NativeKernels, op_pointers
-from ..kernels.weights import TYPE_OF, PackedWeight, WeightStore
+from ..kernels.weights import TYPE_OF, NewMemory, PackedWeight, WeightStore
 from ..load_progress import counted
 from .cpu_memory import release_pages
 
@@ -62,7 +62,9 @@ class NativeLinear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
 
-def swap_linears(model: Any, kernels: NativeKernels, quantization: str | None) -> WeightStore:
+def swap_linears(
+    model: Any, kernels: NativeKernels, quantization: str | None, new_memory: NewMemory | None = None
+) -> WeightStore:
     """Packs and replaces every plain linear layer of a float32 or bfloat16 model in place. Returns the memory of the
     packed weights, which has room for the model's norms and biases.
 
@@ -73,7 +75,7 @@ def swap_linears(model: Any, kernels: NativeKernels, quantization: str | None) -
     matrices = [_matrix(linear) for _, _, linear in found]
     types = [Type.INT8 if quantization == "int8" else TYPE_OF[matrix.dtype] for matrix in matrices]
     shapes = [(*matrix.shape, kind) for matrix, kind in zip(matrices, types, strict=True)]
-    store = WeightStore(kernels, shapes, _vector_bytes(model))
+    store = WeightStore(kernels, shapes, _vector_bytes(model), new_memory)
     shared = _shared_addresses(model)
     parts = list(zip(found, matrices, types, strict=True))
     for (parent, name, linear), matrix, kind in counted("packing weights", parts):

@@ -8,6 +8,7 @@ panels (query, key, value) are one matrix without being copied together.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,8 @@ from .library import PANEL, NativeKernels, packed_bytes
 
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
 _ALIGN_BYTES = 64
+NewMemory = Callable[[int], npt.NDArray[np.uint8] | None]
+"""Gives so many bytes of zeros, or None: the caller makes its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +66,19 @@ class WeightStore:
     takes memory only where it is filled.
     """
 
-    def __init__(self, kernels: NativeKernels, shapes: list[tuple[int, int, Type]], extra_bytes: int = 0) -> None:
-        """shapes: (n, k, type) of every matrix that will be packed. extra_bytes: of other arrays, at most. Raises
-        MemoryError."""
+    def __init__(
+        self, kernels: NativeKernels, shapes: list[tuple[int, int, Type]], extra_bytes: int = 0,
+        new_memory: NewMemory | None = None,
+    ) -> None:  # fmt: skip
+        """shapes: (n, k, type) of every matrix that will be packed. extra_bytes: of other arrays, at most. new_memory:
+        is asked first. Raises MemoryError."""
         self._kernels = kernels
         panels = sum(packed_bytes(*shape) for shape in shapes)
         self._per_row = sum(_aligned(4 * n) for n, _, kind in shapes if kind == Type.INT8)
         """Bytes of all scales, and of all sums."""
         self._end = panels + 2 * self._per_row
-        self.memory = kernels.library.memory(self._end + extra_bytes)
+        memory = None if new_memory is None else new_memory(self._end + extra_bytes)
+        self.memory = kernels.library.memory(self._end + extra_bytes) if memory is None else memory
         self._next = int(self.memory.ctypes.data)
         self._next_scale = self._next + panels
 

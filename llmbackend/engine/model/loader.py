@@ -31,7 +31,7 @@ from ..gpu.weights import check_device, join_neighbours, quantize_linears
 from ..kernels.abi import Type
 from ..kernels.choice import Choice, choose_library
 from ..kernels.library import NativeKernels
-from ..kernels.weights import TYPE_OF, WeightStore
+from ..kernels.weights import TYPE_OF, NewMemory, WeightStore
 from ..load_progress import bar_hook, report
 from ..start_parts import part
 from .checkpoint_check import check_loading_info, check_tensors, without_report
@@ -76,8 +76,9 @@ class LoadedModel:
     """None where the model takes none."""
 
 
-def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
+def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewMemory | None = None) -> LoadedModel:
     """dense: weights stay plain matrices, for a program of the accelerator path; None: when the device is no CPU.
+    new_memory: for packed weights; None: memory of this process.
 
     Raises ValueError (naming the argument or the architecture) or OSError (missing or unreadable files).
     """
@@ -98,7 +99,7 @@ def load_model(config: EngineConfig, dense: bool | None = None) -> LoadedModel:
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
     with part("pack"):
-        model, kernels, store, linear_kind = _place(config, model, device, dtype, dense)
+        model, kernels, store, linear_kind = _place(config, model, device, dtype, dense, new_memory)
     report("trying the model")
     with part("check"), _on_one_thread() if kernels is not None else contextlib.nullcontext():
         checked = check_model(model)
@@ -166,7 +167,12 @@ def _load_adapters(
 
 
 def _place(
-    config: EngineConfig, model: Any, device: torch.device, dtype: torch.dtype, dense: bool
+    config: EngineConfig,
+    model: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    dense: bool,
+    new_memory: NewMemory | None,
 ) -> tuple[Any, NativeKernels | None, WeightStore | None, str]:
     """The model on its device with linear layers for it; the native kernels and the memory of their packed weights, if
     they compute these; a word about how linear layers compute."""
@@ -177,7 +183,7 @@ def _place(
     if dense:
         return model, None, None, _join_linears(config, model)
     kernels = _native_kernels(config, device, dtype)
-    return model, kernels, *_swap_linears(config, model, dtype, kernels)
+    return model, kernels, *_swap_linears(config, model, dtype, kernels, new_memory)
 
 
 def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:
@@ -230,13 +236,17 @@ def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> No
 
 
 def _swap_linears(
-    config: EngineConfig, model: Any, dtype: torch.dtype, kernels: NativeKernels | None
+    config: EngineConfig,
+    model: Any,
+    dtype: torch.dtype,
+    kernels: NativeKernels | None,
+    new_memory: NewMemory | None = None,
 ) -> tuple[WeightStore | None, str]:
     """Puts packed linear layers into the model; the memory of native ones, and a word about how they compute."""
     if kernels is None:
         return None, pack_linears(model, dtype)
     kind = config.quantization or str(dtype).removeprefix("torch.")
-    return swap_linears(model, kernels, config.quantization), f"{kernels.library.variant} {kind}"
+    return swap_linears(model, kernels, config.quantization, new_memory), f"{kernels.library.variant} {kind}"
 
 
 def _join_linears(config: EngineConfig, model: Any) -> str:

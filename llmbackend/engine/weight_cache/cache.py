@@ -8,6 +8,7 @@ weights are passed on in memory.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -15,12 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from ..config import EngineConfig
 from ..cpu.packed_decoder import Bytes, Memories, PackedDecoder, PackedModel
 from ..errors import CheckpointError
 from .cache_folder import CacheFolder, FolderRefusedError, directory_of, limit_bytes_of
-from .image_file import ImageDamagedError, ImageFile, image_bytes, write_image
+from .image_file import ImageDamagedError, ImageFile, image_bytes, new_resident, write_image
 from .image_key import NoKeyError, key_of
 
 logger = logging.getLogger(__name__)
@@ -93,7 +95,7 @@ class CachedModel:
         try:
             descriptor = self._folder.open_image(self._name)
         except (OSError, FolderRefusedError) as error:
-            logger.warning("the weight cache '%s' is not read: %s", self.directory, error)
+            logger.warning("the weight cache '%s' is not read: %s", self.directory, str(error))
             return None
         if descriptor is None:
             return None
@@ -112,35 +114,57 @@ class CachedModel:
 
 
 class Draft:
-    """An image that is being written: by this process, or by a child that inherited it. One process of these closes
-    it."""
+    """An image that is being written: by this process, or by a child that inherited it. The one that made it
+    removes it at its end, if it was not published."""
 
     def __init__(self, key: str, folder: CacheFolder | None, name: str) -> None:
         """Owns the folder."""
         self._key, self._name = key, name
         self._folder = folder
         self._file, self._unfinished = -1, ""
+        self._in_place: Bytes | None = None
         self._memory = os.memfd_create("llmbackend-weights", os.MFD_CLOEXEC)
         if folder is not None:
             try:
                 self._file, self._unfinished = folder.new_file()
             except OSError as error:
-                logger.warning("packed weights are not kept: %s", error)
+                logger.warning("packed weights are not kept: %s", str(error))
+        atexit.register(self._clear, os.getpid())
+
+    def new_memory(self, size_bytes: int) -> Bytes | None:
+        """Memory in the image's file, in which a model is packed without being copied afterwards; None where that
+        costs more than a copy. What was there is lost: for one process at a time."""
+        self._in_place = None
+        if self._folder is None or self._file < 0:
+            return None
+        try:
+            os.ftruncate(self._file, 0)
+            self._folder.reserve(self._file, image_bytes(size_bytes, 0, 0))
+            self._in_place = new_resident(self._file, size_bytes)
+        except OSError as error:
+            logger.warning("packed weights are not kept: %s", str(error))
+        return self._in_place
 
     def write(self, packed: PackedModel, num_threads: int) -> None:
         """Into the file, or into memory where it cannot be written. Raises OSError when neither has room."""
         description = msgspec.msgpack.encode(packed.decoder)
         resident, mapped = packed.memories.resident, packed.memories.mapped
+        parts = (description, resident, mapped, num_threads)
+        is_in_place = self._in_place is not None and np.shares_memory(self._in_place, resident)
         if self._folder is not None and self._file >= 0:
             try:
                 self._folder.reserve(self._file, image_bytes(len(resident), len(mapped), len(description)))
-                write_image(self._file, self._key, description, resident, mapped, num_threads)
+                write_image(self._file, self._key, *parts, is_in_place=is_in_place)
                 return
             except OSError as error:
-                logger.warning("packed weights are not kept: %s", error)
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._file, 0)
-        write_image(self._memory, _IN_MEMORY, description, resident, mapped, num_threads)
+                logger.warning("packed weights are not kept: %s", str(error))
+        write_image(self._memory, _IN_MEMORY, *parts)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """The file is not needed; its pages stay for whoever maps them."""
+        if self._folder is not None and self._unfinished:
+            self._folder.remove(self._unfinished)
 
     def read(self, new_memory: NewMemory, num_threads: int) -> PackedModel | None:
         """What was written, also before it is published; None: nothing was, or its writer was killed. Raises
@@ -180,10 +204,16 @@ class Draft:
         except FileNotFoundError:
             logger.debug("the image %s was published before", self._name)
         except OSError as error:
-            logger.warning("packed weights are not kept: %s", error)
+            logger.warning("packed weights are not kept: %s", str(error))
+
+    def _clear(self, pid: int) -> None:
+        """At the end of the process that made the draft: its children end before it."""
+        if os.getpid() == pid:
+            self.abandon()
 
     def close(self) -> None:
         """Removes what was not published."""
+        atexit.unregister(self._clear)
         os.close(self._memory)
         if self._folder is not None:
             if self._file >= 0:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.uint32]
 
-CHUNK_BYTES: Final = 1 << 20
+CHUNK_BYTES: Final = 2 << 20
 PAGE_BYTES: Final = 4096
 """Chunks are whole pages."""
 

@@ -1,18 +1,16 @@
 """The file of a packed model: a header, two memories, their checksums, a description.
 
 For: the cache, and engines that pass packed weights on without a disk (a memfd). Does not know: what a description
-says, where files lie. Layout: one page of header (magic, length, CRC, msgpack), the resident memory, the mapped memory,
-both in whole pages, a CRC-like sum of each MiB of both (uint32), the description. Invariants: the header is written
-last, so that a file which was not finished has none; nothing is used before its checksum was compared; no byte is
-unpickled or executed. Pages are written by system calls: writing through a mapping costs a page fault each, and a full
-disk would be a SIGBUS.
+says, where files lie. Layout: a header (magic, length, CRC, msgpack), from 2 MiB on the resident memory, then the
+mapped memory, both in whole pages, a checksum of each 2 MiB of both (uint32), the description. Invariants: the header
+is written last, so that a file which was not finished has none; nothing is used before its checksum was compared; no
+byte is unpickled or executed; a mapping is only written to where the disk has room for it (else: SIGBUS).
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import mmap
 import os
 import struct
 import threading
@@ -24,12 +22,19 @@ import msgspec
 import numpy as np
 
 from .checksums import CHUNK_BYTES, PAGE_BYTES, Bytes, Sums, chunk_checksum, num_chunks, whole_pages
+from .huge_pages import HUGE_PAGE_BYTES, huge_bytes, map_pages, prefer_huge_pages
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 _MAGIC: Final = b"llmbimg" + bytes([FORMAT])
 _HEAD: Final = struct.Struct("<8sII")
+RESIDENT_OFFSET_BYTES: Final = HUGE_PAGE_BYTES
+_SPARSE_PIECE_BYTES: Final = 64 << 10
+"""The mapped part is written in such pieces: the page cache keeps it in small ones, so that a row that is looked up
+brings little else into a process's memory."""
 _MAX_DESCRIPTION_BYTES: Final = 64 << 20
 _PUNCH_HOLE_AND_KEEP_SIZE: Final = 3
+_MOSTLY: Final = 0.9
+"""Share of huge pages with which a mapping is as fast as memory of one's own."""
 
 
 class ImageDamagedError(Exception):
@@ -63,16 +68,31 @@ def image_bytes(resident_bytes: int, mapped_bytes: int, description_bytes: int) 
     return _layout(resident_bytes, mapped_bytes, description_bytes)[3].end
 
 
+def new_resident(descriptor: int, size_bytes: int) -> Bytes | None:
+    """The resident memory of a new image, to be filled in place; None: not on huge pages, which is not worth it. The
+    disk has room for it: see `CacheFolder.reserve`. Raises OSError."""
+    memory = map_pages(descriptor, RESIDENT_OFFSET_BYTES, whole_pages(size_bytes), writable=True)
+    prefer_huge_pages(memory)
+    memory[0] = 0
+    return memory[:size_bytes] if huge_bytes(memory) else None
+
+
 def write_image(
-    descriptor: int, key: str, description: bytes, resident: Bytes, mapped: Bytes, num_threads: int
-) -> None:
-    """Raises OSError; the file is then no image. Written, but not on the disk yet."""
+    descriptor: int, key: str, description: bytes, resident: Bytes, mapped: Bytes, num_threads: int,
+    *, is_in_place: bool = False,
+) -> None:  # fmt: skip
+    """is_in_place: `resident` is the beginning of this file's `new_resident`. Raises OSError; the file is then no
+    image. Written, but not on the disk yet."""
     parts = resident_part, mapped_part, sums_part, description_part = _layout(
         len(resident), len(mapped), len(description)
     )
-    os.ftruncate(descriptor, 0)
+    if not is_in_place:
+        os.ftruncate(descriptor, 0)
     os.ftruncate(descriptor, description_part.end)
-    sums = _write_memories(descriptor, ((resident, resident_part), (mapped, mapped_part)), num_threads)
+    sums = np.concatenate((
+        _write_memory(None if is_in_place else descriptor, resident, resident_part, CHUNK_BYTES, num_threads),
+        _write_memory(descriptor, mapped, mapped_part, _SPARSE_PIECE_BYTES, num_threads),
+    ))  # fmt: skip
     _write_all(descriptor, sums.tobytes(), sums_part.offset_bytes)
     _write_all(descriptor, description, description_part.offset_bytes)
     header = msgspec.msgpack.encode(
@@ -82,29 +102,27 @@ def write_image(
 
 
 def _layout(resident_bytes: int, mapped_bytes: int, description_bytes: int) -> tuple[_Part, _Part, _Part, _Part]:
-    resident = _Part(PAGE_BYTES, whole_pages(resident_bytes))
+    resident = _Part(RESIDENT_OFFSET_BYTES, whole_pages(resident_bytes))
     mapped = _Part(resident.end, whole_pages(mapped_bytes))
     checksums = _Part(mapped.end, 4 * (num_chunks(resident.size_bytes) + num_chunks(mapped.size_bytes)))
     return resident, mapped, checksums, _Part(checksums.end, description_bytes)
 
 
-def _write_memories(descriptor: int, memories: tuple[tuple[Bytes, _Part], ...], num_threads: int) -> Sums:
-    """The checksums of all chunks."""
-    chunks = [
-        (part.offset_bytes + start, memory[start : start + CHUNK_BYTES])
-        for memory, part in memories
-        for start in range(0, len(memory), CHUNK_BYTES)
-    ]
-    sums = np.zeros(len(chunks), np.uint32)
+def _write_memory(descriptor: int | None, memory: Bytes, part: _Part, piece_bytes: int, num_threads: int) -> Sums:
+    """The checksums of all chunks. descriptor: None: the memory is in the file already."""
+    sums = np.zeros(num_chunks(len(memory)), np.uint32)
 
     def write(index: int) -> None:
-        offset_bytes, chunk = chunks[index]
+        start = index * CHUNK_BYTES
+        chunk = memory[start : start + CHUNK_BYTES]
         if len(chunk) % PAGE_BYTES:
             chunk = np.pad(chunk, (0, -len(chunk) % PAGE_BYTES))
         sums[index] = chunk_checksum(chunk)
-        _write_all(descriptor, chunk.data, offset_bytes)
+        if descriptor is not None:
+            for begin in range(0, len(chunk), piece_bytes):
+                _write_all(descriptor, chunk[begin : begin + piece_bytes].data, part.offset_bytes + start + begin)
 
-    _in_threads(write, len(chunks), num_threads)
+    _in_threads(write, len(sums), num_threads)
     return sums
 
 
@@ -121,6 +139,7 @@ class ImageFile:
     def __init__(self, descriptor: int, key: str) -> None:
         """Raises ImageDamagedError; the descriptor is then the caller's."""
         self.descriptor = descriptor
+        self._is_copied = False
         self._header = _read_header(descriptor)
         if self._header.key != key:
             raise ImageDamagedError(f"it is the image of another model ({self._header.key})")
@@ -130,23 +149,52 @@ class ImageFile:
         return self._header.description.end
 
     def read(self, new_memory: Callable[[int], Bytes], num_threads: int) -> tuple[bytes, Bytes, Bytes]:
-        """The description, and both memories: the resident one in `new_memory(size_bytes)`, the other one mapped.
-        All of it was compared with its checksums. Its threads have ended. Raises ImageDamagedError or MemoryError."""
+        """The description, and both memories: the resident one mapped where the system keeps the file on huge pages,
+        else copied into `new_memory(size_bytes)`; the other one mapped. All of it was compared with its checksums. Its
+        threads have ended. Raises ImageDamagedError, OSError or MemoryError."""
         header = self._header
         description = self._read_part(header.description)
         sums = np.frombuffer(self._read_part(header.checksums), np.uint32)
         if zlib.crc32(description) != header.description_crc or zlib.crc32(sums.tobytes()) != header.checksums_crc:
             raise ImageDamagedError("its description has changed")
-        resident = new_memory(header.resident.size_bytes)
-        self._read_memory(header.resident, sums, num_threads, resident)
+        resident = self._map_resident(sums, num_threads)
+        if resident is None:
+            resident = new_memory(header.resident.size_bytes)
+            self._read_memory(header.resident, sums, num_threads, resident)
+            self._is_copied = True
         self._read_memory(header.mapped, sums[num_chunks(header.resident.size_bytes) :], num_threads, None)
-        return description, resident, self._map(header.mapped)
+        mapped = header.mapped
+        if not mapped.size_bytes:
+            return description, resident, np.empty(0, np.uint8)
+        return description, resident, map_pages(self.descriptor, mapped.offset_bytes, mapped.size_bytes)
 
     def release_resident(self) -> None:
-        """Frees the memory of the resident part, which is not read again, of an image that lies in memory."""
+        """Frees the memory of the resident part, which was copied, of an image that lies in memory."""
         part = self._header.resident
-        arguments = (ctypes.c_int64(part.offset_bytes), ctypes.c_int64(part.size_bytes))
-        ctypes.CDLL(None).fallocate(self.descriptor, _PUNCH_HOLE_AND_KEEP_SIZE, *arguments)
+        if self._is_copied:
+            arguments = (ctypes.c_int64(part.offset_bytes), ctypes.c_int64(part.size_bytes))
+            ctypes.CDLL(None).fallocate(self.descriptor, _PUNCH_HOLE_AND_KEEP_SIZE, *arguments)
+
+    def _map_resident(self, sums: Sums, num_threads: int) -> Bytes | None:
+        """None: most of it is not on huge pages. Raises ImageDamagedError or OSError."""
+        part = self._header.resident
+        whole = part.size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if not whole:
+            return None
+        memory = map_pages(self.descriptor, part.offset_bytes, part.size_bytes)
+        prefer_huge_pages(memory)
+        memory[0]  # the first page, and the last whole one
+        memory[whole - 1]
+        if huge_bytes(memory) < min(whole, 2 * HUGE_PAGE_BYTES):
+            return None
+
+        def compare(index: int) -> None:
+            start = index * CHUNK_BYTES
+            if chunk_checksum(memory[start : start + CHUNK_BYTES]) != sums[index]:
+                raise ImageDamagedError(f"the weights at byte {part.offset_bytes + start} have changed")
+
+        _in_threads(compare, num_chunks(part.size_bytes), num_threads)
+        return memory if huge_bytes(memory) >= _MOSTLY * whole else None
 
     def close(self) -> None:
         """Memories that were read stay."""
@@ -177,12 +225,6 @@ class ImageFile:
                 raise ImageDamagedError(f"the weights at byte {part.offset_bytes + start} have changed")
 
         _in_threads(read, num_chunks(part.size_bytes), num_threads)
-
-    def _map(self, part: _Part) -> Bytes:
-        if not part.size_bytes:
-            return np.empty(0, np.uint8)
-        pages = mmap.mmap(self.descriptor, part.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=part.offset_bytes)
-        return np.frombuffer(pages, np.uint8)
 
 
 def _read_header(descriptor: int) -> _Header:

@@ -16,12 +16,13 @@ import msgspec
 import pytest
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.cpu.packed_decoder import ArrayAt, PackedModel
+from llmbackend.engine.cpu.packed_decoder import ArrayAt, Memories, PackedModel
 from llmbackend.engine.weight_cache import cache, cache_folder, image_file
-from llmbackend.engine.weight_cache.cache import CachedModel
+from llmbackend.engine.weight_cache.cache import CachedModel, Draft
 from llmbackend.engine.weight_cache.cache_folder import CacheFolder
 from llmbackend.engine.weight_cache.checksums import CHUNK_BYTES, PAGE_BYTES
-from llmbackend.engine.weight_cache.image_file import write_image
+from llmbackend.engine.weight_cache.huge_pages import huge_bytes
+from llmbackend.engine.weight_cache.image_file import RESIDENT_OFFSET_BYTES, write_image
 from tests.helpers.packed_models import config_of, new_memory, packed_model, same, write_checkpoint
 
 THREADS = 2
@@ -72,14 +73,79 @@ def test_a_packed_model_is_read_as_it_was_written(config: EngineConfig) -> None:
     assert image.parent.stat().st_mode & 0o777 == 0o700
 
 
+def pack_in_place(draft: Draft, packed: PackedModel) -> PackedModel:
+    """As a model is packed: into the draft's own memory, with more room than is used in the end."""
+    memory = draft.new_memory(len(packed.memories.resident) + 100_000)
+    if memory is None:
+        pytest.skip("this file system keeps no files on huge pages")
+    resident = memory[: len(packed.memories.resident)]
+    resident[:] = packed.memories.resident
+    return PackedModel(packed.decoder, Memories(resident, packed.memories.mapped))
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_model_that_is_packed_in_the_file_is_shared_on_huge_pages(config: EngineConfig, attempts: int) -> None:
+    packed = packed_model()
+    with cached(config) as place:
+        draft = place.draft()
+        for _ in range(attempts):  # the first ended before it had finished
+            in_place = pack_in_place(draft, packed)
+        assert not draft.is_written()
+        draft.write(in_place, THREADS)
+        found = draft.read(new_memory, THREADS)
+        assert same(found, packed)
+        draft.publish()
+        draft.close()
+    found = read(config)
+    assert found is not None
+    assert same(found, packed)
+    assert not found.memories.resident.flags.writeable
+    assert huge_bytes(found.memories.resident) >= len(packed.memories.resident) // CHUNK_BYTES * CHUNK_BYTES
+
+
+def test_a_disk_that_is_full_behind_the_packed_weights_leaves_them_in_memory(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed = packed_model()
+    size_bytes = RESIDENT_OFFSET_BYTES + len(packed.memories.resident) + 200_000
+    with cached(msgspec.structs.replace(config, weight_cache_size=size_bytes / 2**30)) as place:
+        draft = place.draft()
+        draft.write(pack_in_place(draft, packed), THREADS)
+        assert "more than the cache may hold" in caplog.text
+        assert same(draft.read(new_memory, THREADS), packed)
+        draft.publish()
+        draft.close()
+    assert images(config) == []
+
+
+def test_a_file_system_without_huge_pages_gives_memory_of_ones_own(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = packed_model()
+    store(config, packed)
+    monkeypatch.setattr(image_file, "huge_bytes", lambda _: 0)
+    found = read(config)
+    assert same(found, packed)
+    assert found is not None and found.memories.resident.flags.writeable
+    with cached(config) as place:
+        draft = place.draft()
+        assert draft.new_memory(len(packed.memories.resident)) is None
+        draft.write(packed, THREADS)
+        draft.publish()
+        draft.close()
+    assert same(read(config), packed)
+
+
 def _parts(image: Path) -> dict[str, int]:
     """An offset in each part of the file."""
     size = image.stat().st_size
     packed = packed_model()
     resident_bytes = -(-len(packed.memories.resident) // PAGE_BYTES) * PAGE_BYTES
     return {
-        "magic": 3, "header": 40, "resident": PAGE_BYTES + CHUNK_BYTES + 17, "end of resident": resident_bytes - 1,
-        "mapped": PAGE_BYTES + resident_bytes + CHUNK_BYTES + 5, "description": size - 20,
+        "magic": 3, "header": 40,
+        "resident": RESIDENT_OFFSET_BYTES + CHUNK_BYTES + 17,
+        "end of resident": RESIDENT_OFFSET_BYTES + resident_bytes - 100,
+        "mapped": RESIDENT_OFFSET_BYTES + resident_bytes + CHUNK_BYTES + 5, "description": size - 20,
         "checksums": size - len(msgspec.msgpack.encode(packed.decoder)) - 2,
     }  # fmt: skip
 
@@ -107,7 +173,7 @@ def test_exchanged_pages_are_found(config: EngineConfig) -> None:
     store(config, packed_model())
     (image,) = images(config)
     data = bytearray(image.read_bytes())
-    first, second = (slice(page * PAGE_BYTES, (page + 1) * PAGE_BYTES) for page in (3, 4))
+    first, second = (slice(page * PAGE_BYTES, (page + 1) * PAGE_BYTES) for page in (600, 601))
     data[first], data[second] = data[second], data[first]
     image.write_bytes(data)
     assert read(config) is None
@@ -184,7 +250,7 @@ KILLED_WRITER = """
 import os, signal, sys
 from llmbackend.engine.weight_cache import image_file
 from tests.helpers.packed_models import config_of, packed_model
-from llmbackend.engine.weight_cache.cache import CachedModel
+from llmbackend.engine.weight_cache.cache import CachedModel, Draft
 from llmbackend.engine.weight_cache.cache_folder import CacheFolder
 from pathlib import Path
 from typing import Any
@@ -217,7 +283,7 @@ def test_a_child_that_is_killed_while_it_writes_is_followed_by_another(
     with cached(config) as place:
         draft = place.draft()
         with monkeypatch.context() as patch:
-            patch.setattr(cache, "write_image", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            patch.setattr(cache, "write_image", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
             assert _status_of_child(lambda: draft.write(packed, 1)) == -signal.SIGKILL
         assert draft.read(new_memory, THREADS) is None
         assert _status_of_child(lambda: draft.write(packed, 1)) == 0
@@ -288,10 +354,10 @@ def test_a_disk_that_is_full_leaves_the_weights_in_memory(
         with file_size_limit(CHUNK_BYTES):
             reserve(folder, descriptor, size_bytes)
 
-    def write_on_a_full_disk(descriptor: int, key: str, *rest: Any) -> None:
+    def write_on_a_full_disk(descriptor: int, key: str, *rest: Any, **options: Any) -> None:
         monkeypatch.setattr(os, "ftruncate", lambda *_: None)  # the limit refuses this as well
         with file_size_limit(CHUNK_BYTES if key == place.key else resource.RLIM_INFINITY):
-            write(descriptor, key, *rest)
+            write(descriptor, key, *rest, **options)
 
     with cached(config) as place:
         draft = place.draft()
