@@ -15,6 +15,7 @@ import importlib
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -168,6 +169,15 @@ def _run_engine(
             gc.collect()
             gc.freeze()  # what loading made stays; the collector need not walk over it again
             run(core, link, config.fault_directory)
+    if core is None:
+        _end_at_once()
+
+
+def _end_at_once() -> None:
+    """What a load has made is not taken apart: the next process waits for the end of this one."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _end_with_host(lifeline_fd: int) -> None:
