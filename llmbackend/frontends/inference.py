@@ -136,6 +136,11 @@ class Inference:
         return True
 
     @property
+    def is_over(self) -> bool:
+        """Nothing follows what was popped."""
+        return self._takes_no_more and not self._ready
+
+    @property
     def has_responses(self) -> bool:
         """Whether a response can be popped."""
         return bool(self._ready)

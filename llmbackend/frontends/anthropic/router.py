@@ -25,6 +25,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http.routing import Router
 
+from ..http.event_stream import unless_disconnected
 from ..http.request_body import release_body
 from ..http.request_scope import LABELS
 from ..inference_gate import InferenceGate
@@ -40,7 +41,6 @@ from ..openai.requests import check_content_type, decode_cost, json_object, read
 from ..openai.responses import Identity
 from ..openai.router import DEFAULT_MAX_BODY_BYTES, model_endpoints
 from ..openai.sealed_reasoning import FIXED_KEY, SealingKey
-from ..openai.streams import unless_disconnected
 from ..openai.tensors import RETURN_NUM_INPUT_TOKENS
 from ..operations.metrics import load_headers
 from .answers import MessageWriter, whole_message

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from ..limits import HttpLimits
 from .acceptor import Place
+from .direct_body import DirectBody
 from .errors import STOPPING, refusal_bytes, refusing
 from .request_scope import PRESENCE, SENT_NAMES, ClientPresence
 
@@ -217,6 +218,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         cycle.transport = HeadJoined(self.transport, self.loop, self._close_when_received)
+        DirectBody(cycle, self.flow).put_into(cycle.scope)
         super()._start_asgi_task(cycle, self._refusal(cycle.scope) or app)
 
     def _refusal(self, scope: Any) -> Any | None:

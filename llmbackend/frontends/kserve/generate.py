@@ -19,6 +19,7 @@ from llmbackend.core.messages import InferenceResponse, ModelMetadata
 from llmbackend.core.tracing.trace import RequestTrace
 
 from ..http.errors import error_body
+from ..http.event_stream import EventStream, PieceReader
 from ..http.request_body import read_body, release_body
 from ..http.responses import JSON, StreamedBody, pieces
 from ..http.routing import Router
@@ -27,7 +28,8 @@ from ..inference import Inference
 from ..inference_gate import InferenceGate
 from ..journals.resumable_streams import ResumableStreams, is_resumable, last_event_id
 from ..operations.metrics import load_headers
-from .generate_codec import decode_request, encode_response
+from .generate_codec import decode_request
+from .generate_events import ResponseEvents, json_of_response
 from .model_paths import MODEL_PATHS, model_of
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
@@ -73,41 +75,33 @@ class GenerateEndpoints:
         finally:
             inference.close()
         body = (
-            await self._gate.encode(responses[0].outputs, _json, responses[0])
+            await self._gate.encode(responses[0].outputs, json_of_response, responses[0])
             if len(responses) == 1
             else error_body(_NOT_ONE_RESPONSE)
         )
-        return StreamedBody(_once(body), _status(responses), self._headers(request, JSON), inference.close)
+        status = _status(responses[0] if responses else None)
+        return StreamedBody(_once(body), status, self._headers(request, JSON), inference.close)
 
     async def _generate_stream(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Response:
         inference = await self._submit(request, model, trace)
         try:
-            first = await inference.next_responses()
+            first = await _first_response(inference)
             headers = self._headers(request, EVENT_STREAM)
-        except BaseException:
-            inference.close()
-            raise
-        chunks, status = self._events(inference, first), _status(first)
-        try:
+            events = ResponseEvents(self._gate, inference, first)
+            status = _status(first)
             if status == 200 and is_resumable(request):
                 inference.outlive_client()
-                return self._streams.open(request, chunks, inference.close, headers)
+                return self._streams.open(request, PieceReader(events).pieces(), inference.close, headers)
         except BaseException:
             inference.close()
             raise
-        return StreamedBody(chunks, status, headers, inference.close)
+        return EventStream(events, inference.close, headers, status)
 
     async def _come_back(self, request: Request) -> Response:
         """The rest of a stream. The body, which a client that repeats its request sends again, is not looked at."""
         await read_body(request, self._max_body_bytes)
         release_body(request)
         return self._streams.come_back(request)
-
-    async def _events(self, inference: Inference, responses: list[InferenceResponse]) -> AsyncGenerator[bytes, None]:
-        while responses:
-            jsons = [await self._gate.encode(one.outputs, _json, one) for one in responses]
-            yield b"".join(b"data: %b\n\n" % json for json in jsons)
-            responses = await inference.next_responses()
 
     def _headers(self, request: Request, content_type: str) -> dict[str, str]:
         load = load_headers(self._gate.server, request, request.path_params["name"])
@@ -133,15 +127,18 @@ class GenerateEndpoints:
         return inference
 
 
-def _status(responses: list[InferenceResponse]) -> int:
-    error = responses[0].error if responses else None
-    if error is None:
+def _status(first: InferenceResponse | None) -> int:
+    if first is None or first.error is None:
         return 200
-    return 503 if error.code is ErrorCode.UNAVAILABLE else 400
+    return 503 if first.error.code is ErrorCode.UNAVAILABLE else 400
 
 
-def _json(response: InferenceResponse) -> bytes:
-    return error_body(response.error.message) if response.error is not None else encode_response(response)
+async def _first_response(inference: Inference) -> InferenceResponse | None:
+    """None where there is none."""
+    while (item := await inference.next()) is not None:
+        if item[0] is not None:
+            return item[0]
+    return None
 
 
 async def _once(body: bytes) -> AsyncGenerator[bytes, None]:

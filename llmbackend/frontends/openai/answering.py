@@ -6,25 +6,26 @@ For: the routers of the APIs. Does not know: their forms. Invariant: the generat
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend.core.tracing.trace import RequestTrace
+from llmbackend.frontends.http.event_stream import EventSource, EventStream, unless_disconnected
 from llmbackend.frontends.http.request_scope import LABELS
 from llmbackend.frontends.http.tracing import received, sampled, traced
 from llmbackend.frontends.inference_gate import InferenceGate
 
+from .answer_events import AnswerEvents, first_arrival, stream_headers
 from .generation import Generation, check_fields_taken
 from .labels import logged
 from .models import ModelCatalog, Target
 from .prompt_details import Writer
 from .requests import GenerationRequest
-from .streams import EventStream, events, first_arrival, unless_disconnected
 
-MakeStream = Callable[[AsyncGenerator[bytes, None], Callable[[], None], Mapping[str, str]], Response]
+MakeStream = Callable[[EventSource, Callable[[], None], Mapping[str, str]], Response]
 """(events, what is called when they are over, headers) → the HTTP response that sends them."""
 
 
@@ -71,8 +72,8 @@ async def streamed_answer(
     one is raised. before_end: awaited before the last events are sent."""
     try:
         first = await first_arrival(http.receive, generation)
-        chunks = events(generation, first, writer, before_end)
-        return make(chunks, generation.close, headers())
+        events = AnswerEvents(generation, first, writer, before_end)
+        return make(events, generation.close, stream_headers(headers()))
     except BaseException:
         generation.close()
         raise

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend.core.tensors import Tensor
+from llmbackend.frontends.http.event_stream import unless_disconnected
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
 
@@ -34,7 +35,6 @@ from .requests import (
     read_body,
 )
 from .responses import Identity
-from .streams import unless_disconnected
 from .tensors import RETURN_PROMPT_TOKEN_IDS, RETURN_SAMPLING_PARAMETERS
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 import orjson
@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import RequestTrace
+from llmbackend.frontends.http.event_stream import EventSource, EventStream, PieceReader
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.http.routing import Router
 from llmbackend.frontends.inference_gate import InferenceGate
@@ -56,7 +57,6 @@ from .responses_api.stored_endpoints import StoredResponseEndpoints
 from .schema import REQUEST_ID, StreamOptions
 from .sealed_reasoning import FIXED_KEY, SealingKey
 from .stream_interval import IntervalWriter
-from .streams import EventStream
 from .tokenization_endpoints import TokenizationEndpoints
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -161,14 +161,11 @@ class _OpenAIService:
         return await streamed_answer(http, generation, writer, headers, make=partial(self._streamed, http))
 
     def _streamed(
-        self,
-        http: Request,
-        chunks: AsyncGenerator[bytes, None],
-        on_close: Callable[[], None],
-        headers: Mapping[str, str],
+        self, http: Request, events: EventSource, on_close: Callable[[], None], headers: Mapping[str, str]
     ) -> Response:
-        stream = EventStream(chunks, on_close, headers)
-        return self._streams.open(http, chunks, on_close, dict(stream.headers)) if is_resumable(http) else stream
+        if not is_resumable(http):
+            return EventStream(events, on_close, headers)
+        return self._streams.open(http, PieceReader(events).pieces(), on_close, headers)
 
     async def _come_back(self, http: Request) -> Response:
         """The rest of a stream. The body, which a client that repeats its request sends again, is not looked at."""

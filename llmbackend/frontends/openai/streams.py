@@ -1,41 +1,23 @@
-"""Responses as streams of server-sent events: their chunks, and the HTTP response that sends them.
+"""The chunks of streamed chats and completions.
 
-For: the router. Does not know: the host. Invariant: id, created and model are the same bytes in every chunk; each
+For: the router. Does not know: the host, HTTP. Invariant: id, created and model are the same bytes in every chunk; each
 choice gets its text, then exactly one finish chunk; the usage comes last. The hot path is bytes: what is the same in
 every chunk is encoded once, and a token costs one orjson call for its text.
-
-A stream is Starlette's StreamingResponse, not sse-starlette's EventSourceResponse: that one costs twice the CPU per
-event, ends every open stream as soon as the server is told to exit (this server drains them), and once used wakes the
-loop twice a second for ever, which an idle server must not do. The Responses API gets a writer of its own next to
-ChunkWriter.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
 
 import orjson
-from starlette.requests import ClientDisconnect
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from .errors import OpenAIError
-from .generation import Arrival, Generation
 from .logprobs import logprobs_renderer
-from .prompt_details import Writer
 from .requests import GenerationRequest
 from .responses import DEFAULT_FINISH_REASON, Identity, Usage
 from .schema import StreamOptions
 from .tensors import Delta, PromptDetails
 
-T = TypeVar("T")
-QUIET_S = 15.0
-"""Seconds without an event after which a stream sends a ping, so that proxies keep the connection; also how long the
-status line waits for the first response, which may be an error."""
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
@@ -135,85 +117,3 @@ class ChunkWriter:
         return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}%b' % (
             self._head, index, text, logprobs, finish_reason, more, tail,
         )  # fmt: skip
-
-
-async def first_arrival(receive: Receive, generation: Generation) -> Arrival | None:
-    """The first response of a stream, None after QUIET_S without one. Awaited before the status line is sent, since it
-    may be an error, which is raised. Raises ClientDisconnect when the client goes away."""
-    await unless_disconnected(receive, generation.wait(QUIET_S))
-    return generation.pop()
-
-
-async def events(
-    generation: Generation,
-    arrival: Arrival | None,
-    writer: Writer,
-    before_end: Callable[[], Awaitable[None]] | None = None,
-) -> AsyncGenerator[bytes, None]:
-    """The stream's events; all that are ready go into one write. An error is the last event, without [DONE] after
-    it. before_end: awaited when the last events are made, before they are sent; its failure is the answer's."""
-    parts = [writer.begin()]
-    try:
-        while True:
-            while arrival is not None:
-                if arrival[1].prompt is None:
-                    parts.append(writer.delta(*arrival))
-                else:
-                    parts.append(await generation.in_thread(partial(writer.delta, *arrival)))
-                arrival = generation.pop()
-            if generation.is_over:
-                break
-            if any(parts):
-                yield b"".join(parts)
-            parts = [] if await generation.wait(QUIET_S) else [writer.ping()]
-            arrival = generation.pop()
-        end = writer.end()
-    except Exception as error:
-        end = writer.fail(OpenAIError.of(error))
-    if before_end is not None:
-        try:
-            await before_end()
-        except Exception as error:
-            end = writer.fail(OpenAIError.of(error))
-    yield b"".join([*parts, end])
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancels it and raises ClientDisconnect when the client goes away first."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(StreamingResponse):
-    """Sends ready-made server-sent events. `on_close` is called once when the stream is over, however it ends."""
-
-    def __init__(
-        self, events: AsyncGenerator[bytes, None], on_close: Callable[[], None], more_headers: Mapping[str, str]
-    ) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **more_headers}
-        super().__init__(events, headers=headers, media_type="text/event-stream")
-        self._events = events
-        self._on_close = on_close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_disconnected(receive, self.stream_response(send))
-        except (ClientDisconnect, OSError):
-            return
-        finally:
-            self._on_close()
-            await self._events.aclose()

@@ -13,6 +13,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llmbackend.frontends.http.event_stream import unless_disconnected
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
 
@@ -20,7 +21,6 @@ from .errors import JsonObject, OpenAIError
 from .models import ModelCatalog
 from .prompt_description import PromptDescription, describe_prompt
 from .requests import check_content_type, decode_cost, json_object, read_body
-from .streams import unless_disconnected
 from .tensors import RETURN_PROMPT_TOKENS
 from .tokenization import PromptQuestion, parse_detokenize, parse_tokenize
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -26,8 +24,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.errors import LimitReachedError
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.journals.documents import Document, StoreError
-from llmbackend.frontends.journals.journal import EventsGoneError, Journal
+from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import LiveLog, ResponseStore, current_owner
 from llmbackend.frontends.operations.metrics import load_headers
 
@@ -39,12 +36,12 @@ from ..requests import GenerationRequest
 from ..responses import Identity
 from ..schema import StreamOptions
 from ..sealed_reasoning import SealingKey
-from ..streams import PING, QUIET_S, EventStream
 from ..tensors import Delta
 from .background_run import BackgroundRun, decode_deltas
 from .conversations import Conversations
 from .create import PreparedResponse, prepare
 from .event_writer import ResponseWriter
+from .journal_stream import JournalStream
 from .parsing import read_responses
 from .request import History
 from .response_state import ResponseState
@@ -133,7 +130,7 @@ class BackgroundResponses:
         self._begin(run, generation)
         headers = load_headers(self._gate.server, http, target.name)
         if prepared.request.generation.stream is not None:
-            return EventStream(events_of(run.log.journal), _nothing, headers)
+            return JournalStream(run.log.journal, headers=headers)
         await run.log.committed()
         return Response(queued, headers=headers, media_type="application/json")
 
@@ -251,18 +248,6 @@ class BackgroundResponses:
         task.add_done_callback(ended)
 
 
-async def events_of(journal: Journal, after: int = -1) -> AsyncGenerator[bytes, None]:
-    """The events behind number `after`, as they are committed."""
-    try:
-        async with aclosing(journal.follow(after, QUIET_S)) as following:
-            async for events in following:
-                yield b"".join(events.parts) or PING
-    except EventsGoneError as error:
-        yield OpenAIError(str(error), status=503, kind="server_error", code="events_lost").event()
-    except StoreError as error:
-        yield OpenAIError.of(error).event()
-
-
 def _continuation(prepared: PreparedResponse, identity: Identity, seed: int) -> bytes:
     history = (list(prepared.history.items), dict(prepared.history.by_id))
     return msgspec.msgpack.encode(
@@ -289,6 +274,3 @@ async def _fail(document: Document, live_log: LiveLog, error: OpenAIError) -> No
     body = orjson.dumps(orjson.loads(document.body) | {"status": "failed", "error": told})
     head = b'event: response.failed\ndata: {"type":"response.failed","sequence_number":%d,"response":%b}\n\n'
     await live_log.finish(replace(document, body=body), [head % (live_log.journal.next_number, body)])
-
-
-def _nothing() -> None: ...

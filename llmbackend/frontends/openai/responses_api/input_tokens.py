@@ -13,6 +13,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llmbackend.frontends.http.event_stream import unless_disconnected
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
 
@@ -21,7 +22,6 @@ from ..generation import check_fields_taken
 from ..models import ModelCatalog
 from ..prompt_description import describe_prompt
 from ..requests import check_content_type, read_body
-from ..streams import unless_disconnected
 from ..tensors import RETURN_NUM_INPUT_TOKENS
 from .create import ResponseCreation
 from .parsing import ReadBody, read_responses

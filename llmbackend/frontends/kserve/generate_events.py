@@ -1,0 +1,74 @@
+"""The events of generate_stream: one for each response of a model.
+
+For: the endpoint. Does not know: HTTP, LLMs. Invariants: events have the order of the responses; the JSON of much data
+is made apart from the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llmbackend.core.messages import InferenceResponse
+
+from ..http.errors import error_body
+from ..inference import Inference
+from ..inference_gate import InferenceGate, are_large
+from .generate_codec import encode_response
+
+
+def json_of_response(response: InferenceResponse) -> bytes:
+    return error_body(response.error.message) if response.error is not None else encode_response(response)
+
+
+class ResponseEvents:
+    """An EventSource of one inference."""
+
+    quiet_s: float | None = None
+
+    def __init__(self, gate: InferenceGate, inference: Inference, first: InferenceResponse | None) -> None:
+        """first: the one that was popped already; None: the model sends none."""
+        self._gate = gate
+        self._inference = inference
+        self._held = first
+        """Popped, and not written yet."""
+        self._error: Exception | None = None
+        self.is_over = False
+        self.needs_task = True
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        self._inference.listener = lambda inferences: listener()
+
+    def ready(self) -> bytes:
+        if self.needs_task or self.is_over:
+            return b""
+        inference = self._inference
+        parts: list[bytes] = []
+        try:
+            while inference.has_responses:
+                response = inference.pop()[0]
+                if response is None:
+                    continue
+                if are_large(response.outputs):
+                    self._held, self.needs_task = response, True
+                    return b"".join(parts)
+                parts.append(b"data: %b\n\n" % json_of_response(response))
+            self.is_over = inference.is_over
+        except Exception as error:
+            self._error, self.needs_task = error, True
+        return b"".join(parts)
+
+    async def awaited(self) -> bytes:
+        """Raises what making JSON raised."""
+        self.needs_task = False
+        if self._error is not None:
+            raise self._error
+        held, self._held = self._held, None
+        if held is None:
+            self.is_over = self._inference.is_over
+            return b""
+        json = await self._gate.encode(held.outputs, json_of_response, held)
+        self.is_over = self._inference.is_over
+        return b"data: %b\n\n" % json
+
+    def ping(self) -> bytes:
+        return b""
