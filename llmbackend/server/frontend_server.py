@@ -151,4 +151,5 @@ class FrontendServer:
         if self._grpc is not None:
             stops.append(self._grpc.stop(grace_s))
         await asyncio.gather(*stops)
+        self._gate.close()
         self.close()
