@@ -16,7 +16,7 @@ from torch import nn
 from llmbackend.engine.attention.interface import AttentionOptions, LayerShape
 from llmbackend.engine.attention.native import NativePagedAttention
 from llmbackend.engine.attention.reference import LayerKVCache, PagedAttention, RaggedBatch
-from llmbackend.engine.cpu.kv_memory import NativeLayerCache
+from llmbackend.engine.cpu.kv_memory import LayerKV, NativeKVMemory
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.abi import AttentionOp, Kind, RotaryOp, Step, Type
 from llmbackend.engine.kernels.library import NativeKernels, op_pointers
@@ -483,8 +483,8 @@ def test_modules_attend_as_with_the_reference(dtype: torch.dtype, options: Atten
     shape, block_size, cpu = LayerShape(2, 16, 16), 32, torch.device("cpu")
     layer, team = nn.Identity(), engine(VARIANTS[0])
     reference_cache = LayerKVCache(shape, 8, block_size, dtype, cpu)
-    cache = NativeLayerCache(team.library, shape.num_kv_heads, shape.key_dim, 8, block_size, TYPE_OF[dtype])
-    attention = NativePagedAttention(team, {layer: cache})
+    memory = NativeKVMemory(team.library, [LayerKV(shape.num_kv_heads, shape.key_dim)], 8, block_size, TYPE_OF[dtype])
+    attention = NativePagedAttention(team, [layer], memory)
     table = np.array([[4, 0], [7, 1], [2, 5]], np.int32)
     generator = torch.Generator().manual_seed(0)
     for starts, counts in (([0, 0, 0], [3, 33, 40]), ([3, 33, 40], [1, 1, 1])):

@@ -8,44 +8,44 @@ is not); what a query gets depends on its own row alone, bit by bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-from ..cpu.kv_memory import NativeLayerCache, can_hold
+from ..cpu.kv_memory import LayerKV, NativeKVMemory, NativeLayerCache, can_hold
 from ..kernels.abi import AttentionOp, Kind, RotaryOp, Step
 from ..kernels.library import NativeKernels, op_pointers
 from ..kernels.weights import TYPE_OF
 from ..step import FlatStep
 from .interface import AttentionOptions, LayerShape
 
+_POINTERS = ("positions", "slots", "query_start", "seq_lens", "block_table")
+
 
 class NativePagedAttention:
     """The context of steps, one after the other: `begin` says which step the next calls of `attend` belong to."""
 
-    def __init__(self, kernels: NativeKernels, caches: Mapping[nn.Module, NativeLayerCache]) -> None:
-        self._kernels = kernels
-        self._layers = {layer: _LayerOps(cache) for layer, cache in caches.items()}
+    def __init__(self, kernels: NativeKernels, layers: Iterable[nn.Module], memory: NativeKVMemory) -> None:
+        """layers: those of the memory, in its order"""
+        self._kernels, self._memory = kernels, memory
+        self._layers = {layer: _LayerOps(cache) for layer, cache in zip(layers, memory.layers, strict=True)}
         self._step = Step()
         self._arrays: tuple[npt.NDArray[np.int32], ...] = ()
 
     def begin(self, step: FlatStep, block_table: npt.NDArray[np.int32]) -> None:
         """block_table int32 [rows, blocks]: of the step's rows, contiguous."""
-        self._arrays = (step.positions, step.slots, step.query_start, step.seq_lens, block_table)
+        slots, blocks = self._memory.kernels_slots(step.slots), self._memory.kernels_blocks(block_table)
+        self._arrays = (step.positions, slots, step.query_start, step.seq_lens, blocks)
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in self._arrays)
-        positions, slots, query_start, seq_lens, table = (array.ctypes.data for array in self._arrays)
+        pointers = (array.ctypes.data for array in self._arrays)
         self._step = Step(
             num_tokens=len(step.positions),
             num_rows=len(step.seq_lens),
             block_table_stride=block_table.shape[1],
-            positions=positions,
-            slots=slots,
-            query_start=query_start,
-            seq_lens=seq_lens,
-            block_table=table,
+            **dict(zip(_POINTERS, pointers, strict=True)),
         )
 
     def attend(
@@ -96,16 +96,13 @@ class _LayerOps:
         attend.sinks = None if self._sinks is None else self._sinks.data_ptr()
 
 
-def native_caches(
+def native_kv_memory(
     kernels: NativeKernels, shapes: Mapping[nn.Module, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype
-) -> dict[nn.Module, NativeLayerCache] | None:
-    """Memory for each layer, or None when one of them does not fit the native layout. Raises MemoryError."""
+) -> NativeKVMemory | None:
+    """Memory for the layers, in their order, or None when one of them does not fit the native layout. Raises
+    MemoryError."""
     fits = dtype in TYPE_OF and all(can_hold(each.key_dim, each.value_dim, block_size) for each in shapes.values())
     if not fits:
         return None
-    return {
-        module: NativeLayerCache(
-            kernels.library, shape.num_kv_heads, shape.key_dim, num_blocks, block_size, TYPE_OF[dtype]
-        )
-        for module, shape in shapes.items()
-    }
+    layers = [LayerKV(shape.num_kv_heads, shape.key_dim) for shape in shapes.values()]
+    return NativeKVMemory(kernels.library, layers, num_blocks, block_size, TYPE_OF[dtype])

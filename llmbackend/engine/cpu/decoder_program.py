@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ..kernels.abi import AttentionOp, EmbedOp, Epilogue, Kind, LinearOp, NormOp, RotaryOp, Rows, Step, Type
 from ..kernels.library import NativeKernels, op_pointers
 from ..step import FlatStep, Int32Array
-from .kv_memory import NativeLayerCache
+from .kv_memory import LayerKV, NativeKVMemory, NativeLayerCache
 from .packed_decoder import (
     TYPE_OF,
     ArrayAt,
@@ -71,13 +71,8 @@ class DecoderProgram:
         # Where weights are widened to be multiplied, activations are kept in float32.
         rounded = kernels.library.multiplies_bfloat16 and decoder.dtype == "bfloat16"
         self._activation = Type.BFLOAT16 if rounded else Type.FLOAT32
-        self._caches = [
-            NativeLayerCache(
-                kernels.library, layer.attention.num_kv_heads, layer.attention.head_dim, num_blocks, block_size,
-                TYPE_OF[decoder.dtype],
-            )
-            for layer in decoder.layers
-        ]  # fmt: skip
+        shapes = [LayerKV(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in decoder.layers]
+        self._kv = NativeKVMemory(kernels.library, shapes, num_blocks, block_size, TYPE_OF[decoder.dtype])
         self._max_tokens, self._max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
         self._ops: list[ctypes.Structure] = []
@@ -91,8 +86,8 @@ class DecoderProgram:
         block_table int32 [rows, blocks]: of the step's rows, contiguous.
         """
         arrays = (
-            step.token_ids, step.positions, step.slots, step.query_start, step.seq_lens, block_table,
-            step.sampled_tokens,
+            step.token_ids, step.positions, self._kv.kernels_slots(step.slots), step.query_start, step.seq_lens,
+            self._kv.kernels_blocks(block_table), step.sampled_tokens,
         )  # fmt: skip
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in arrays)
         num_samples = len(step.sampled_tokens)
@@ -142,7 +137,7 @@ class DecoderProgram:
     def _add_operations(self) -> None:
         decoder = self._decoder
         self._add_embedding()
-        for layer, cache in zip(decoder.layers, self._caches, strict=True):
+        for layer, cache in zip(decoder.layers, self._kv.layers, strict=True):
             self._add_attention(layer, cache)
             self._add_mlp(layer)
         self._add_norm(decoder.norm, self._hidden, self._sampled, Rows.SAMPLED)

@@ -6,11 +6,17 @@ attention is computed. Invariant: a block takes no memory before something is wr
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from ..config import EngineConfig
 from ..kernels.abi import Type
 from ..kernels.library import KernelLibrary
+from ..step import Int32Array
 
 BLOCK_MULTIPLE: Final = 32
 HEAD_MULTIPLE: Final = 32
@@ -23,21 +29,64 @@ def can_hold(key_dim: int, value_dim: int, block_size: int) -> bool:
     return key_dim == value_dim and key_dim % HEAD_MULTIPLE == 0 and block_size % BLOCK_MULTIPLE == 0
 
 
+class LayerKV(NamedTuple):
+    """The shape of one layer's keys and values."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class NativeLayerCache:
     """One layer's keys and values; `keys` and `values` are addresses (layouts: native/step.h, RotaryOp)."""
 
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    type: Type
+    keys: int
+    values: int
+
+
+class NativeKVMemory:
+    """KV memory of all layers.
+
+    Where layers are alike, a block's keys and values of all layers lie side by side, and the kernels get block ids that
+    count in single halves of layers: an engine with few blocks in use then has few pages in use, also where these are
+    huge. Else each layer has a memory of its own.
+    """
+
     def __init__(
-        self, library: KernelLibrary, num_kv_heads: int, head_dim: int, num_blocks: int, block_size: int, kv_type: Type
+        self, library: KernelLibrary, shapes: Sequence[LayerKV], num_blocks: int, block_size: int, kv_type: Type
     ) -> None:
         """Raises MemoryError."""
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
         self.block_size = block_size
-        self.type = kv_type
-        half_bytes = num_blocks * block_size * num_kv_heads * head_dim * _ITEM_BYTES[kv_type]
-        self._memory = library.memory(2 * half_bytes)
-        self.keys = int(self._memory.ctypes.data)
-        self.values = self.keys + half_bytes
+        self._scale = 1
+        """Ids of the kernels' blocks per block."""
+        halves = [heads * dim * block_size * _ITEM_BYTES[kv_type] for heads, dim in shapes]
+        # An odd number of halves, so that a layer's blocks do not fall into the same few sets of a cache.
+        interleaved = 2 * len(shapes) + 1
+        if len(set(shapes)) == 1 and num_blocks * interleaved * block_size < 2**31:
+            self._scale = interleaved
+            self.memory = library.memory(num_blocks * interleaved * halves[0])
+            places = [(2 * i * half, (2 * i + 1) * half) for i, half in enumerate(halves)]
+        else:
+            self.memory = library.memory(2 * num_blocks * sum(halves))
+            ends = list(accumulate((2 * num_blocks * half for half in halves), initial=0))
+            places = [(begin, begin + num_blocks * half) for begin, half in zip(ends, halves, strict=False)]
+        base = int(self.memory.ctypes.data)
+        self.layers = tuple(
+            NativeLayerCache(heads, dim, block_size, kv_type, base + keys, base + values)
+            for (heads, dim), (keys, values) in zip(shapes, places, strict=True)
+        )
+
+    def kernels_blocks(self, block_table: Int32Array) -> Int32Array:
+        """Block ids as the kernels count them."""
+        return block_table * np.int32(self._scale)
+
+    def kernels_slots(self, slots: Int32Array) -> Int32Array:
+        """The same for slots."""
+        return slots + slots // np.int32(self.block_size) * np.int32((self._scale - 1) * self.block_size)
 
 
 def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:

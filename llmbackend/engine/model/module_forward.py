@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..attention.interface import AttentionContext, active_context
-from ..attention.native import NativePagedAttention, native_caches
+from ..attention.native import NativePagedAttention, native_kv_memory
 from ..attention.reference import LayerKVCache, PagedAttention, RaggedBatch
 from ..sampling.prompt_logprobs import Float32Array
 from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
@@ -90,9 +90,9 @@ class ModuleForward:
 def _make_attention(loaded: LoadedModel, num_blocks: int, block_size: int) -> _Attention:
     """Native attention where every layer fits its layout, else torch's."""
     if loaded.kernels is not None:
-        caches = native_caches(loaded.kernels, loaded.layer_shapes, num_blocks, block_size, loaded.dtype)
-        if caches is not None:
-            return _OnNative(NativePagedAttention(loaded.kernels, caches))
+        memory = native_kv_memory(loaded.kernels, loaded.layer_shapes, num_blocks, block_size, loaded.dtype)
+        if memory is not None:
+            return _OnNative(NativePagedAttention(loaded.kernels, loaded.layer_shapes, memory))
     return _OnTorch(loaded, num_blocks, block_size)
 
 
