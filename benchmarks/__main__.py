@@ -13,6 +13,7 @@ from .entries import ENTRIES
 from .environments import Environments
 from .report import summary, write_report
 from .servers import ServerSuite
+from .starts import StartSuite
 from .suite import Results, Suite
 from .workloads import DESCRIPTIONS
 
@@ -40,8 +41,9 @@ def _arguments() -> argparse.Namespace:
     by_default = tuple(name for name, entry in ENTRIES.items() if entry.by_default)
     parser.add_argument("--entries", type=_names(ENTRIES), default=by_default)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="for one workload, without loading")
+    parser.add_argument("--timeout-s", type=float, default=900.0, help="for one workload, without loading")
     parser.add_argument("--no-servers", action="store_true")
+    parser.add_argument("--no-starts", action="store_true")
     parser.add_argument("--only-servers", action="store_true", help="skip the engines alone (measured before)")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench")
     parser.add_argument(
@@ -74,6 +76,8 @@ def _measure(arguments: argparse.Namespace, environments: Environments, results:
             rounds=arguments.rounds,
             timeout_s=arguments.timeout_s,
         ).run()
+    if not arguments.no_starts:
+        StartSuite(environments, results, arguments.models, arguments.entries, arguments.rounds).run()
     if not arguments.no_servers:
         environments.install("vllm")
         environments.install("perf_analyzer")

@@ -16,6 +16,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+CONTEXT_TOKENS = {"qwen2.5-0.5b-shape": 32768, "llama-125m-shape": 4096}
 TRAINED_TOKENS = 32000
 """Tokens that the tokenizer merges from text; a larger vocabulary is filled up, so that every id has a text."""
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -36,7 +37,7 @@ def _qwen2() -> Any:
         num_hidden_layers=24,
         num_attention_heads=14,
         num_key_value_heads=2,
-        max_position_embeddings=32768,
+        max_position_embeddings=CONTEXT_TOKENS["qwen2.5-0.5b-shape"],
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
@@ -54,7 +55,7 @@ def _llama() -> Any:
         num_hidden_layers=12,
         num_attention_heads=12,
         num_key_value_heads=4,
-        max_position_embeddings=4096,
+        max_position_embeddings=CONTEXT_TOKENS["llama-125m-shape"],
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         tie_word_embeddings=True,

@@ -1,8 +1,8 @@
 """The common part of all drivers: reads the arguments, warms up, runs each workload, writes the results.
 
-For: the files in drivers/, inside their engines' environments. Does not know: engines, any package but the standard
-library. Invariants: greedy, end of sequence ignored, all requests at once, every requested token generated or the run
-fails; loading and warm-up are outside the measured time; a result is on disk as soon as its workload is over.
+For: the files in drivers/, inside their engines' environments. Does not know: engines, any package that is installed.
+Invariants: greedy, end of sequence ignored, all requests at once, every requested token generated or the run fails;
+loading and warm-up are outside the measured time; a result is on disk as soon as its workload is over.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
+
+from llmbackend.server.process_memory import tree_pss_mb
 
 from .workloads import Request, workload
 
@@ -62,6 +64,7 @@ class Recorder:
             "itl_p99_ms": _percentile_ms(gaps_s, 99),
             "itl_mean_ms": 1e3 * sum(gaps_s) / max(len(gaps_s), 1),
             "peak_rss_mb": peak_memory_mb(),
+            "pss_mb": sum(tree_pss_mb().values()),
             "cores_used": own_s / wall_s,
             "other_cores": max(0.0, others_s) / wall_s,
         }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .entries import ENTRIES, OURS, Entry
-from .workloads import DESCRIPTIONS
+from .workloads import DESCRIPTIONS, LONG
 
 Line = dict[str, Any]
 BIG_FOREIGN_LOAD_CORES = 0.15
@@ -29,14 +29,23 @@ _COLUMNS = (
     ("ITL p50", "itl_p50_ms", 1),
     ("ITL p99", "itl_p99_ms", 1),
     ("peak MB", "peak_rss_mb", 0),
+    ("PSS MB", "pss_mb", 0),
     ("load s", "load_s", 1),
+)
+COLD, WARM = "start cold", "start warm"
+START_NOTE = (
+    "From the command to ready. Cold: the folder of packed weights is empty and the checkpoint is not in the page "
+    "cache; warm: the start after it. Ours is the whole server with its HTTP and gRPC ports, a peer its engine alone. "
+    "Restart: from a SIGKILL of the engine's process under a stream to that stream's next token. Memory is PSS after "
+    "the ready line and one request, of all processes in the same moment."
 )
 _SERVER_WORKLOADS = ("server HTTP", "server gRPC")
 
 
 def speed(workload: str, figures: Line) -> float:
-    """The figure that is compared, higher is better: tokens/s of prompts (W4) or outputs; for W3 without prefill."""
-    if workload == "W4":
+    """The figure that is compared, higher is better: tokens/s of outputs, or of all where the prompts are most of the
+    work (W4, W6, W7); for W3 without prefill."""
+    if workload in ("W4", *LONG):
         return float(figures["total_tokens_per_s"])
     if workload == "W3":
         return 1e3 / float(figures["itl_mean_ms"])
@@ -91,7 +100,7 @@ def write_report(lines: list[Line], path: Path, plot_name: str) -> None:
     if (path.parent / plot_name).exists():
         parts.append(f"![Speed against each peer]({plot_name})\n")
     for model in models:
-        parts += [_offline_tables(lines, model), _server_table(lines, model)]
+        parts += [_offline_tables(lines, model), _start_table(lines, model), _server_table(lines, model)]
     parts += [_failures(lines), NOTES_PATH.read_text()]
     path.write_text("\n".join(part for part in parts if part))
 
@@ -151,7 +160,8 @@ def _ratios(lines: list[Line], models: list[str]) -> str:
                 cells = [f"**{ratio[0]:.2f}** ({ratio[1]})" if ratio else "–" for ratio in found]
                 rows.append(f"| {model} | {title} | {' | '.join(cells)} |")
     workloads = [f"{name}: {text}." for name, text in DESCRIPTIONS.items()]
-    return "\n".join([*rows, "", *workloads, "W3 compares time per token, W4 prompt tokens per second.", ""])
+    compared = "W3 compares time per token, W4, W6 and W7 prompt and output tokens per second."
+    return "\n".join([*rows, "", *workloads, compared, ""])
 
 
 def _offline_tables(lines: list[Line], model: str) -> str:
@@ -192,6 +202,22 @@ def _rounds(figures: Line) -> str:
 def _cell(figures: Line, key: str, digits: int) -> str:
     value = figures.get(key)
     return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _start_table(lines: list[Line], model: str) -> str:
+    """Of each engine: seconds from the command to ready, and memory."""
+    rows: list[str] = []
+    cold, warm = medians(lines, model, COLD), medians(lines, model, WARM)
+    for name in sorted({*cold, *warm}, key=lambda name: (ENTRIES[name].weights, ENTRIES[name].engine != OURS, name)):
+        figures = warm.get(name) or cold[name]
+        seconds = [_cell(part.get(name, {}), "ready_s", 2) for part in (cold, warm)] + [_cell(figures, "restart_s", 2)]
+        keys = ("engine_pss_mb", "host_pss_mb", "pss_mb")
+        sizes = [_cell(figures, key, 0) for key in keys]
+        rows.append("| " + " | ".join([name, *seconds, *sizes, _rounds(figures)]) + " |")
+    if not rows:
+        return ""
+    head = "| engine | cold s | warm s | restart s | engine's processes MB | host MB | all MB | rounds, spread |"
+    return "\n".join(["### Start and memory", "", START_NOTE, "", head, "|---|" + "--:|" * 7, *rows, ""])
 
 
 def _server_table(lines: list[Line], model: str) -> str:

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checkpoints import CONTEXT_TOKENS as CONTEXT_OF_MODEL
 from .entries import ENTRIES, Entry
 from .environments import Environments
 from .models import Models
+from .workloads import CONTEXT_TOKENS, LONG
 
 LOAD_TIMEOUT_S = 600.0
 VLLM_KV_CACHE_GIB = "2"
@@ -92,18 +94,20 @@ class Suite:
         workloads = [
             workload
             for workload in self.workloads
-            if not self.results.has(**key, workload=workload, round=round_number)
+            if fits(workload, model)
+            and not self.results.has(**key, workload=workload, round=round_number)
             and not self.results.failed(**key, workload=workload)
         ]
         while workloads:
-            done, error = self._run_driver(entry, path, workloads)
+            together = [name for name in workloads if (name in LONG) is (workloads[0] in LONG)]
+            done, error = self._run_driver(entry, path, together)
             for line in done:
                 self.results.add({**line, **key, "round": round_number, "time": time.time()})
                 _say(f"{line['workload']} round {round_number} {entry.name} on {model}: {line['wall_s']:.2f} s")
-            workloads = workloads[len(done) :]
-            if not workloads:
-                return
-            self._fail(entry, model, workloads.pop(0), round_number, error or "no result")
+            workloads = [name for name in workloads if name not in together[: len(done)]]
+            if len(done) < len(together):
+                workloads.remove(together[len(done)])
+                self._fail(entry, model, together[len(done)], round_number, error or "no result")
 
     def _run_driver(self, entry: Entry, path: Path, workloads: list[str]) -> tuple[list[dict[str, Any]], str]:
         """The results of the workloads that were measured, and the reason if the next one failed."""
@@ -130,6 +134,11 @@ class Suite:
         line = {"entry": entry.name, "model": model, "workload": workload, "round": round_number, "error": error}
         self.results.add(line)
         _say(f"{workload} round {round_number} {entry.name} on {model} FAILED: {error}")
+
+
+def fits(workload: str, model: str) -> bool:
+    """Whether the requests are within the model's context."""
+    return CONTEXT_TOKENS.get(workload, 0) <= CONTEXT_OF_MODEL[model]
 
 
 def environ_of(environments: Environments, name: str) -> dict[str, str]:

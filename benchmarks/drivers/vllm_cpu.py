@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from benchmarks.recording import Recorder, drive
+from benchmarks.workloads import CONTEXT_TOKENS
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
@@ -19,7 +20,7 @@ class Vllm:
             model=arguments.model,
             dtype=arguments.dtype,
             enforce_eager=arguments.eager,
-            max_model_len=2048,
+            max_model_len=max(CONTEXT_TOKENS.get(name, 2048) for name in arguments.workloads.split(",")),
             max_num_seqs=64,
             max_num_batched_tokens=arguments.max_num_batched_tokens,
             seed=0,

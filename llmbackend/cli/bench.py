@@ -27,6 +27,7 @@ from llmbackend.engine.infer_request import EngineStats, InferRequest, ModelInfo
 from llmbackend.engine.offline import OfflineEngine
 
 from ..server.process_age import process_age_s
+from ..server.process_memory import tree_pss_mb
 
 WARM_UP_REQUESTS, WARM_UP_PROMPT_TOKENS, WARM_UP_OUTPUT_TOKENS = 8, 48, 8
 ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -80,6 +81,13 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     itl_p99_ms: float
     itl_mean_ms: float
     peak_rss_mb: float
+    pss_mb: float
+    """Of this process and its children behind the run: the next three together. 0 where the system does not tell."""
+    weights_mb: float
+    """Packed weights that every step reads; 0 for a model computed by modules, whose weights are in the rest."""
+    kv_mb: float
+    """KV blocks, at the most that were in use at once."""
+    other_mb: float
     load_s: float
     """The engine's part of `ready_s`."""
     ready_s: float
@@ -111,6 +119,7 @@ class _Times:
         self.host_s = 0.0
         self.forward_s = 0.0
         self.sample_s = 0.0
+        self.peak_blocks = 0
         self.before = before
         self.after = before
 
@@ -127,6 +136,7 @@ class _Times:
         self.host_s += stats.last_host_s
         self.forward_s += stats.last_forward_s
         self.sample_s += stats.last_sample_s
+        self.peak_blocks = max(self.peak_blocks, stats.num_blocks - stats.num_free_blocks)
         self.after = stats
 
     @property
@@ -255,6 +265,8 @@ def _result(
     output_tokens = sum(request.sampling.max_tokens for request in requests)
     before, after, steps = times.before, times.after, times.num_steps
     rss_unit_bytes = 1 if sys.platform == "darwin" else 1024
+    memory_mb = sum(tree_pss_mb().values())
+    weights_mb, kv_mb = info.weight_bytes / 1e6, times.peak_blocks * info.block_size * info.kv_bytes_per_token / 1e6
     return BenchResult(
         model=model,
         dtype=info.dtype,
@@ -272,6 +284,10 @@ def _result(
         itl_p99_ms=_percentile_ms(times.gaps_s, 99),
         itl_mean_ms=float(np.mean(times.gaps_s or [0.0])) * 1e3,
         peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * rss_unit_bytes / 1e6,
+        pss_mb=memory_mb,
+        weights_mb=weights_mb,
+        kv_mb=kv_mb,
+        other_mb=max(memory_mb - weights_mb - kv_mb, 0.0),
         load_s=load_s,
         ready_s=ready_s,
         cpu_s=time.process_time(),

@@ -298,6 +298,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     paths            for the log: which way parts of the model are computed, and why
     parts            for the log: what the load consisted of
     num_host_blocks  KV blocks in host memory, beside num_blocks
+    weight_bytes     packed weights that every step reads; 0 = not known
+    kv_bytes_per_token  0 = not known
     needs_torch      whether torch computes, so that the next engine's process needs it, too
     """
 
@@ -314,6 +316,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     paths: tuple[str, ...] = ()
     parts: tuple[StartPart, ...] = ()
     num_host_blocks: int = 0
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
     needs_torch: bool = False
 
     @property

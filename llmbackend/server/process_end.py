@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
+from .process_memory import descendants
+
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -99,21 +101,8 @@ def temporary_directory(prefix: str) -> Path:
     return Path(_directories[-1].name)
 
 
-def child_processes() -> list[int]:
-    """This process's children and their children; [] where the system does not say."""
-    found: list[int] = []
-    waiting = [os.getpid()]
-    while waiting:
-        for path in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # ended meanwhile
-                children = [int(pid) for pid in path.read_text().split()]
-                found += children
-                waiting += children
-    return found
-
-
 def kill_children() -> None:
-    for pid in child_processes():
+    for pid in descendants():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 

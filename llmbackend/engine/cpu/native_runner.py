@@ -60,6 +60,8 @@ class NativeRunner:
                 f"cpu, {decoder.dtype}, {self._kernels.num_threads} threads, {decoder.linear_kind} linear layers, "
                 "one native program"
             ),
+            weight_bytes=packed.memories.resident.nbytes,
+            kv_bytes_per_token=decoder.kv_bytes_per_token,
         )
 
     @property
