@@ -18,10 +18,9 @@ from .config import EngineConfig
 from .cpu import cpu_memory
 from .cpu.kv_memory import num_kv_blocks
 from .cpu.native_runner import NativeRunner
-from .cpu.packed_decoder import PackedModel
+from .cpu.packed_decoder import PackedModel, PackingPlace
 from .errors import ProgramUnsupportedError
 from .infer_request import InferRequest, ModelInfo
-from .kernels.weights import NewMemory
 from .model.loader import LoadedModel, library_choice, load_model
 from .model.module_forward import ModuleForward
 from .model.packing import pack_model
@@ -49,14 +48,14 @@ def make_model_runner(config: EngineConfig) -> Runner:
     return ModelRunner(config, loaded)
 
 
-def pack_or_run(config: EngineConfig, new_memory: NewMemory | None = None) -> PackedModel | Runner:
-    """A checkpoint on CPU: packed for native runners, into `new_memory`, or its runner where it must run as modules.
+def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> PackedModel | Runner:
+    """A checkpoint on CPU: packed for native runners, in `place`, or its runner where it must run as modules.
     Raises as `make_model_runner`."""
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
-    loaded = load_model(config, new_memory=new_memory)
+    loaded = load_model(config, new_memory=None if place is None else place.new_memory)
     try:
-        packed = pack_model(config, loaded)
+        packed = pack_model(config, loaded, place)
     except ProgramUnsupportedError as reason:
         logger.info("%s runs as transformers modules: %s", loaded.model_type, reason)
         note(f"transformers modules, because {reason}")

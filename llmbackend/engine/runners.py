@@ -19,8 +19,7 @@ from .shared_parts import SharedParts
 from .step import Runner
 
 if TYPE_CHECKING:
-    from .cpu.packed_decoder import PackedModel
-    from .kernels.weights import NewMemory
+    from .cpu.packed_decoder import PackedModel, PackingPlace
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +60,12 @@ def _make_runner(config: EngineConfig) -> Runner:
     return _leanly(config, make_model_runner)
 
 
-def pack_or_run(config: EngineConfig, new_memory: NewMemory | None = None) -> PackedModel | Runner:
-    """A checkpoint on CPU: packed for native runners, into `new_memory`, or its runner where it must run as modules.
+def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> PackedModel | Runner:
+    """A checkpoint on CPU: packed for native runners, in `place`, or its runner where it must run as modules.
     Raises as `make_runner`."""
     from .model_runner import pack_or_run
 
-    return _leanly(config, partial(pack_or_run, new_memory=new_memory))
+    return _leanly(config, partial(pack_or_run, place=place))
 
 
 def _leanly(config: EngineConfig, load: Callable[[EngineConfig], T]) -> T:

@@ -29,8 +29,7 @@ from .start_parts import note, part
 from .step import Runner
 
 if TYPE_CHECKING:
-    from .cpu.packed_decoder import PackedModel
-    from .kernels.weights import NewMemory
+    from .cpu.packed_decoder import PackedModel, PackingPlace
     from .weight_cache.cache import Draft
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class SharedParts:
         self,
         config: EngineConfig,
         make_runner: MakeRunner,
-        pack_or_run: Callable[[EngineConfig, NewMemory], PackedModel | Runner],
+        pack_or_run: Callable[[EngineConfig, PackingPlace], PackedModel | Runner],
     ) -> None:
         """Of engine/runners.py, both in an engine's process: `make_runner` loads the checkpoint and runs it,
         `pack_or_run` packs it, if it can."""
@@ -150,7 +149,7 @@ class SharedParts:
             report("importing")
             with part("imports"):
                 _import_torch(self._config)
-            made = self._pack_or_run(self._config, draft.new_memory)
+            made = self._pack_or_run(self._config, draft)
             if not isinstance(made, PackedModel):
                 draft.abandon()
                 return self._with_faults(made)

@@ -9,9 +9,9 @@ kernel sees an address (`Memories`, `PackedDecoder.check`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -262,6 +262,16 @@ class Memories:
         """Of panels, scale and sums. Raises ValueError when one does not lie in resident memory."""
         for offset_bytes, size_bytes in matrix.parts:
             yield None if offset_bytes is None else _address(self.resident, offset_bytes, size_bytes)
+
+
+class PackingPlace(Protocol):
+    """Where a model is packed; what it has no room for, the packing process keeps in memory of its own."""
+
+    def new_memory(self, size_bytes: int) -> Bytes | None:
+        """Resident memory, of zeros."""
+
+    def write_tables(self, resident: Bytes, tables: Sequence[tuple[int, Bytes]], size_bytes: int) -> Bytes | None:
+        """Mapped memory of that size with these arrays at their offsets, once all of `resident` is filled."""
 
 
 @dataclass(frozen=True, slots=True)

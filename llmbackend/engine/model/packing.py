@@ -29,6 +29,7 @@ from ..cpu.packed_decoder import (
     PackedModel,
     PackedNorm,
     PackedProjection,
+    PackingPlace,
 )
 from ..cpu.program_config import why_modules
 from ..errors import ProgramUnsupportedError
@@ -43,9 +44,9 @@ from .loader import LoadedModel, library_choice
 _NAME_OF: dict[Type, Dtype] = {Type.FLOAT32: "float32", Type.BFLOAT16: "bfloat16", Type.INT8: "int8"}
 
 
-def pack_model(config: EngineConfig, loaded: LoadedModel) -> PackedModel:
-    """The loaded model as a program that needs nothing of it any more. Raises ProgramUnsupportedError when it must run
-    as modules."""
+def pack_model(config: EngineConfig, loaded: LoadedModel, place: PackingPlace | None = None) -> PackedModel:
+    """The loaded model as a program that needs nothing of it any more. place: which gave the loader's memory. Raises
+    ProgramUnsupportedError when it must run as modules."""
     if loaded.kernels is None or loaded.decoder is None or loaded.store is None:
         raise ProgramUnsupportedError(loaded.why_modules)
     if reason := why_modules(config):
@@ -55,7 +56,7 @@ def pack_model(config: EngineConfig, loaded: LoadedModel) -> PackedModel:
     packer = _Packer(loaded.store)
     choice = library_choice(config, loaded.dtype)
     decoder = _packed_decoder(loaded, packer, "" if choice is None else choice.report)
-    packed = PackedModel(decoder, Memories(loaded.store.used, packer.mapped()))
+    packed = PackedModel(decoder, Memories(loaded.store.used, packer.mapped(place)))
     with part("verify"):
         _verify(packed, loaded, config.block_size)
     return packed
@@ -123,13 +124,16 @@ class _Packer:
         self._mapped_bytes += -(-place.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
         return place
 
-    def mapped(self) -> Bytes:
-        """The memory of all tables."""
+    def mapped(self, place: PackingPlace | None) -> Bytes:
+        """The memory of all tables, once all arrays have their places."""
+        tables = [(self._places[tensor.data_ptr()].offset_bytes, _bytes(tensor)) for tensor in self._tables]
+        if place is not None:
+            memory = place.write_tables(self._store.used, tables, self._mapped_bytes)
+            if memory is not None:
+                return memory
         memory = np.empty(self._mapped_bytes + ALIGN_BYTES, np.uint8)
         memory = memory[-memory.ctypes.data % ALIGN_BYTES :][: self._mapped_bytes]
-        for tensor in self._tables:
-            begin = self._places[tensor.data_ptr()].offset_bytes
-            data = _bytes(tensor)
+        for begin, data in tables:
             memory[begin : begin + len(data)] = data
         return memory
 

@@ -12,7 +12,7 @@ import atexit
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -22,7 +22,7 @@ from ..config import EngineConfig
 from ..cpu.packed_decoder import Bytes, Memories, PackedDecoder, PackedModel
 from ..errors import CheckpointError
 from .cache_folder import CacheFolder, FolderRefusedError, directory_of, limit_bytes_of
-from .image_file import ImageDamagedError, ImageFile, image_bytes, new_resident, write_image
+from .image_file import ImageDamagedError, ImageFile, image_bytes, new_resident, write_image, write_tables
 from .image_key import NoKeyError, key_of
 
 logger = logging.getLogger(__name__)
@@ -123,6 +123,7 @@ class Draft:
         self._folder = folder
         self._file, self._unfinished = -1, ""
         self._in_place: Bytes | None = None
+        self._tables: Bytes | None = None
         self._memory = os.memfd_create("llmbackend-weights", os.MFD_CLOEXEC)
         if folder is not None:
             try:
@@ -134,8 +135,8 @@ class Draft:
     def new_memory(self, size_bytes: int) -> Bytes | None:
         """Memory in the image's file, in which a model is packed without being copied afterwards; None where that
         costs more than a copy. What was there is lost: for one process at a time."""
-        self._in_place = None
-        if self._folder is None or self._file < 0:
+        self._in_place = self._tables = None
+        if self._folder is None or not self._is_unpublished():
             return None
         try:
             os.ftruncate(self._file, 0)
@@ -145,21 +146,41 @@ class Draft:
             logger.warning("packed weights are not kept: %s", str(error))
         return self._in_place
 
+    def write_tables(self, resident: Bytes, tables: Sequence[tuple[int, Bytes]], size_bytes: int) -> Bytes | None:
+        """The memory of arrays that are read sparsely, by their offsets in it, written behind `resident`, which is all
+        that is used of `new_memory`; None: the caller makes its own."""
+        if self._folder is None or not size_bytes or not self._has(self._in_place, resident):
+            return None
+        try:
+            self._folder.reserve(self._file, image_bytes(len(resident), size_bytes, 0))
+            self._tables = write_tables(self._file, len(resident), tables, size_bytes, _num_threads())
+        except OSError as error:
+            logger.warning("packed weights are not kept: %s", str(error))
+        return self._tables
+
     def write(self, packed: PackedModel, num_threads: int) -> None:
         """Into the file, or into memory where it cannot be written. Raises OSError when neither has room."""
         description = msgspec.msgpack.encode(packed.decoder)
         resident, mapped = packed.memories.resident, packed.memories.mapped
         parts = (description, resident, mapped, num_threads)
-        is_in_place = self._in_place is not None and np.shares_memory(self._in_place, resident)
-        if self._folder is not None and self._file >= 0:
+        has_resident, has_mapped = self._has(self._in_place, resident), self._has(self._tables, mapped)
+        if self._folder is not None and self._is_unpublished():
             try:
                 self._folder.reserve(self._file, image_bytes(len(resident), len(mapped), len(description)))
-                write_image(self._file, self._key, *parts, is_in_place=is_in_place)
+                write_image(self._file, self._key, *parts, has_resident=has_resident, has_mapped=has_mapped)
                 return
             except OSError as error:
                 logger.warning("packed weights are not kept: %s", str(error))
         write_image(self._memory, _IN_MEMORY, *parts)
         self.abandon()
+
+    def _is_unpublished(self) -> bool:
+        """Others may have mapped an image that was published: it is never written to again."""
+        return self._folder is not None and self._file >= 0 and self._folder.holds(self._file, self._unfinished)
+
+    @staticmethod
+    def _has(ours: Bytes | None, memory: Bytes) -> bool:
+        return ours is not None and np.shares_memory(ours, memory)
 
     def abandon(self) -> None:
         """The file is not needed; its pages stay for whoever maps them."""
@@ -221,6 +242,10 @@ class Draft:
                 os.close(self._file)
             self._folder.close()
             self._folder = None
+
+
+def _num_threads() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _read(image: ImageFile, new_memory: NewMemory, num_threads: int) -> PackedModel:

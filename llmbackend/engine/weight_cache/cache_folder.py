@@ -127,6 +127,13 @@ class CacheFolder:
         os.rename(unfinished, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         os.fsync(self._fd)
 
+    def holds(self, descriptor: int, name: str) -> bool:
+        """Whether the file has this name."""
+        try:
+            return os.path.samestat(os.stat(name, dir_fd=self._fd, follow_symlinks=False), os.fstat(descriptor))
+        except OSError:
+            return False
+
     def remove(self, name: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=self._fd)

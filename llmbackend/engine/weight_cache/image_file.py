@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -77,21 +77,43 @@ def new_resident(descriptor: int, size_bytes: int) -> Bytes | None:
     return memory[:size_bytes] if huge_bytes(memory) else None
 
 
+def write_tables(
+    descriptor: int, resident_bytes: int, tables: Sequence[tuple[int, Bytes]], size_bytes: int, num_threads: int
+) -> Bytes:
+    """The mapped memory of a new image behind so much resident memory: of size_bytes, with these arrays at these
+    offsets and zeros between them. Raises OSError."""
+    part = _layout(resident_bytes, size_bytes, 0)[1]
+    os.ftruncate(descriptor, part.offset_bytes)
+    os.ftruncate(descriptor, part.end)
+    pieces = [
+        (offset_bytes + begin, table[begin : begin + CHUNK_BYTES])
+        for offset_bytes, table in tables
+        for begin in range(0, len(table), CHUNK_BYTES)
+    ]
+
+    def write(index: int) -> None:
+        offset_bytes, piece = pieces[index]
+        _write_in_pieces(descriptor, piece, part.offset_bytes + offset_bytes, _SPARSE_PIECE_BYTES)
+
+    _in_threads(write, len(pieces), num_threads)
+    return map_pages(descriptor, part.offset_bytes, part.size_bytes)[:size_bytes]
+
+
 def write_image(
     descriptor: int, key: str, description: bytes, resident: Bytes, mapped: Bytes, num_threads: int,
-    *, is_in_place: bool = False,
+    *, has_resident: bool = False, has_mapped: bool = False,
 ) -> None:  # fmt: skip
-    """is_in_place: `resident` is the beginning of this file's `new_resident`. Raises OSError; the file is then no
-    image. Written, but not on the disk yet."""
+    """has_resident: `resident` is the beginning of this file's `new_resident`; has_mapped: so is `mapped` what
+    `write_tables` gave. Raises OSError; the file is then no image. Written, but not on the disk yet."""
     parts = resident_part, mapped_part, sums_part, description_part = _layout(
         len(resident), len(mapped), len(description)
     )
-    if not is_in_place:
+    if not has_resident:
         os.ftruncate(descriptor, 0)
     os.ftruncate(descriptor, description_part.end)
     sums = np.concatenate((
-        _write_memory(None if is_in_place else descriptor, resident, resident_part, CHUNK_BYTES, num_threads),
-        _write_memory(descriptor, mapped, mapped_part, _SPARSE_PIECE_BYTES, num_threads),
+        _write_memory(None if has_resident else descriptor, resident, resident_part, CHUNK_BYTES, num_threads),
+        _write_memory(None if has_mapped else descriptor, mapped, mapped_part, _SPARSE_PIECE_BYTES, num_threads),
     ))  # fmt: skip
     _write_all(descriptor, sums.tobytes(), sums_part.offset_bytes)
     _write_all(descriptor, description, description_part.offset_bytes)
@@ -119,11 +141,15 @@ def _write_memory(descriptor: int | None, memory: Bytes, part: _Part, piece_byte
             chunk = np.pad(chunk, (0, -len(chunk) % PAGE_BYTES))
         sums[index] = chunk_checksum(chunk)
         if descriptor is not None:
-            for begin in range(0, len(chunk), piece_bytes):
-                _write_all(descriptor, chunk[begin : begin + piece_bytes].data, part.offset_bytes + start + begin)
+            _write_in_pieces(descriptor, chunk, part.offset_bytes + start, piece_bytes)
 
     _in_threads(write, len(sums), num_threads)
     return sums
+
+
+def _write_in_pieces(descriptor: int, data: Bytes, offset_bytes: int, piece_bytes: int) -> None:
+    for begin in range(0, len(data), piece_bytes):
+        _write_all(descriptor, data[begin : begin + piece_bytes].data, offset_bytes + begin)
 
 
 def _write_all(descriptor: int, data: bytes | memoryview, offset_bytes: int) -> None:

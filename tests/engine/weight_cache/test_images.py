@@ -80,7 +80,15 @@ def pack_in_place(draft: Draft, packed: PackedModel) -> PackedModel:
         pytest.skip("this file system keeps no files on huge pages")
     resident = memory[: len(packed.memories.resident)]
     resident[:] = packed.memories.resident
-    return PackedModel(packed.decoder, Memories(resident, packed.memories.mapped))
+    mapped = packed.memories.mapped
+    tables = [(0, mapped[:1000]), (1024, mapped[1024:])]
+    mapped[1000:1024] = 0  # alignment
+    return PackedModel(
+        packed.decoder,
+        Memories(
+            resident, found if (found := draft.write_tables(resident, tables, len(mapped))) is not None else mapped
+        ),
+    )
 
 
 @pytest.mark.parametrize("attempts", [1, 2])
@@ -101,6 +109,20 @@ def test_a_model_that_is_packed_in_the_file_is_shared_on_huge_pages(config: Engi
     assert same(found, packed)
     assert not found.memories.resident.flags.writeable
     assert huge_bytes(found.memories.resident) >= len(packed.memories.resident) // CHUNK_BYTES * CHUNK_BYTES
+
+
+def test_an_image_that_was_published_is_not_written_to_again(config: EngineConfig) -> None:
+    packed, other = packed_model(), packed_model(seed=1)
+    with cached(config) as place:
+        draft = place.draft()
+        draft.write(pack_in_place(draft, packed), THREADS)
+        draft.publish()
+        found = read(config)
+        assert draft.new_memory(len(packed.memories.resident)) is None
+        draft.write(other, THREADS)
+        assert same(found, packed)
+        draft.close()
+    assert same(read(config), packed)
 
 
 def test_a_disk_that_is_full_behind_the_packed_weights_leaves_them_in_memory(
