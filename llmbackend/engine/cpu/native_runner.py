@@ -22,7 +22,7 @@ from ..sampling.rows import SamplingRows
 from ..sampling.sampler import Sampler
 from ..start_parts import note
 from ..step import FlatStep, Int32Array, RowTable, SampledTokens, StepPlan, flatten
-from .cpu_memory import keep_freed_memory
+from .cpu_memory import FilePages, keep_freed_memory
 from .decoder_program import DecoderProgram, Float32Array
 from .kv_memory import num_kv_blocks
 from .packed_decoder import PackedModel
@@ -100,12 +100,15 @@ class _Forward:
             max_tokens=max(config.max_num_batched_tokens, drafts),
             max_samples=max(config.max_step_samples, PIECE_TOKENS),
         )  # fmt: skip
+        self._tables = FilePages(packed.memories.mapped) if packed.memories.is_file else None
         self._step: FlatStep
         """The last one that was computed."""
 
     def logits(self, plan: StepPlan, table: RowTable) -> Float32Array | None:
         """Logits float32 [samples, vocab], valid until the next step; None when no row samples."""
         self._step = flatten(plan, table)
+        if self._tables is not None:
+            self._tables.read(len(self._step.token_ids))
         logits = self._program.forward(self._step, self._step.blocks_in_use(table))
         return logits if len(logits) else None
 

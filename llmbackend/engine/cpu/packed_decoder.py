@@ -247,11 +247,13 @@ class Memories:
     """Where a packed model's weights lie, read-only to the program.
 
     resident  uint8 [bytes]  what every step reads: packed matrices, norms, biases; on huge pages
-    mapped    uint8 [bytes]  what a step reads few rows of: the embedding, rotary tables; it may be a file's pages
+    mapped    uint8 [bytes]  what a step reads few rows of: the embedding, rotary tables
+    is_file   whether `mapped` are a file's pages, read-only, which can be given back and are then read again
     """
 
     resident: Bytes
     mapped: Bytes
+    is_file: bool = False
 
     def address(self, array: ArrayAt) -> int:
         """Raises ValueError when the array does not lie in its memory."""

@@ -251,7 +251,7 @@ def _num_threads() -> int:
 def _read(image: ImageFile, new_memory: NewMemory, num_threads: int) -> PackedModel:
     """Raises ImageDamagedError or MemoryError. Every place in the description lies in its memory."""
     description, resident, mapped = image.read(new_memory, num_threads)
-    memories = Memories(resident, mapped)
+    memories = Memories(resident, mapped, is_file=True)
     try:
         decoder = _decode(description)
         decoder.check(memories)
