@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, held_bytes
+from llmbackend.core.outputs import Outputs
 from llmbackend.core.requests.request_bounds import string_count_bound
 from llmbackend.core.tensors import RawTensor, Tensor
 from llmbackend.core.tracing.trace import RequestTrace
@@ -216,4 +217,6 @@ def _close_accepted(
 
 def are_large(tensors: Sequence[Tensor]) -> bool:
     """Whether making JSON of them, or copying them, takes more than a few milliseconds."""
+    if type(tensors) is Outputs and tensors.layout.is_text:  # one string each
+        return tensors.num_bytes() > _LARGE_BYTES
     return sum(tensor.data.size for tensor in tensors) > _LARGE_ELEMENTS or held_bytes(tensors) > _LARGE_BYTES

@@ -130,15 +130,21 @@ def _shape(model_input: TensorMetadata, count: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def fields_of_response(response: InferenceResponse) -> dict[str, Any]:
+    """Those beside the outputs."""
+    fields: dict[str, Any] = {"model_name": response.model_name, "model_version": str(response.model_version)}
+    if response.request_id:
+        fields["id"] = response.request_id
+    fields.update(response.parameters)
+    return fields
+
+
 def encode_response(response: InferenceResponse) -> bytes:
     """One response as a flat object with sorted keys; a tensor of one element is a scalar, others are flat arrays.
 
     An output that JSON cannot represent makes the whole an error object, since the status may have been sent already.
     """
-    document: dict[str, Any] = {"model_name": response.model_name, "model_version": str(response.model_version)}
-    if response.request_id:
-        document["id"] = response.request_id
-    document.update(response.parameters)
+    document = fields_of_response(response)
     try:
         for tensor in response.outputs:
             values = json_from_tensor(tensor)

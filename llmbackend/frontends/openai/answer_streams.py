@@ -10,6 +10,7 @@ import orjson
 
 from .answer_plan import AnswerPlan
 from .answers import AnswerReader
+from .parsers import ContentDelta
 from .requests import GenerationRequest
 from .responses import DEFAULT_FINISH_REASON, Identity
 from .schema import StreamOptions
@@ -30,11 +31,15 @@ class AnswerChunkWriter(ChunkWriter):
     def delta(self, index: int, delta: Delta) -> bytes:
         reader = self._readers[index]
         events = reader.read(delta)
-        self._usage.add(index, delta)
-        if self._reports_reasoning:
-            self._usage.set_reasoning(index, reader.num_reasoning_tokens)
-        deltas = [orjson.dumps(found) for event in events if (found := reader.as_delta(event)) is not None]
-        chunks = self._chunks(index, delta, deltas)
+        if self._has_usage:
+            self._usage.add(index, delta)
+            if self._reports_reasoning:
+                self._usage.set_reasoning(index, reader.num_reasoning_tokens)
+        if len(events) == 1 and isinstance(events[0], ContentDelta) and not (self._has_more or delta.token_ids):
+            chunks = [self._text_chunk(index, events[0].text)]
+        else:
+            deltas = [orjson.dumps(found) for event in events if (found := reader.as_delta(event)) is not None]
+            chunks = self._chunks(index, delta, deltas)
         if (delta.finish_reason or delta.is_final) and not self._finished[index]:
             self._finished[index] = True
             reason = reader.finish_reason(delta.finish_reason or DEFAULT_FINISH_REASON)

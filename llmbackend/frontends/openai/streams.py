@@ -53,6 +53,11 @@ class ChunkWriter:
         self._echo = [echo for echo in request.echo for _ in range(request.n)]
         self._finished = [False] * request.num_choices
         form, is_chat = request.logprobs, request.is_chat
+        self._text_head = [self._head_of(index) + self._shape.text_open for index in range(request.num_choices)]
+        self._text_tail = self._shape.text_close + b',"logprobs":null,"finish_reason":null}' + self._tail
+        """Around the text of a chunk that has nothing else."""
+        self._has_more = self._has_continuous_usage or request.logprobs is not None
+        """Whether chunks of text have more than the text."""
         self._logprobs = [None if form is None else logprobs_renderer(form, is_chat=is_chat) for _ in self._finished]
 
     def begin(self) -> bytes:
@@ -77,17 +82,32 @@ class ChunkWriter:
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """The chunk of new text, the finish chunk, both, or nothing (where a stop string may have begun)."""
-        self._usage.add(index, delta)
+        if self._has_usage:
+            self._usage.add(index, delta)
         chunk = b""
-        if delta.text or delta.logprobs or delta.token_ids:
-            render = self._logprobs[index]
-            logprobs = b"null" if render is None else orjson.dumps(render(delta.logprobs))
-            more = b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
-            chunk = self._chunk(index, self._text(delta.text), logprobs, more=more)
+        if self._has_more or delta.token_ids:
+            chunk = self._chunk_with_more(index, delta)
+        elif delta.text:
+            chunk = self._text_chunk(index, delta.text)
         if (delta.finish_reason or delta.is_final) and not self._finished[index]:
             self._finished[index] = True
             chunk += self._finish_chunk(index, delta.finish_reason or DEFAULT_FINISH_REASON, delta)
         return chunk
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """Made for each token of most streams."""
+        return b"%b%b%b" % (self._text_head[index], orjson.dumps(text), self._text_tail)
+
+    def _chunk_with_more(self, index: int, delta: Delta) -> bytes:
+        if not (delta.text or delta.logprobs or delta.token_ids):
+            return b""
+        render = self._logprobs[index]
+        logprobs = b"null" if render is None else orjson.dumps(render(delta.logprobs))
+        more = b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
+        return self._chunk(index, self._text(delta.text), logprobs, more=more)
+
+    def _head_of(self, index: int) -> bytes:
+        return b'%b{"index":%d,' % (self._head, index)
 
     def end(self) -> bytes:
         if not self._has_usage:
@@ -114,6 +134,6 @@ class ChunkWriter:
         tail = self._tail
         if self._has_continuous_usage:
             tail = b'],"usage":' + orjson.dumps(self._usage.as_json()) + b"}\n\n"
-        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}%b' % (
-            self._head, index, text, logprobs, finish_reason, more, tail,
+        return b'%b%b,"logprobs":%b,"finish_reason":%b%b}%b' % (
+            self._head_of(index), text, logprobs, finish_reason, more, tail,
         )  # fmt: skip

@@ -30,8 +30,7 @@ class ItemAdded:
     item: OutputItem
 
 
-@dataclass(frozen=True, slots=True)
-class TextAdded:
+class TextAdded(msgspec.Struct, frozen=True):
     item: OutputItem
     text: str
     logprobs: bytes
