@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, TypeVar
 from . import lean_imports
 from .config import EngineConfig
 from .fault_injection import Faults, with_faults
-from .gpu.parallel.followers import Followers
 from .shared_parts import SharedParts
 from .step import Runner
 
 if TYPE_CHECKING:
     from .cpu.packed_decoder import PackedModel, PackingPlace
+    from .gpu.parallel.followers import Followers
 
 logger = logging.getLogger(__name__)
 

@@ -16,20 +16,21 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol
 
 from . import lean_imports
 from .config import EngineConfig
 from .fault_injection import Faults, with_faults
-from .gpu.parallel.followers import Followers, fork_followers
 from .infer_request import ModelPrepared
 from .load_progress import report
 from .start_parts import note, part
 from .step import Runner
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from .cpu.packed_decoder import PackedModel, PackingPlace
+    from .gpu.parallel.followers import Followers
     from .weight_cache.cache import Draft
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class SharedParts:
         """Forks the other ranks of an engine over several devices, which close `lifeline_fd`."""
         config = self._config
         if config.tensor_parallel_size > 1:
+            from .gpu.parallel.followers import fork_followers
+
             followers = fork_followers(config.tensor_parallel_size, partial(_follow, config), [lifeline_fd])
             return partial(self._make_runner, config, followers)
         if is_whole or self._why_whole:
@@ -146,8 +149,8 @@ class SharedParts:
         with self._sole_writer():
             if draft.is_written():
                 return ModelPrepared()
-            report("importing")
-            with part("imports"):
+            report("importing torch")
+            with part("import torch"):
                 _import_torch(self._config)
             made = self._pack_or_run(self._config, draft)
             if not isinstance(made, PackedModel):

@@ -9,7 +9,7 @@ import pytest
 
 from llmbackend.engine import start_parts
 from llmbackend.engine.infer_request import ModelInfo
-from llmbackend.engine.start_parts import StartPart, collecting, note, part, text_of
+from llmbackend.engine.start_parts import StartPart, collecting, note, part, process_age_s, text_of
 
 
 def test_a_part_does_not_count_the_parts_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +39,11 @@ def test_what_was_done_before_comes_first() -> None:
     start.begin(before)
     assert [each.name for each in start.parts] == ["find", "pack"]
     assert start.notes == ("found nothing", "packed")
+
+
+def test_the_age_of_a_process_grows_with_the_clock() -> None:
+    first_s, second_s = process_age_s(), process_age_s()
+    assert 0 < first_s <= second_s
 
 
 def test_nothing_is_collected_where_nobody_collects() -> None:

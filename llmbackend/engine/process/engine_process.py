@@ -29,7 +29,7 @@ from ..errors import is_shortage
 from ..fault_injection import Faults, FaultyLink, Link
 from ..infer_request import EngineInput, EngineStarted, ModelPrepared
 from ..load_progress import LoadProgress, reporting_to
-from ..start_parts import Start, collecting, part
+from ..start_parts import Start, StartPart, collecting, process_age_s
 from ..step import Runner
 from .order import EngineOrder
 
@@ -128,8 +128,8 @@ class EngineProgram:
 
     def __init__(self, config: EngineConfig, runners: str) -> None:
         self._config = config
-        with collecting() as self._before, part("imports"):
-            self._parts: EngineParts = importlib.import_module(runners).shared_parts(config)
+        self._parts: EngineParts = importlib.import_module(runners).shared_parts(config)
+        self._before = Start((StartPart("fork server", process_age_s()),))
         self._is_first = True
 
     def before_fork(self, order: bytes) -> None:
