@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -48,12 +48,12 @@ HTTP_PATHS: Final = {
 
 
 def http_request(kind: str, model: str, num_tokens: int, **fields: Any) -> bytes:
-    """A whole HTTP request for a stream of so many tokens, one of HTTP_PATHS."""
+    """A whole HTTP request for a stream of so many tokens, one of HTTP_PATHS; a field of None is left out."""
     of_kind = HTTP_PATHS[kind]
     body = {"model": model, **of_kind.body, of_kind.max_tokens: num_tokens, **fields}
     if kind == "generate_stream":
         body.pop("model")
-    content = json.dumps(body).encode()
+    content = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
     head = f"POST {of_kind.path.format(model=model)} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
@@ -74,16 +74,17 @@ async def http_stream(address: str, request: bytes) -> Streamed:
     return Streamed(events, first_s)
 
 
-def grpc_request(model: str, num_tokens: int, **sampling: Any) -> bytes:
-    """A serialised ModelInferRequest for a stream of so many tokens."""
+def grpc_request(model: str, num_tokens: int, prompt: Sequence[int] = (), **sampling: Any) -> bytes:
+    """A serialised ModelInferRequest for a stream of so many tokens; `prompt`: as token ids."""
     request = service_pb2.ModelInferRequest(model_name=model, id="1")
     parameters = json.dumps({"max_tokens": num_tokens, **sampling}).encode()
+    text = ("text_input", "BYTES", np.array([b"prompt"], object))
     for name, datatype, value in (
-        ("text_input", "BYTES", np.array([b"prompt"], object)),
+        ("input_ids", "INT32", np.array(prompt, np.int32)) if prompt else text,
         ("stream", "BOOL", np.array([True])),
         ("sampling_parameters", "BYTES", np.array([parameters], object)),
     ):
-        tensor = InferInput(name, [1], datatype)
+        tensor = InferInput(name, value.shape, datatype)
         tensor.set_data_from_numpy(value)
         request.inputs.append(tensor._get_tensor())
         request.raw_input_contents.append(tensor._get_content())
