@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, get_args
 
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
@@ -58,6 +59,18 @@ _COUNTERS = {
     _POISON: "Requests that were ended because they killed the engine.",
     _BREACHES: "Self-checks that found something lost or left behind.",
 }
+_COUNTED_BY_ENGINES = {
+    "vllm:num_preemptions_total": attrgetter("num_preemptions"),
+    "vllm:prompt_tokens_total": attrgetter("prompt_tokens"),
+    "vllm:generation_tokens_total": attrgetter("generation_tokens"),
+    "vllm:prefix_cache_queries_total": attrgetter("prefix_cache_queries"),
+    "vllm:prefix_cache_hits_total": attrgetter("prefix_cache_hits"),
+    "vllm:spec_decode_num_drafts_total": attrgetter("num_drafts"),
+    "vllm:spec_decode_num_draft_tokens_total": attrgetter("num_draft_tokens"),
+    "vllm:spec_decode_num_accepted_tokens_total": attrgetter("num_accepted_tokens"),
+    _BREACHES: attrgetter("num_invariant_breaches"),
+}
+"""Counters whose growth is that of a number in an engine's snapshots."""
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("Arrival to first token.", _SECONDS_FIRST_TOKEN),
     "vllm:inter_token_latency_seconds": ("Time between two outputs of a request.", _SECONDS_SHORT),
@@ -173,15 +186,9 @@ class LlmMetrics:
             engines = list(self._engines.values())
         self._kv_blocks.engine_stats(engine, stats)
         self._update_gauges(engines, num_queued)
-        self._count("vllm:num_preemptions_total", before.num_preemptions, stats.num_preemptions)
-        self._count("vllm:prompt_tokens_total", before.prompt_tokens, stats.prompt_tokens)
-        self._count("vllm:generation_tokens_total", before.generation_tokens, stats.generation_tokens)
-        self._count("vllm:prefix_cache_queries_total", before.prefix_cache_queries, stats.prefix_cache_queries)
-        self._count("vllm:prefix_cache_hits_total", before.prefix_cache_hits, stats.prefix_cache_hits)
-        self._count("vllm:spec_decode_num_drafts_total", before.num_drafts, stats.num_drafts)
-        self._count("vllm:spec_decode_num_draft_tokens_total", before.num_draft_tokens, stats.num_draft_tokens)
-        self._count("vllm:spec_decode_num_accepted_tokens_total", before.num_accepted_tokens, stats.num_accepted_tokens)
-        self._count(_BREACHES, before.num_invariant_breaches, stats.num_invariant_breaches)
+        for name, counted in _COUNTED_BY_ENGINES.items():
+            if (after := counted(stats)) != (earlier := counted(before)):
+                self._families[name].increment(after - earlier if after > earlier else after, **self._labels)
 
     def engine_removed(self, engine: int, num_queued: int) -> None:
         """The engine was stopped and others go on: its requests and blocks are no longer counted."""
@@ -253,17 +260,18 @@ class LlmMetrics:
             self._restarts.increment(0, cause=cause, **self._labels)
 
     def _update_gauges(self, engines: Sequence[EngineStats], num_queued: int) -> None:
-        self._set("vllm:num_requests_running", sum(one.num_requests_running for one in engines))
-        self._set("vllm:num_requests_waiting", num_queued + sum(one.num_requests_waiting for one in engines))
-        self._set("vllm:kv_cache_usage_perc", sum(one.kv_cache_usage for one in engines) / max(len(engines), 1))
+        running = waiting = 0
+        usage = 0.0
+        for one in engines:
+            running += one.num_requests_running
+            waiting += one.num_requests_waiting
+            usage += one.kv_cache_usage
+        self._set("vllm:num_requests_running", running)
+        self._set("vllm:num_requests_waiting", num_queued + waiting)
+        self._set("vllm:kv_cache_usage_perc", usage / max(len(engines), 1))
 
     def _set(self, name: str, value: float) -> None:
         self._families[name].set(value, **self._labels)
-
-    def _count(self, name: str, before: int, after: int) -> None:
-        growth = after - before if after >= before else after
-        if growth:
-            self._families[name].increment(growth, **self._labels)
 
     def _observe_seconds(self, name: str, duration_ns: int) -> None:
         self._families[name].observe(duration_ns * 1e-9, **self._labels)

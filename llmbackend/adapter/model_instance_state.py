@@ -32,6 +32,7 @@ from .conversion_pool import is_short
 from .infer_task import InferTask
 from .lora_changes import LoraChange, lora_change
 from .model_state import ModelState
+from .task_map import NO_CONTROLS
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +192,8 @@ class ModelInstanceState:
     def _control_signal(self) -> Sequence[tuple[str, Operation]]:
         """Answers requests that were stopped, and names those that this engine must drop."""
         controls = self._tasks.take_controls(self._engine.assignment)
+        if controls is NO_CONTROLS:
+            return ()
         for task, error in controls.ended:
             if error is None:
                 self._finish_early(task)

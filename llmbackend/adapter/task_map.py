@@ -11,6 +11,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from llmbackend.core.backend_api import Tenant, TritonError
 from llmbackend.engine.errors import DeathKind
@@ -162,6 +163,9 @@ class Controls:
     """Engines that have controls of their own now, and must be woken."""
 
 
+NO_CONTROLS: Final = Controls([], [], [])
+
+
 @dataclass(frozen=True, slots=True)
 class LostTasks:
     """What a dead engine had."""
@@ -203,7 +207,7 @@ class TaskMap:
     def num_waiting(self) -> int:
         """Queued requests, and those that are being converted and have a place in the queue."""
         with self._lock:
-            return len(self._queue) + self._reserved.total()
+            return len(self._queue) + (self._reserved.total() if self._reserved else 0)
 
     def ids_of(self, client_id: str, by: Tenant) -> list[str]:
         """The requests to which their client gave this id, and which `by` may end."""
@@ -359,9 +363,9 @@ class TaskMap:
 
     def take_controls(self, engine: EngineAssignment) -> Controls:
         """Drains the pending stops of an engine, and pops the tasks that they end."""
-        controls = Controls([], [], [])
         if not engine.pending_stops and not engine.stopped_ids:
-            return controls
+            return NO_CONTROLS
+        controls = Controls([], [], [])
         with self._lock:
             controls.stop.extend(engine.stopped_ids)
             stops, engine.pending_stops, engine.stopped_ids = engine.pending_stops, [], []

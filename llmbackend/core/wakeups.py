@@ -7,9 +7,8 @@ outermost `responses_together`, once however often it was asked for; it is calle
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 
 class _Waiting(threading.local):
@@ -19,21 +18,23 @@ class _Waiting(threading.local):
 _waiting = _Waiting()
 
 
-@contextlib.contextmanager
-def responses_together() -> Iterator[None]:
+class responses_together:  # noqa: N801  as context managers of the standard library
     """Within it, the calling thread wakes the receivers of its responses once, at the end. A receiver that runs earlier
     would only take the interpreter's lock from the thread that has more for it. The thread must not block: responses
     of other threads to the same receiver wait, too."""
-    if _waiting.wakeups is not None:
-        yield
-        return
-    _waiting.wakeups = {}
-    try:
-        yield
-    finally:
-        wakeups, _waiting.wakeups = _waiting.wakeups, None
-        for wake in wakeups:
-            wake()
+
+    __slots__ = ("_is_outermost",)
+
+    def __enter__(self) -> None:
+        self._is_outermost = _waiting.wakeups is None
+        if self._is_outermost:
+            _waiting.wakeups = {}
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_outermost:
+            wakeups, _waiting.wakeups = _waiting.wakeups, None
+            for wake in wakeups or ():
+                wake()
 
 
 def wake_receiver(wake: Callable[[], None]) -> None:

@@ -110,6 +110,8 @@ class LlmManager:
         self._is_ordered = threading.Event()
         """Whether an engine was asked for, and its process is on its way."""
         self._first_load: Future[ModelInfo] = Future()
+        self._has_loaded = False
+        """Whether `_first_load` has its result; asking a Future takes its lock."""
         self._live: dict[str, None] = {}
         self._stopping = False
 
@@ -196,10 +198,12 @@ class LlmManager:
         try:
             results = self._supervisor.receive(is_busy=bool(self._live))
         finally:
-            self._is_ordered.set()
+            if not self._is_ordered.is_set():
+                self._is_ordered.set()
         self._deliver(results)
         self._wakeup.clear()
-        if self._supervisor.info is not None and not self._first_load.done():
+        if not self._has_loaded and self._supervisor.info is not None:
+            self._has_loaded = True
             self._first_load.set_result(self._supervisor.info)
         if not self._stopping:
             self._feed()
