@@ -150,6 +150,7 @@ class SharedParts:
             if draft.is_written():
                 return ModelPrepared()
             report("importing torch")
+            draft.prefault()
             with part("import torch"):
                 _import_torch(self._config)
             made = self._pack_or_run(self._config, draft)

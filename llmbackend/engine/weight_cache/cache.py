@@ -22,6 +22,7 @@ from ..config import EngineConfig
 from ..cpu.packed_decoder import Bytes, Memories, PackedDecoder, PackedModel
 from ..errors import CheckpointError
 from .cache_folder import CacheFolder, FolderRefusedError, directory_of, limit_bytes_of
+from .huge_pages import Prefault
 from .image_file import ImageDamagedError, ImageFile, image_bytes, new_resident, write_image, write_tables
 from .image_key import NoKeyError, key_of
 
@@ -31,6 +32,9 @@ _IN_MEMORY: Final = "weights"
 """The key of an image that lies in memory alone, and is read by the process whose child wrote it."""
 NewMemory = Callable[[int], Bytes]
 """Of so many bytes, such as `KernelLibrary.memory`: on huge pages, aligned, zeros."""
+_SAME_SHARE: Final = 0.95
+_INT8_SHARE: Final = 0.45
+"""Of a checkpoint's bytes in 16 bits: resident memory, rather less than more of it."""
 _decode = msgspec.msgpack.Decoder(PackedDecoder).decode
 
 
@@ -46,6 +50,7 @@ class CachedModel:
         """Why there is no place for an image on disk; "" where there is one."""
         self._folder: CacheFolder | None = None
         self._name = ""
+        self._resident_bytes = 0
         try:
             self._open(config)
         except (NoKeyError, CheckpointError) as error:
@@ -63,6 +68,8 @@ class CachedModel:
         self.directory = str(directory)
         self._folder = CacheFolder(directory, limit_bytes)
         self.key, self._name = key.digest, key.file_name
+        if config.dtype == "auto":
+            self._resident_bytes = int(key.checkpoint_bytes * (_INT8_SHARE if config.quantization else _SAME_SHARE))
 
     def read(self, new_memory: NewMemory, num_threads: int) -> PackedModel | None:
         """The packed model, if there is an image of it that has not changed; its threads have ended. Raises
@@ -81,7 +88,7 @@ class CachedModel:
     def draft(self) -> Draft:
         """A place for the image that this process, or a child of it, is about to write. Raises OSError when there is
         not even memory for it."""
-        return Draft(self.key, self._folder and self._folder.copy(), self._name)
+        return Draft(self.key, self._folder and self._folder.copy(), self._name, self._resident_bytes)
 
     def close(self) -> None:
         """Drafts and what was read stay."""
@@ -117,13 +124,15 @@ class Draft:
     """An image that is being written: by this process, or by a child that inherited it. The one that made it
     removes it at its end, if it was not published."""
 
-    def __init__(self, key: str, folder: CacheFolder | None, name: str) -> None:
-        """Owns the folder."""
+    def __init__(self, key: str, folder: CacheFolder | None, name: str, expected_bytes: int = 0) -> None:
+        """Owns the folder. expected_bytes: of resident memory, about; 0: unknown."""
         self._key, self._name = key, name
         self._folder = folder
         self._file, self._unfinished = -1, ""
         self._in_place: Bytes | None = None
         self._tables: Bytes | None = None
+        self._expected_bytes = expected_bytes
+        self._prefault: Prefault | None = None
         self._memory = os.memfd_create("llmbackend-weights", os.MFD_CLOEXEC)
         if folder is not None:
             try:
@@ -132,6 +141,12 @@ class Draft:
                 logger.warning("packed weights are not kept: %s", str(error))
         atexit.register(self._clear, os.getpid())
 
+    def prefault(self) -> None:
+        """Begins to take the memory that a `new_memory` will probably ask for from the system, beside what else the
+        process does."""
+        if self._expected_bytes and (memory := self.new_memory(self._expected_bytes)) is not None:
+            self._prefault = Prefault(memory)
+
     def new_memory(self, size_bytes: int) -> Bytes | None:
         """Memory in the image's file, in which a model is packed without being copied afterwards; None where that
         costs more than a copy. What was there is lost: for one process at a time."""
@@ -139,7 +154,11 @@ class Draft:
         if self._folder is None or not self._is_unpublished():
             return None
         try:
-            os.ftruncate(self._file, 0)
+            if self._prefault is None:
+                os.ftruncate(self._file, 0)
+            else:
+                self._prefault.stop()
+                self._prefault = None
             self._folder.reserve(self._file, image_bytes(size_bytes, 0, 0))
             self._in_place = new_resident(self._file, size_bytes)
         except OSError as error:
@@ -184,6 +203,9 @@ class Draft:
 
     def abandon(self) -> None:
         """The file is not needed; its pages stay for whoever maps them."""
+        if self._prefault is not None:
+            self._prefault.stop()
+            self._prefault = None
         if self._folder is not None and self._unfinished:
             self._folder.remove(self._unfinished)
 

@@ -37,10 +37,12 @@ _CONFIGS: Final = ("config.json", "generation_config.json")
 
 
 class ImageKey(msgspec.Struct, frozen=True):
-    """model: the folder's name, for people; digest: of everything that the image depends on, in hex."""
+    """model: the folder's name, for people; digest: of everything that the image depends on, in hex;
+    checkpoint_bytes: of the files with weights."""
 
     model: str
     digest: str
+    checkpoint_bytes: int
 
     @property
     def file_name(self) -> str:
@@ -72,7 +74,8 @@ def key_of(config: EngineConfig) -> ImageKey:
         _this_machine(),
     )
     name = re.sub(r"[^\w.-]+", "_", directory.resolve().name)[:80] or "model"
-    return ImageKey(name, hashlib.sha256(msgspec.msgpack.encode(depends_on)).hexdigest()[:40])
+    digest = hashlib.sha256(msgspec.msgpack.encode(depends_on)).hexdigest()[:40]
+    return ImageKey(name, digest, sum(path.stat().st_size for path in weights))
 
 
 def _contents(path: Path) -> bytes:

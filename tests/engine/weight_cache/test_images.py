@@ -91,6 +91,24 @@ def pack_in_place(draft: Draft, packed: PackedModel) -> PackedModel:
     )
 
 
+@pytest.mark.parametrize("expected_mib", [1, 64])
+def test_memory_that_was_taken_beforehand_makes_no_difference(config: EngineConfig, expected_mib: int) -> None:
+    """Less than is needed in the end, or more."""
+    weights = Path(config.model) / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size + (expected_mib << 20))
+    packed = packed_model()
+    with cached(config) as place:
+        draft = place.draft()
+        draft.prefault()
+        in_place = pack_in_place(draft, packed)
+        draft.write(in_place, THREADS)
+        assert same(draft.read(new_memory, THREADS), packed)
+        draft.publish()
+        draft.close()
+    assert same(read(config), packed)
+    assert images(config)[0].stat().st_size < 2 * RESIDENT_OFFSET_BYTES + 3 * len(packed.memories.resident)
+
+
 @pytest.mark.parametrize("attempts", [1, 2])
 def test_a_model_that_is_packed_in_the_file_is_shared_on_huge_pages(config: EngineConfig, attempts: int) -> None:
     packed = packed_model()
