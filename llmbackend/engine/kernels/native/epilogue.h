@@ -51,10 +51,18 @@ void store_row(T* y, int columns, const PanelRow& row) {
 }
 
 inline void add_row(float* y, int columns, float factor, PanelRow row) {
-    alignas(64) float old[kPanel] = {};
-    std::copy(y, y + columns, old);
+    alignas(64) float narrow[kPanel] = {};
+    if (columns < kPanel) std::copy(y, y + columns, narrow);
+    const float* old = columns == kPanel ? y : narrow;
     for (int v = 0; v < kPanelVectors; v++) row.v[v] = fma(row.v[v], splat(factor), load(old + v * kLanes));
     store_row(y, columns, row);
+}
+
+// Brings one row's part of y near, to be added to or written when the sums are done.
+inline void fetch_y(const LinearOp& op, int row, int column) {
+    const int size = op.y_type == Type::kFloat32 ? 4 : 2;
+    char* at = static_cast<char*>(op.y) + (static_cast<int64_t>(row) * op.y_stride + column) * size;
+    for (int byte = 0; byte < kPanel * size; byte += 64) __builtin_prefetch(at + byte, 1, 3);
 }
 
 inline void copy_bias(const float* bias, int columns, float* to) {

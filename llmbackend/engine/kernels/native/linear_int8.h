@@ -332,6 +332,8 @@ struct Product {
             const int end = std::min(begin + kKBlock, k);
             for_blocks(first, last, [&](int row, int rows, int part, int parts) {
                 int32_t* block = sums + (k > kKBlock ? (row - first) * kPanel : 0);
+                if (end == k)
+                    for (int r = 0; r < rows; r++) fetch_y(op, row + r, column);
                 for (int factor = 0; factor < num_factors; factor++) {
                     const int8_t* weights = panel_of(factor, panel) + begin * kPanel;
                     const int8_t* later = end < k ? weights + kKBlock * kPanel : panel_of(factor, next);
