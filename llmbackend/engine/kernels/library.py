@@ -55,6 +55,12 @@ class KernelLibrary:
         if list(sizes) != [ctypes.sizeof(structure) for structure in STRUCTURES]:
             raise OSError(f"{path.name} was built from other sources than this package's: install it again")
 
+    def multiply_registers(self, weights: Type, steps: int) -> int:
+        """Multiplies registers, as for weights of this type, and nothing else; how many operations. For benchmarks."""
+        function = self.functions.llmb_peak
+        function.restype, function.argtypes = c_int64, [c_int32, c_int64]
+        return int(function(weights, steps))
+
     def memory(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         """uint8 [size_bytes] of zeros, on huge pages where there are any. Pages take no memory before they are written.
         Raises MemoryError."""

@@ -9,6 +9,7 @@
 #include "cpu.h"
 #include "linear.h"
 #include "memory.h"
+#include "peak.h"
 #include "rows.h"
 #include "sampling.h"
 #include "step.h"
@@ -104,6 +105,9 @@ LLMB_EXPORT void llmb_memory_delete(void* memory, size_t bytes) { llmb::release_
 
 // Bits of Feature. Every library answers; the generic one can be asked on any CPU.
 LLMB_EXPORT int32_t llmb_cpu_features() { return llmb::cpu_features(); }
+
+// Multiplies registers for `steps` steps, on the calling thread; the number of operations.
+LLMB_EXPORT int64_t llmb_peak(llmb::Type weights, int64_t steps) { return llmb::peak(weights, steps); }
 
 // Chooses the tokens of a step. 0, or -1 when scratch memory could not be had.
 LLMB_EXPORT int llmb_sample(void* engine_pointer, const llmb::SamplingRows* rows, const llmb::Samples* samples) {
