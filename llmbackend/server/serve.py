@@ -29,6 +29,7 @@ from .load_reports import begin_load
 from .ports import ClaimedPorts, PortWish
 from .process_age import process_age_s
 from .process_end import exit_now, in_thread, kill_children, reload_on_hangup, stop_on_signal
+from .process_memory import give_back_freed
 from .settings import ServerSettings
 from .start_failure import as_flags, failure_summary, print_error
 
@@ -111,6 +112,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         return 1
     _log_endpoints(frontends, settings)
     announce(server, _urls(frontends, settings), process_age_s())
+    in_thread(give_back_freed)
     if warning := exposure(
         settings.access, http_address=settings.http.address_or_none, grpc_address=settings.grpc.address_or_none
     ):

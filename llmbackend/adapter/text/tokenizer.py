@@ -223,7 +223,7 @@ class HuggingFaceTokenizer:
     ) -> None:
         """directory: the checkpoint's; None for a tokenizer that was made in memory. tokenizer_json: from which it was
         made; "" = the directory's file."""
-        self._json = tokenizer_json
+        self._json = tokenizer_json.encode()
         self.directory = directory
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -295,7 +295,7 @@ class HuggingFaceTokenizer:
         path = self.directory and self.directory / "tokenizer.json"
         if not self._json and path and path.is_file():
             return Vocabulary(tokenizer_json=path.read_text(encoding="utf-8"))
-        return Vocabulary(tokenizer_json=self._json or self._tokenizer.to_str())
+        return Vocabulary(tokenizer_json=self._json.decode() or self._tokenizer.to_str())
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
