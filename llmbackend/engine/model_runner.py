@@ -15,11 +15,11 @@ import torch
 
 from .adapter_loads import refuse_adapter
 from .config import EngineConfig
-from .cpu import cpu_memory
 from .cpu.kv_memory import num_kv_blocks
 from .cpu.native_runner import NativeRunner
 from .cpu.packed_decoder import PackedModel, PackingPlace
 from .errors import ProgramUnsupportedError
+from .freed_memory import keep_freed_memory
 from .infer_request import InferRequest, ModelInfo
 from .model.loader import LoadedModel, library_choice, load_model
 from .model.module_forward import ModuleForward
@@ -72,7 +72,7 @@ class ModelRunner:
         """Allocates the KV memory. Raises ValueError with a text for the user."""
         start_s = time.monotonic()
         if loaded.device.type == "cpu" and config.transport == "process":
-            cpu_memory.keep_freed_memory()
+            keep_freed_memory()
         self._device = loaded.device
         bytes_per_token = sum(shape.bytes_per_token(loaded.dtype) for shape in loaded.layer_shapes.values())
         num_blocks = num_kv_blocks(config, bytes_per_token, loaded.max_model_len)

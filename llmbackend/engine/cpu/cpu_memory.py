@@ -1,7 +1,7 @@
-"""How the engine's process uses the CPU's memory and threads.
+"""Pages of files in the engine's process: given back where they are not read again, or have become many.
 
-For: a runner on CPU, and linear layers that pack their weights. Does not know: models. Invariant: process-wide settings
-are changed by `keep_freed_memory` alone.
+For: a runner on CPU, and linear layers that pack their weights. Does not know: models. Invariant: what is given back is
+still in the file.
 """
 
 from __future__ import annotations
@@ -12,23 +12,6 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-
-# From glibc's malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-_MAX_INT = 2**31 - 1
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to keep large freed buffers for the next allocation; does nothing where there is no mallopt.
-
-    By default a buffer of more than 32 MiB, such as a step's logits, goes back to the kernel when it is freed, and the
-    next one costs a page fault per 4 KiB.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_M_TRIM_THRESHOLD, _MAX_INT)
 
 
 def release_pages(address: int, size_bytes: int) -> None:

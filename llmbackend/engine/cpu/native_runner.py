@@ -22,7 +22,7 @@ from ..sampling.rows import SamplingRows
 from ..sampling.sampler import Sampler
 from ..start_parts import note
 from ..step import FlatStep, Int32Array, RowTable, SampledTokens, StepPlan, flatten
-from .cpu_memory import FilePages, keep_freed_memory
+from .cpu_memory import FilePages
 from .decoder_program import DecoderProgram, Float32Array
 from .kv_memory import num_kv_blocks
 from .packed_decoder import PackedModel
@@ -36,8 +36,6 @@ class NativeRunner:
         start_s = time.monotonic()
         if reason := why_modules(config):
             raise ProgramUnsupportedError(reason)
-        if config.transport == "process":
-            keep_freed_memory()
         decoder = packed.decoder
         self._kernels = _kernels(config, decoder.kernel_variant)
         num_blocks = num_kv_blocks(config, decoder.kv_bytes_per_token, decoder.max_model_len)

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
 from ..errors import BadInputError
+from ..freed_memory import give_back_freed_memory
 from ..infer_request import ModelInfo, Vocabulary
 from .limits import ENGINE_LIMITS
 from .vocabulary import make_tokenizer
@@ -30,6 +31,7 @@ class GrammarCompiler:
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
         self._vocabulary: Vocabulary | None = None
+        """Until it is read."""
         self._tokenizer: LLTokenizer | None = None
         self._why_no_tokenizer = ""
         self._thread: ThreadPoolExecutor | None = None
@@ -54,6 +56,8 @@ class GrammarCompiler:
         """What is wrong with it is told to those who need it."""
         with contextlib.suppress(BadInputError):
             self._get_tokenizer()
+        self._vocabulary = None
+        give_back_freed_memory()
 
     def close(self) -> None:
         if self._thread is not None:
@@ -81,17 +85,14 @@ class GrammarCompiler:
         return matcher
 
     def _get_tokenizer(self) -> LLTokenizer:
-        if self._vocabulary is None:
-            raise BadInputError("'structured_outputs' is not supported: this model's tokenizer cannot be read")
-        if self._tokenizer is None and not self._why_no_tokenizer:
+        if self._tokenizer is None and self._vocabulary is not None:
             try:
                 self._tokenizer = make_tokenizer(self._vocabulary, self._info)
             except ValueError as error:
-                self._why_no_tokenizer = str(error)
+                self._why_no_tokenizer = f" ({error})"
         if self._tokenizer is None:
             raise BadInputError(
-                "'structured_outputs' is not supported: this model's tokenizer cannot be read "
-                f"({self._why_no_tokenizer})"
+                "'structured_outputs' is not supported: this model's tokenizer cannot be read" + self._why_no_tokenizer
             )
         return self._tokenizer
 

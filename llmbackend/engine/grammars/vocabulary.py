@@ -92,6 +92,11 @@ def make_tokenizer(vocabulary: Vocabulary, info: ModelInfo) -> LLTokenizer:
         eos_token_ids = list(info.eos_token_ids)
         # This one never makes a mask, and needs no slices, which take a tenth of its time.
         whole = LLTokenizer(vocabulary.tokenizer_json, info.vocab_size, eos_token_ids, slices=[])
-        return LLTokenizer(TokenizerWrapper(_FileTokens(whole, markers, info)), info.vocab_size, eos_token_ids)
+        tokens = _FileTokens(whole, markers, info)
+        wrapper = TokenizerWrapper(tokens)
+        tokenizer = LLTokenizer(wrapper, info.vocab_size, eos_token_ids)
+        # The library has copied them, and calls the wrapper to tokenise.
+        tokens.tokens = wrapper.tokens = []
+        return tokenizer
     except Exception as error:  # of whatever kind the library raises
         raise ValueError(str(error).partition("\n")[0]) from error
