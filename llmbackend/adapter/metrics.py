@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
 from llmbackend.engine.errors import DeathKind
-from llmbackend.engine.infer_request import EngineStats
+from llmbackend.engine.infer_request import EngineStats, ModelInfo
 
 from .infer_task import InferTask
 
@@ -38,12 +38,14 @@ _POISON = "llmbackend:poison_requests_total"
 _BREACHES = "llmbackend:invariant_breaches_total"
 _RECOVERY = "llmbackend:engine_recovery_seconds"
 _CONTEXT = "llmbackend:max_model_len_tokens"
+_LOAD = "llmbackend:engine_load_seconds"
 _RESTARTS = "llmbackend:engine_restarts_total"
 _ADAPTERS = "llmbackend:lora_adapters"
 _GAUGES = {
     "vllm:num_requests_running": "Requests in the engines' batches.",
     "vllm:num_requests_waiting": "Requests waiting for an engine, in the model's queue or in an engine.",
     _CONTEXT: "Tokens that a prompt and its answer may have together.",
+    _LOAD: "Time from the order of an engine until its model was loaded, of the model's last engine to be added.",
     "vllm:kv_cache_usage_perc": "Share of KV-cache blocks in use; 1 means all of them.",
 }
 _COUNTERS = {
@@ -175,8 +177,9 @@ class LlmMetrics:
         else:
             self._adapters.remove(lora_name=name, **self._labels)
 
-    def engine_started(self, engine: int, num_blocks: int, tokens_per_block: int) -> None:
-        self._kv_blocks.engine_started(engine, num_blocks, tokens_per_block)
+    def engine_started(self, engine: int, info: ModelInfo) -> None:
+        self._set(_LOAD, info.load_s)
+        self._kv_blocks.engine_started(engine, info.num_blocks, info.block_size)
 
     def engine_stats(self, engine: int, stats: EngineStats, num_queued: int) -> None:
         """One engine's snapshot after a step. num_queued: requests in the model's queue."""

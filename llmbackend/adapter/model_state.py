@@ -139,7 +139,7 @@ class ModelState:
         except RuntimeError as error:
             self._placement.leave(engine.config)
             raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
-        self.metrics.engine_started(engine.index, engine.info.num_blocks, engine.info.block_size)
+        self.metrics.engine_started(engine.index, engine.info)
         tokenizer = NoTokenizer() if self._tokenizer is None else self._tokenizer.verified()
         from .request_conversion import RequestConverter
 

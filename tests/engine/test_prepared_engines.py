@@ -149,6 +149,23 @@ def test_a_fork_server_that_is_killed_while_its_child_prepares(
     expect_tokens(supervisor)
 
 
+@pytest.mark.parametrize(("load_timeout_s", "kind"), [(30.0, "killed"), (2.0, "hang")])
+def test_a_fork_server_that_hangs_or_dies_before_it_forks(
+    make_supervisor: Callable[..., Supervisor], tmp_path: Path, load_timeout_s: float, kind: str
+) -> None:
+    (tmp_path / "fork-server-hang").touch()
+    supervisor = make_supervisor(load_timeout_s=load_timeout_s)
+    supervisor.receive(is_busy=False)
+    eventually(lambda: not (tmp_path / "fork-server-hang").exists())
+    first_pid = server_pid_of(supervisor)
+    if kind == "killed":
+        os.kill(first_pid, signal.SIGKILL)
+    assert lose(supervisor).kind == kind
+    load(supervisor)
+    expect_tokens(supervisor)
+    assert server_pid_of(supervisor) != first_pid and not psutil.pid_exists(first_pid)
+
+
 def test_engines_of_one_config_come_from_one_fork_server(
     make_supervisor: Callable[..., Supervisor], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -59,6 +60,8 @@ def test_what_is_no_probe_needs_a_key(running: Running, http: httpx.Client) -> N
     page = http.get("/metrics", headers=KEY)
     assert page.headers["content-type"] == "text/plain; charset=utf-8"
     assert f'llmbackend:max_model_len_tokens{{model="{MODEL}",version="1"}} 256' in page.text.splitlines()
+    (load,) = re.findall(rf'^llmbackend:engine_load_seconds{{model="{MODEL}",version="1"}} (\S+)$', page.text, re.M)
+    assert 0 < float(load) < 600
 
 
 def test_the_load_counts_inferences_that_run(http: httpx.Client) -> None:

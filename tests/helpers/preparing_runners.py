@@ -2,7 +2,8 @@
 
 For: tests of supervisors and fork servers, which give this module's name to an engine's process. What is prepared is a
 file in the config's `fault_directory`, `prepared`; its absence makes the next process prepare it. Files that begin with
-`preparing-` make a process that prepares fail once; `vanish` takes away what it made, each time.
+`preparing-` make a process that prepares fail once, and `fork-server-hang` its fork server; `vanish` takes away what it
+made, each time.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class PreparedParts:
         self._directory = Path(config.fault_directory)
 
     def before_fork(self, is_whole: bool) -> None:
+        if Faults(str(self._directory)).take("fork-server-hang"):
+            time.sleep(86400)
         self._is_prepared = (self._directory / "prepared").exists()
         (self._directory / "forks").open("a").write("whole\n" if is_whole else f"{self._is_prepared}\n")
 
