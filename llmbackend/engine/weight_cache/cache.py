@@ -206,6 +206,9 @@ class Draft:
         if self._prefault is not None:
             self._prefault.stop()
             self._prefault = None
+        if self._in_place is None and self._is_unpublished():
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, 0)  # its descriptors may stay open for long
         if self._folder is not None and self._unfinished:
             self._folder.remove(self._unfinished)
 

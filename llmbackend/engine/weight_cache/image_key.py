@@ -33,6 +33,9 @@ _ARGUMENTS: Final = ("dtype", "quantization", "max_model_len", "load_format", "s
 """Engine arguments that change what is packed, or whether a program can run it."""
 _CODE: Final = ("attention", "cpu", "kernels", "model", "weight_cache")
 """Packages of the engine whose code packs, checks and verifies."""
+_OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+_TRUE: Final = ("1", "ON", "YES", "TRUE")
+"""As huggingface_hub reads its variables."""
 _CONFIGS: Final = ("config.json", "generation_config.json")
 
 
@@ -55,11 +58,9 @@ class NoKeyError(Exception):
 
 def key_of(config: EngineConfig) -> ImageKey:
     """Raises NoKeyError, OSError or CheckpointError."""
-    directory = Path(config.model)
     if config.load_format == "dummy":
         raise NoKeyError("load_format is 'dummy'")
-    if not directory.is_dir():
-        raise NoKeyError("the model is no folder: a hub id may name another revision at any time")
+    directory = _directory(config.model)
     configs = {name: _contents(directory / name) for name in _CONFIGS}
     stated = _fields(configs["config.json"])
     if config.trust_remote_code and "auto_map" in stated:
@@ -73,9 +74,28 @@ def key_of(config: EngineConfig) -> ImageKey:
         _this_program(),
         _this_machine(),
     )
-    name = re.sub(r"[^\w.-]+", "_", directory.resolve().name)[:80] or "model"
+    named = config.model if not Path(config.model).is_dir() else directory.resolve().name
+    name = re.sub(r"[^\w.-]+", "_", named)[:80] or "model"
     digest = hashlib.sha256(msgspec.msgpack.encode(depends_on)).hexdigest()[:40]
     return ImageKey(name, digest, sum(path.stat().st_size for path in weights))
+
+
+def _directory(model: str) -> Path:
+    """The checkpoint's folder; of a hub id its snapshot, where huggingface_hub may not look for a newer one. Raises
+    NoKeyError."""
+    if Path(model).is_dir():
+        return Path(model)
+    if next(filter(None, map(os.environ.get, _OFFLINE)), "").upper() not in _TRUE:
+        raise NoKeyError(
+            "the model is no folder: a hub id may name another revision at any time, unless HF_HUB_OFFLINE=1"
+        )
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+    repository = hub / f"models--{model.replace('/', '--')}"
+    try:
+        return repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+    except (OSError, UnicodeError) as error:
+        raise NoKeyError(f"'{model}' has no snapshot in {hub}: {error}") from None
 
 
 def _contents(path: Path) -> bytes:

@@ -116,12 +116,37 @@ def test_other_libraries_change_the_key(
 def test_some_models_have_no_key(checkpoint: Path) -> None:
     with pytest.raises(NoKeyError, match="dummy"):
         key(checkpoint, load_format="dummy")
-    with pytest.raises(NoKeyError, match="no folder"):
+    with pytest.raises(NoKeyError, match=r"no (folder|snapshot)"):
         key(checkpoint / "missing")
     config = checkpoint / "config.json"
     config.write_text(config.read_text().replace("{", '{"auto_map": {"AutoConfig": "other/repository--a.B"}, ', 1))
     with pytest.raises(NoKeyError, match="its own code"):
         key(checkpoint, trust_remote_code=True)
+
+
+def test_a_hub_id_has_the_key_of_its_snapshot_where_no_newer_one_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "hub" / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots").mkdir()
+    write_checkpoint(repository / "snapshots" / "abc")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    config = EngineConfig(model="some/model")
+    with pytest.raises(NoKeyError, match="HF_HUB_OFFLINE=1"):
+        key_of(config)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    first = key_of(config)
+    assert first.file_name.startswith("some_model-")
+    write_checkpoint(repository / "snapshots" / "def", value=2)
+    (repository / "refs" / "main").write_text("def")
+    assert key_of(config).digest != first.digest
+    with pytest.raises(NoKeyError, match="no snapshot"):
+        key_of(EngineConfig(model="other/model"))
 
 
 @pytest.mark.parametrize(
