@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
-from llmbackend.engine.kernels.library import NativeKernels, op_pointers, packed_bytes
+from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels, fault_of, op_pointers, packed_bytes
 from tests.helpers.native_engines import Array, best_is_fast, engine, numbers, stored
 
 VARIANTS = list(library.available())
@@ -184,6 +187,31 @@ def test_variants_with_fused_operations_agree_bit_by_bit(epilogue: Epilogue) -> 
         results.append(layer.run(layer.x(29)))
     for variant, result in zip(fused, results, strict=True):
         assert np.array_equal(result, results[0]), variant
+
+
+@pytest.fixture(scope="module")
+def avx_vnni(tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
+    """The library for AVX-VNNI, with its one instruction written in AVX2."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None or "avx2" not in VARIANTS:
+        pytest.skip("no C++ compiler, or no AVX2")
+    source = Path(library.__file__).parent / "native" / "variants" / "avx_vnni.cpp"
+    target = tmp_path_factory.mktemp("avx_vnni") / "avx_vnni.so"
+    flags = "-std=c++20 -O1 -mavx2 -mfma -mbmi2 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread"
+    command = [compiler, *flags.split(), "-shared", "-fPIC", "-DLLMB_EMULATE_AVX_VNNI", "-o", str(target), str(source)]
+    subprocess.run(command, check=True)
+    return NativeKernels(KernelLibrary("emulated avx_vnni", target), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+def test_avx_vnni_agrees_bit_by_bit(avx_vnni: NativeKernels, epilogue: Epilogue) -> None:
+    assert fault_of(avx_vnni.library) == ""
+    for n, k in ((45, 333), (64, 7000)):
+        emulated, plain = (Layer(kernels, n, k, epilogue) for kernels in (avx_vnni, engine("avx2")))
+        for rows in (1, 2, 6, 7, 29):
+            emulated.check(rows)
+            assert np.array_equal(emulated.run(emulated.x(rows)), plain.run(plain.x(rows))), f"{rows} rows"
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))

@@ -25,7 +25,9 @@ from .abi import STRUCTURES, Kind, LinearOp, Step, Type
 
 logger = logging.getLogger(__name__)
 
-VARIANTS: Final = {"amx": 8, "avx512_bf16": 16, "avx512_vnni": 4, "avx512": 2, "avx2": 1, "generic": 0}
+VARIANTS: Final = {
+    "amx": 8, "avx512_bf16": 16, "avx512_vnni": 4, "avx512": 2, "avx_vnni": 32, "avx2": 1, "generic": 0,
+}  # fmt: skip
 """Widest first; the bit that the generic library reports for a CPU that can execute it (native/cpu.h)."""
 _MULTIPLY_BFLOAT16: Final = ("amx", "avx512_bf16")
 PANEL: Final = 32

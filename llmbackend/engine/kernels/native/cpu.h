@@ -5,6 +5,9 @@
 #pragma once
 
 #include <cstdint>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -12,7 +15,7 @@
 
 namespace llmb {
 
-enum Feature : int32_t { kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 4, kAmx = 8, kAvx512Bf16 = 16 };
+enum Feature : int32_t { kAvx2 = 1, kAvx512 = 2, kAvx512Vnni = 4, kAmx = 8, kAvx512Bf16 = 16, kAvxVnni = 32 };
 
 inline bool amx_granted() {
 #if defined(__x86_64__) && defined(__linux__)
@@ -23,10 +26,20 @@ inline bool amx_granted() {
 #endif
 }
 
+#if defined(__x86_64__)
+// Not every compiler that can compile for it knows its name.
+inline bool has_avx_vnni() {
+    constexpr unsigned kLeaf = 7, kSubleaf = 1, kBit = 4;  // of eax
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid_count(kLeaf, kSubleaf, &eax, &ebx, &ecx, &edx) != 0 && (eax >> kBit & 1) != 0;
+}
+#endif
+
 inline int32_t cpu_features() {
     int32_t features = 0;
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) features |= kAvx2;
+    if ((features & kAvx2) && has_avx_vnni()) features |= kAvxVnni;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd"))
         features |= kAvx512;

@@ -45,13 +45,25 @@ inline Ints load_ints(const void* p) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Quantising the rows of x.
 
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(LLMB_EMULATE_AVX_VNNI)
+#define LLMB_HAS_VNNI 1
+#endif
+
 // How q is stored for the kernel: with VNNI as q + 128 (its first factor is unsigned), else as int16 quads in the order
 // 0 2 1 3, which the even and odd bytes of the weights meet in pairs.
-#if defined(__AVX512VNNI__)
+#if defined(LLMB_HAS_VNNI)
 using Stored = uint8_t;
 constexpr int kOffset = 128;
 inline void store_quantised(Stored* p, Ints q) {
+#if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)(q + kOffset)));
+#else
+    const __m256i words = _mm256_packs_epi32((__m256i)(q + kOffset), _mm256_setzero_si256());
+    const __m256i bytes = _mm256_packus_epi16(words, _mm256_setzero_si256());
+    const int32_t low = _mm256_extract_epi32(bytes, 0), high = _mm256_extract_epi32(bytes, 4);
+    std::memcpy(p, &low, 4);
+    std::memcpy(p + 4, &high, 4);
+#endif
 }
 #else
 using Stored = int16_t;
@@ -114,11 +126,29 @@ inline void fetch_near(const int8_t* weights) {
     for (int i = 0; i < kQuadBytes; i += 64) __builtin_prefetch(weights + kNearBytes + i, 0, 3);
 }
 
+#if defined(LLMB_HAS_VNNI)
+
+// sum + x·w in each quad of unsigned x and signed w; kMaxBlock: rows whose sums fit the registers.
 #if defined(__AVX512VNNI__)
-
-constexpr int kMaxBlock = 12;  // rows whose sums fit the registers
-
+constexpr int kMaxBlock = 12;
 inline Ints dot(Ints sum, Ints x, Ints w) { return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)x, (__m512i)w); }
+#elif defined(__AVXVNNI__)
+constexpr int kMaxBlock = 6;
+inline Ints dot(Ints sum, Ints x, Ints w) {
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)x, (__m256i)w);
+}
+#else
+// What is documented for the instruction, for tests on any CPU.
+constexpr int kMaxBlock = 6;
+inline Ints dot(Ints sum, Ints x, Ints w) {
+    using Shorts = int16_t __attribute__((vector_size(sizeof(Ints))));
+    using Unsigned = uint16_t __attribute__((vector_size(sizeof(Ints))));
+    const Shorts even = ((Shorts)w << 8) >> 8, odd = (Shorts)w >> 8;
+    const Unsigned low = (Unsigned)x & 255, high = (Unsigned)x >> 8;
+    return sum + (Ints)_mm256_madd_epi16((__m256i)low, (__m256i)even) +
+           (Ints)_mm256_madd_epi16((__m256i)high, (__m256i)odd);
+}
+#endif
 
 // A quad of one row of x, and of a vector of columns.
 struct Quad {
