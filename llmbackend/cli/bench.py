@@ -25,6 +25,8 @@ from rich.table import Table
 from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
 from llmbackend.engine.infer_request import EngineStats, InferRequest, ModelInfo, SamplingParams
 from llmbackend.engine.offline import OfflineEngine
+from llmbackend.engine.prepacking import make_served_runner
+from llmbackend.engine.runners import make_runner
 
 from ..server.process_age import process_age_s
 from ..server.process_memory import tree_pss_mb
@@ -151,19 +153,21 @@ def run_bench(
     json_path: Path | None = None,
     seed: int = 0,
     ablate: bool = False,
+    as_served: bool = False,
     **engine_arguments: Any,
 ) -> BenchResult:
     """Runs a workload file and prints a table; `json_path` gets the same figures as JSON.
 
     `engine_arguments` are further fields of EngineConfig. `ablate` runs the workload again with each optimisation
-    turned off in turn. Raises ValueError for a bad file or argument, RuntimeError when a request cannot be served as
-    asked.
+    turned off in turn. `as_served`: the weights come from the cache, as in a server, and are packed into it first where
+    they are missing; else this process loads the checkpoint. Raises ValueError for a bad file or argument, RuntimeError
+    when a request cannot be served as asked.
     """
     arguments = {"model": model, "dtype": dtype, "seed": seed, **engine_arguments}
     if arguments.get("device", "cpu") != "cpu":
         arguments = {**GPU_DEFAULTS, **arguments}
     items = read_workload(workload_path)
-    result = _run(arguments, items)
+    result = _run(arguments, items, as_served)
     _print(result, workload_path.name)
     if ablate:
         _ablate(arguments, items, result)
@@ -172,10 +176,10 @@ def run_bench(
     return result
 
 
-def _run(arguments: Mapping[str, Any], items: list[WorkloadItem]) -> BenchResult:
+def _run(arguments: Mapping[str, Any], items: list[WorkloadItem], as_served: bool) -> BenchResult:
     config = msgspec.convert(arguments, EngineConfig)
     start_s = time.perf_counter()
-    with OfflineEngine(config) as engine:
+    with OfflineEngine(config, make_served_runner if as_served else make_runner) as engine:
         load_s, ready_s = time.perf_counter() - start_s, process_age_s()
         requests = make_requests(items, engine.info, config.seed)
         times = _measure(engine, requests, _warm_up(engine, config.seed))
@@ -192,7 +196,7 @@ def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: Bench
     for name, change in {"as given, again": {}, **ABLATIONS}.items():
         if name != "as given, again" and _changes_nothing(given, change):
             continue
-        result = _run({**arguments, **change}, items)
+        result = _run({**arguments, **change}, items, as_served=False)
         ratio = result.output_tokens_per_s / base.output_tokens_per_s
         speeds = (f"{result.output_tokens_per_s:,.1f}", f"{ratio:.2f} ×", f"{result.step_ms:.2f}")
         table.add_row(name, *speeds, f"{result.host_us_per_step:.0f}", f"{result.cached_tokens:,}")

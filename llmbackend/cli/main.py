@@ -81,6 +81,7 @@ def bench(
             max_num_batched_tokens=max_num_batched_tokens,
             quantization=quantization,
             ablate=ablate,
+            as_served=True,
             **_json_object(engine_args),
         )
     except (ValueError, RuntimeError, OSError) as error:

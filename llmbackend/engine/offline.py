@@ -6,20 +6,21 @@ For: benchmarks, tests and programs that embed the engine. Does not know: queues
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from types import TracebackType
 
 from .config import EngineConfig
 from .engine_core import EngineCore
 from .infer_request import InferRequest, ModelInfo, StepResult
 from .runners import make_runner
+from .step import Runner
 
 
 class OfflineEngine:
     """A loaded model and its core, on the caller's thread whatever `config.transport` is."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._core = EngineCore(config, make_runner(config))
+    def __init__(self, config: EngineConfig, make: Callable[[EngineConfig], Runner] = make_runner) -> None:
+        self._core = EngineCore(config, make(config))
 
     @property
     def info(self) -> ModelInfo:

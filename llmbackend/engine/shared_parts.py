@@ -86,6 +86,16 @@ class SharedParts:
             return partial(self._run, self._packed)
         return partial(self._make_runner, config) if self._draft is None else partial(self._pack, self._draft)
 
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether engines run packed weights, and there are none yet."""
+        return not self._why_whole and self._packed is None
+
+    def publish(self) -> None:
+        """In the process that has packed the model: puts it into the cache, and returns when it is on the disk."""
+        if self._draft is not None:
+            self._draft.publish()
+
     def _prepare_imports(self) -> str:
         """Imports what all engines of this config need; why they load the checkpoint themselves, "" = they need not."""
         if self._config.model == "mock":

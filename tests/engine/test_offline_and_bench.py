@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,24 @@ def test_the_bench_runs_a_workload(tmp_path: Path, capsys: pytest.CaptureFixture
         assert measured[name] > 0, name
     assert 0 < measured["load_s"] < measured["ready_s"]
     assert "output_tokens_per_s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_bench_runs_the_packed_weights_that_a_server_would(tmp_path: Path) -> None:
+    workload = write(tmp_path / "w.json", [{"prompt_tokens": 20, "output_tokens": 20}])
+    out, cache = tmp_path / "out.json", tmp_path / "cache"
+    demo = Path(__file__).parents[2] / "model_repository" / "demo" / "1"
+    command = [sys.executable, "-m", "llmbackend.cli", "bench", "--model", str(demo), "--workload", str(workload)]
+    command += ["--json", str(out), "--engine-args", json.dumps({"weight_cache_dir": str(cache), "num_kv_blocks": 64})]
+    for _ in range(2):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        [image] = cache.glob("*.image")
+        measured = json.loads(out.read_text())
+        assert 0 < measured["weights_mb"] < image.stat().st_size / 1e6
+        assert measured["kv_mb"] > 0
+        parts = measured["weights_mb"] + measured["kv_mb"] + measured["other_mb"]
+        assert measured["pss_mb"] == pytest.approx(parts)
+        assert measured["peak_rss_mb"] < 200, "neither torch nor the checkpoint's modules are in this process"
 
 
 @pytest.mark.slow
