@@ -87,7 +87,7 @@ class Inference:
     """One request to the host and its responses, in order, until FINAL.
 
     The instance is the request's response callback, which any thread may call; everything else is used on the event
-    loop. A `listener` reads with `pop`, other code with `next`, `next_responses` or `collect`. When `backlog` is full,
+    loop. A `listener` reads with `pop`, other code with `next` or `collect`. When `backlog` is full,
     the request ends with an error after the responses that wait; but one response may always wait, so that the limit is
     about streams and not about the size of a tensor.
     """
@@ -157,14 +157,6 @@ class Inference:
         if not self._ready and not await self._arrival():
             return None
         return self.pop()
-
-    async def next_responses(self) -> list[InferenceResponse]:
-        """Waits for a response, and takes all that are there, for one write to the client. Empty after FINAL."""
-        responses: list[InferenceResponse] = []
-        while not responses and await self._arrival():
-            responses = [response for response, _, _ in self._ready if response is not None]
-            self._drop_ready()
-        return responses
 
     async def collect(self, at_most: int) -> list[InferenceResponse]:
         """Waits for FINAL; the first `at_most` responses. The others are dropped as they come."""

@@ -76,14 +76,14 @@ def test_a_listener_can_take_over_from_a_task_and_give_back() -> None:
         mailbox, reader = Mailbox(asyncio.get_running_loop()), Reader()
         inference = Inference(mailbox, Backlog(1 << 20))
         inference(answer("a"), ResponseFlag.NONE)
-        assert [one.request_id for one in await inference.next_responses()] == ["a"]
+        assert await inference.next() == (answer("a"), ResponseFlag.NONE)
         inference.listener = reader
         inference(answer("b"), ResponseFlag.NONE)
         await asyncio.sleep(0)
         assert reader.calls == [["b"]]
         inference.listener = None
         inference(answer("c"), FINAL)
-        assert [one.request_id for one in await inference.next_responses()] == ["c"]
-        assert await inference.next_responses() == []
+        assert await inference.next() == (answer("c"), FINAL)
+        assert await inference.next() is None
 
     asyncio.run(run())
