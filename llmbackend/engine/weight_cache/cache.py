@@ -133,12 +133,13 @@ class Draft:
         self._tables: Bytes | None = None
         self._expected_bytes = expected_bytes
         self._prefault: Prefault | None = None
+        self._has_failed = False
         self._memory = os.memfd_create("llmbackend-weights", os.MFD_CLOEXEC)
         if folder is not None:
             try:
                 self._file, self._unfinished = folder.new_file()
             except OSError as error:
-                logger.warning("packed weights are not kept: %s", str(error))
+                self._give_up(error)
         atexit.register(self._clear, os.getpid())
 
     def prefault(self) -> None:
@@ -162,7 +163,7 @@ class Draft:
             self._folder.reserve(self._file, image_bytes(size_bytes, 0, 0))
             self._in_place = new_resident(self._file, size_bytes)
         except OSError as error:
-            logger.warning("packed weights are not kept: %s", str(error))
+            self._give_up(error)
         return self._in_place
 
     def write_tables(self, resident: Bytes, tables: Sequence[tuple[int, Bytes]], size_bytes: int) -> Bytes | None:
@@ -174,7 +175,7 @@ class Draft:
             self._folder.reserve(self._file, image_bytes(len(resident), size_bytes, 0))
             self._tables = write_tables(self._file, len(resident), tables, size_bytes, _num_threads())
         except OSError as error:
-            logger.warning("packed weights are not kept: %s", str(error))
+            self._give_up(error)
         return self._tables
 
     def write(self, packed: PackedModel, num_threads: int) -> None:
@@ -189,13 +190,20 @@ class Draft:
                 write_image(self._file, self._key, *parts, has_resident=has_resident, has_mapped=has_mapped)
                 return
             except OSError as error:
-                logger.warning("packed weights are not kept: %s", str(error))
+                self._give_up(error)
         write_image(self._memory, _IN_MEMORY, *parts)
         self.abandon()
 
     def _is_unpublished(self) -> bool:
         """Others may have mapped an image that was published: it is never written to again."""
-        return self._folder is not None and self._file >= 0 and self._folder.holds(self._file, self._unfinished)
+        if self._folder is None or self._file < 0 or self._has_failed:
+            return False
+        return self._folder.holds(self._file, self._unfinished)
+
+    def _give_up(self, error: OSError) -> None:
+        """The file is not written to again by this process."""
+        self._has_failed = True
+        logger.warning("packed weights are not kept: %s", str(error))
 
     @staticmethod
     def _has(ours: Bytes | None, memory: Bytes) -> bool:
@@ -206,7 +214,7 @@ class Draft:
         if self._prefault is not None:
             self._prefault.stop()
             self._prefault = None
-        if self._in_place is None and self._is_unpublished():
+        if self._in_place is None and self._folder is not None and self._folder.holds(self._file, self._unfinished):
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)  # its descriptors may stay open for long
         if self._folder is not None and self._unfinished:

@@ -408,12 +408,30 @@ def test_a_disk_that_is_full_leaves_the_weights_in_memory(
                 patch.setattr(cache, "write_image", write_on_a_full_disk)
             draft.write(packed, THREADS)
         monkeypatch.undo()
-        assert "packed weights are not kept" in caplog.text
+        assert caplog.text.count("packed weights are not kept") == 1
         assert same(draft.read(new_memory, THREADS), packed)
         draft.publish()
         draft.close()
     assert read(config) is None
     assert images(config) == []
+
+
+def test_a_disk_that_is_full_from_the_beginning_is_warned_of_once(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = Path(config.model) / "model.safetensors"
+    os.truncate(weights, 64 << 20)
+    packed = packed_model()
+    with cached(config) as place:
+        draft = place.draft()
+        with file_size_limit(CHUNK_BYTES):
+            draft.prefault()
+            assert draft.new_memory(len(packed.memories.resident)) is None
+        draft.write(packed, THREADS)
+        assert caplog.text.count("packed weights are not kept") == 1
+        assert same(draft.read(new_memory, THREADS), packed)
+        assert images(config) == []
+        draft.close()
 
 
 def test_no_room_anywhere_is_an_error(config: EngineConfig) -> None:
