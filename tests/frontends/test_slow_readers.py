@@ -150,6 +150,37 @@ def test_requests_of_one_grpc_stream_share_one_bound(running: Running, monkeypat
     assert 0 < most < BUFFER_BYTES + len(names) * 10_000
 
 
+def test_requests_of_one_grpc_stream_are_complete_and_in_turns_for_a_client_that_begins_to_read_late(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Backlog] = []
+    monkeypatch.setattr(
+        running.gate,
+        "new_backlog",
+        lambda: made.append(Backlog(1 << 30)) or made[-1],  # type: ignore[func-returns-value]
+    )
+    names, count = [f"late-{index}" for index in range(3)], 100
+    with grpc.insecure_channel(running.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        requests = [*(grpc_request(name, f"n={count} kib=64") for name in names), grpc_request("refused", "preerr")]
+        call = stub.ModelStreamInfer(iter(requests), timeout=60)
+        eventually(lambda: sum(backlog.waiting_bytes for backlog in made) > 4 << 20)
+        texts: dict[str, list[str]] = {name: [] for name in names}
+        order = []
+        for message in call:
+            answer = message.infer_response
+            order.append(answer.id)
+            if answer.id == "refused":
+                assert message.error_message == "early failure"
+            else:
+                assert not message.error_message
+                texts[answer.id].append(answer.raw_output_contents[0][4:].decode())
+    assert call.code() is grpc.StatusCode.OK
+    assert [tokens(texts[name]) for name in names] == [[f" tok{index}" for index in range(count)]] * len(names)
+    assert "refused" in order[: -count // 2], "what waits is written in turns, not request after request"
+    eventually(lambda: running.gate.open_inferences == 0)
+
+
 def test_an_openai_stream_that_is_not_read_ends_with_an_error_event() -> None:
     host = FakeLlmServer()
     gate = InferenceGate(host, InferenceLimits(max_stream_buffer_bytes=BUFFER_BYTES))  # type: ignore[arg-type]
