@@ -25,6 +25,14 @@ from .text.output_assembler import OutputAssembler
 class InferTask:
     """A task is popped from the TaskMap before `fail` or the last `respond`, so one thread at a time uses it."""
 
+    # Slots, here and in what else a token passes through: after a step's pause each object comes from cold memory.
+    __slots__ = (
+        "_adapter", "_choice", "_finished", "_kv_block_size", "_num_cached_tokens", "_num_prior_tokens",
+        "_num_prompt_logprobs", "_reply", "_sender", "_stream", "alarms", "assembler", "infer_request",
+        "is_delayed", "is_suspect", "isolated_deaths", "lost_ns", "makes_drafts", "output_token_ids", "timeout_us",
+        "times",
+    )  # fmt: skip
+
     def __init__(
         self,
         sender: ResponseSender,
@@ -161,7 +169,7 @@ class InferTask:
             self._finished = True
             self._sender.end(Choice(self._choice, assembler.cumulative_logprob, outputs), self.times)
         elif self._stream and (assembler.chunk.text or not self._reply.waits_for_text):
-            self._sender.send(self._reply.outputs(assembler.take(), self), self.times)
+            self._sender.send(self._reply.outputs(assembler.take(), self))
 
     def fail(self, error: TritonError) -> None:
         """Ends the generation with `error`; does nothing when it has ended."""

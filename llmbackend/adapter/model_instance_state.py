@@ -43,12 +43,9 @@ class StepTimes:
     def __init__(self, now_ns: int) -> None:
         self.now_ns = now_ns
         self.first_token_s: list[float] = []
+        """Since the arrival of their requests, of those that got their first token."""
         self.inter_token_s: list[float] = []
-
-    def add(self, exec_start_ns: int, previous_ns: int) -> None:
-        """An output with tokens. previous_ns: when the one before came; 0 for the first."""
-        waited_s = (self.now_ns - (previous_ns or exec_start_ns)) * 1e-9
-        (self.inter_token_s if previous_ns else self.first_token_s).append(waited_s)
+        """Since their last output, of the others."""
 
 
 class ModelInstanceState:
@@ -253,7 +250,10 @@ class ModelInstanceState:
             self._metrics.recovered(step.now_ns - task.lost_ns)
             task.lost_ns = 0
         if output.token_ids:
-            step.add(task.times.exec_start_ns, previous_ns)
+            if previous_ns:
+                step.inter_token_s.append((step.now_ns - previous_ns) * 1e-9)
+            else:
+                step.first_token_s.append((step.now_ns - task.times.exec_start_ns) * 1e-9)
         if (reason := task.assembler.finish_reason) is not None:
             self._remove(task, output)
             self._model.end_task(task, reason, step.now_ns)

@@ -62,10 +62,10 @@ class ResponseSender:
         """Registers what a cancel of the request calls; only before the task is queued."""
         self._request.on_cancel(callback)
 
-    def send(self, outputs: Sequence[Tensor], times: TaskTimes) -> None:
+    def send(self, outputs: Sequence[Tensor]) -> None:
         """Sends one response; others of its task follow."""
         with self._lock:
-            self._send(outputs, _NONE, times)
+            self._send_counted(outputs, _NONE)
 
     def end(self, choice: Choice, times: TaskTimes) -> None:
         """Sends the last response of a task."""
@@ -78,29 +78,29 @@ class ResponseSender:
             self._send_error(error, self._last_flags(), times)
 
     def _send(self, outputs: Sequence[Tensor], flags: ResponseFlag, times: TaskTimes) -> None:
-        output_start_ns = time.monotonic_ns()
-        self._factory.send(outputs, flags)
-        self._report(output_start_ns, None)
-        if flags is not _NONE:
-            self._release_after(flags, times)
+        self._send_counted(outputs, flags)
+        self._release_after(flags, times)
+
+    def _send_counted(self, outputs: Sequence[Tensor], flags: ResponseFlag) -> None:
+        """Sends a response and reports its statistics: once per token."""
+        factory, start_ns, output_start_ns = self._factory, self._response_start_ns, time.monotonic_ns()
+        factory.send(outputs, flags)
+        self._response_start_ns = end_ns = time.monotonic_ns()
+        self._instance.report_response_statistics(factory, start_ns, output_start_ns, end_ns)
 
     def _send_error(self, error: TritonError, flags: ResponseFlag, times: TaskTimes) -> None:
         self._has_failed = True
         error = self._client_error(error)
         self._factory.new_response().send(flags, error)
-        self._report(time.monotonic_ns(), error)
+        start_ns, self._response_start_ns = self._response_start_ns, time.monotonic_ns()
+        end_ns = self._response_start_ns
+        self._instance.report_response_statistics(self._factory, start_ns, end_ns, end_ns, error)
         self._release_after(flags, times)
 
     def _last_flags(self) -> ResponseFlag:
         """The flags of the last response of a task: FINAL when no other task is live."""
         self._num_live -= 1
         return _NONE if self._num_live else _FINAL
-
-    def _report(self, output_start_ns: int, error: TritonError | None) -> None:
-        start_ns, self._response_start_ns = self._response_start_ns, time.monotonic_ns()
-        self._instance.report_response_statistics(
-            self._factory, start_ns, output_start_ns, self._response_start_ns, error
-        )
 
     def _release_after(self, flags: ResponseFlag, times: TaskTimes) -> None:
         """After the final response: reports statistics, releases the request and closes the factory."""

@@ -92,6 +92,11 @@ class Inference:
     about streams and not about the size of a tensor.
     """
 
+    __slots__ = (
+        "_backlog", "_handle", "_is_closed", "_mailbox", "_on_close", "_presence", "_ready", "_takes_no_more",
+        "_waiter", "_waiting_bytes", "_watcher", "listener",
+    )  # fmt: skip
+
     def __init__(self, mailbox: Mailbox, backlog: Backlog, listener: Listener | None = None) -> None:
         self.listener = listener
         """Who hears of responses; may be changed at any time. It hears only of those that come afterwards."""

@@ -308,6 +308,12 @@ class VllmReply:
     Source: create_response in vllm_backend's src/utils/request.py.
     """
 
+    __slots__ = (
+        "_has_prompt_outputs", "_is_first", "_outputs", "_prompt_as_text", "_prompt_logprobs",
+        "_prompt_logprobs_json", "_prompt_text", "_prompt_token_ids", "_sequence_index", "_stream", "_text_layout",
+        "_token_text", "_wants_logprobs", "waits_for_text",
+    )  # fmt: skip
+
     def __init__(
         self,
         inputs: LlmInputs,

@@ -53,6 +53,11 @@ class OutputAssembler:
     no character and no stop string spans it.
     """
 
+    __slots__ = (
+        "_detokenizer", "_is_plain", "_min_tokens", "_own_stop_token_ids", "_sequences", "_show_stop_token",
+        "_special_text", "_stop", "chunk", "cumulative_logprob", "finish_reason", "num_tokens",
+    )  # fmt: skip
+
     def __init__(
         self,
         detokenizer: Detokenizer,

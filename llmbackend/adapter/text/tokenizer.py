@@ -371,6 +371,8 @@ class ByteDetokenizer:
     """For vocabularies whose tokens are byte strings (byte-level BPE, bytes); exact for every sequence, including
     invalid UTF-8."""
 
+    __slots__ = ("_decoder", "_is_inside_character", "_texts")
+
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -130,7 +130,7 @@ class LoadedInstance:
             outcome = "cancel" if error.code is ErrorCode.CANCELLED else "fail"
         else:
             outcome = "success" if compute_output_start_ns > 0 else "empty_response"
-        index = factory.channel.next_response_index()
+        index = next(factory.channel.response_indices)
         self.model.statistics.record_response(
             index, response_start_ns, compute_output_start_ns, response_end_ns, outcome
         )

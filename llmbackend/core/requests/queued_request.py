@@ -218,6 +218,8 @@ class BackendResponseFactory:
     """Makes the responses of one request, also after its release: backend_api.ResponseFactory. An open factory keeps
     its model from unloading."""
 
+    __slots__ = ("_closed", "channel")
+
     def __init__(self, channel: ResponseChannel) -> None:
         self.channel = channel
         self._closed = False

@@ -110,6 +110,12 @@ class ResponseChannel:
     instance: the instance that has the request, or had it last; None before
     """
 
+    __slots__ = (
+        "_aborted", "_callback", "_cancelled", "_count", "_dequeue", "_final_ns", "_handles", "_is_counted",
+        "_lock", "_on_cancel", "instance", "observer", "owner", "request_id", "response_indices", "start_ns",
+        "tenant", "trace",
+    )  # fmt: skip
+
     def __init__(
         self,
         request: InferenceRequest,
@@ -133,7 +139,8 @@ class ResponseChannel:
         self._aborted = False
         self._on_cancel: list[Callable[[], None]] = []
         self._dequeue: Callable[[], None] | None = None
-        self._response_indices = itertools.count()
+        self.response_indices = itertools.count()
+        """The index of the next response in statistics."""
         self.trace = request.trace
         if self.trace is not None:
             self.trace.begin(owner.name, owner.version, request.id, self.start_ns)
@@ -241,9 +248,6 @@ class ResponseChannel:
         with self._lock:
             self.observer = None
             self._final_ns = time.monotonic_ns()
-
-    def next_response_index(self) -> int:
-        return next(self._response_indices)
 
     def cancel(self) -> None:
         """Asks the request to stop: idempotent, any thread, no effect after FINAL."""
