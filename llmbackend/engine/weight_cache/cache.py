@@ -81,6 +81,8 @@ class CachedModel:
             return _read(image, new_memory, num_threads)
         except ImageDamagedError as error:
             self._discard(str(error))
+        except OSError as error:
+            logger.warning("the weight cache '%s' is not read: %s", self.directory, str(error))
         finally:
             image.close()
         return None

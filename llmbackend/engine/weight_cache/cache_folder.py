@@ -111,7 +111,12 @@ class CacheFolder:
         name = f"{os.getpid()}-{secrets.token_hex(8)}{_UNFINISHED}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         descriptor = os.open(name, flags, 0o600, dir_fd=self._fd)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+            self.remove(name)
+            raise
         return descriptor, name
 
     def reserve(self, descriptor: int, size_bytes: int) -> None:

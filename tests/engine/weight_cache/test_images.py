@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import resource
 import signal
@@ -207,6 +209,33 @@ def test_one_flipped_bit_anywhere_is_found_and_the_image_removed(
     assert images(config) == []
     store(config, packed)
     assert same(read(config), packed)
+
+
+@pytest.mark.parametrize("what", ["mapped", "locked"])
+def test_a_file_system_on_which_files_cannot_be_mapped_or_locked_leaves_the_weights_in_memory(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    packed = packed_model()
+    store(config, packed)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENODEV, "cannot be had here")
+
+    with monkeypatch.context() as patch:
+        if what == "mapped":
+            patch.setattr(image_file, "map_pages", refuse)
+            assert read(config) is None
+            assert "cannot be had here" in caplog.text
+        else:
+            patch.setattr(fcntl, "flock", refuse)
+        with cached(msgspec.structs.replace(config, quantization="int8")) as place:
+            draft = place.draft()
+            assert draft.new_memory(len(packed.memories.resident)) is None
+            draft.write(packed, THREADS)
+            patch.undo()
+            assert same(draft.read(new_memory, THREADS), packed)
+            draft.close()
+    assert len(images(config)) == 1
 
 
 def test_exchanged_pages_are_found(config: EngineConfig) -> None:
