@@ -136,8 +136,9 @@ def _version(package: str) -> str:
     if spec is None or not spec.submodule_search_locations:
         return f"no {package}"
     place = Path(next(iter(spec.submodule_search_locations)))
-    metadata = sorted(path.name for path in place.parent.glob(f"{package}-*.dist-info"))
-    return f"{metadata} {place} {place.stat().st_mtime_ns}"
+    installed = sorted(place.parent.glob(f"{package}-*.dist-info"))
+    # Of the package's own folder the time would change with the first import, which writes bytecode there.
+    return f"{place} {[(path.name, path.stat().st_mtime_ns) for path in installed]}"
 
 
 def _this_machine() -> tuple[Any, ...]:
