@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,8 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from llmbackend.frontends.grpc import service
+from llmbackend.frontends.grpc.stream import StreamSession
 from tests.helpers.kserve_runner import Running
 from tests.helpers.kserve_scripted import RECORD
+from tests.helpers.waiting import eventually
 
 RAW = struct.pack("<4f", 1, 2, 3, 4)
 EMPTY_FINAL = {"triton_enable_empty_final_response": pb.InferParameter(bool_param=True)}
@@ -349,3 +354,28 @@ def test_a_unary_call_that_is_cancelled(running: Running, stub: Any) -> None:
     assert RECORD.began["unary"].wait(10)
     future.cancel()
     assert RECORD.cancelled["unary"].wait(10)
+
+
+def test_an_ended_stream_leaves_nothing_to_the_garbage_collector(
+    stub: Any, running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions: weakref.WeakSet[StreamSession] = weakref.WeakSet()
+    made = 0
+
+    class Watched(StreamSession):
+        def __init__(self, *arguments: Any) -> None:
+            nonlocal made
+            super().__init__(*arguments)
+            sessions.add(self)
+            made += 1
+
+    monkeypatch.setattr(service, "StreamSession", Watched)
+    gc.disable()
+    try:
+        messages, ended = stream(stub, text("n=3"), identity(), identity(), text("preerr"))
+        assert (len(messages), ended) == (6, "OK")
+        assert stream(stub, identity(model="no such model"))[1] == "OK"
+        assert made == 2
+        eventually(lambda: not sessions)
+    finally:
+        gc.enable()

@@ -140,13 +140,15 @@ class _Answer:
     def end(self) -> None:
         """Its last message was written."""
         self._leave(self)
-        if self.follower is not None:
-            self.follower._must_wait = False
-            self.follower._heard()
+        follower, self.follower = self.follower, None
+        if follower is not None:
+            follower._must_wait = False
+            follower._heard()
 
     def close(self) -> None:
         """Cancels the request unless FINAL was taken."""
         self._inference.close()
+        self._inference.listener = None  # it refers to this object
         if self._asked.trace is not None:
             self._asked.trace.mark("GRPC_SEND_END")
             self._asked.trace.close()

@@ -71,8 +71,9 @@ class StreamWriter:
             await asyncio.wait([self._future])
 
     def close(self) -> None:
-        """Gives up the write in progress. Idempotent."""
+        """Gives up the write in progress. Idempotent. The callbacks, which refer to its owner, are given up, too."""
         self._is_closed = True
+        self._on_failure = self._on_stall = _nothing
         self._when_free.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -91,8 +92,9 @@ class StreamWriter:
             self._write = self._future = None
         except (Exception, asyncio.CancelledError) as error:
             self._write = self._future = None
+            on_failure = self._on_failure
             self.close()
-            self._on_failure(error)
+            on_failure(error)
         else:
             future._asyncio_future_blocking = False  # as a task does that begins to wait for it
             self._future = future
@@ -111,3 +113,7 @@ class StreamWriter:
             self._timer = self._loop.call_later(left_s, self._look)
         else:
             self._on_stall()
+
+
+def _nothing(*_: object) -> None:
+    """Takes the place of callbacks."""
