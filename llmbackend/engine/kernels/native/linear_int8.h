@@ -121,6 +121,12 @@ struct Ahead {
 constexpr int kStepQuads = 4;
 constexpr int kQuadBytes = kPanel * 4;  // of a panel
 constexpr int kNearBytes = 2048;        // the distance from which the L1 cache is filled
+// Up to so many rows, weights stream by faster if nothing but the CPU itself fetches them (see linear_block.h).
+#if defined(LLMB_BF16_DOTS)
+constexpr int kStreamRows = 4;
+#else
+constexpr int kStreamRows = 0;
+#endif
 
 inline void fetch_near(const int8_t* weights) {
     for (int i = 0; i < kQuadBytes; i += 64) __builtin_prefetch(weights + kNearBytes + i, 0, 3);
@@ -220,11 +226,11 @@ void multiply_pair(const Stored* x, size_t stride, const int8_t* panel, int quad
         high[r] = fresh ? Ints{} : load_ints(sums + r * kPanel + kLanes);
     }
     for (int step = 0; step < quads; step += kStepQuads, panel += kStepQuads * kQuadBytes, x += kStepQuads * 4) {
-        ahead.fetch();
+        if constexpr (kRows > kStreamRows) ahead.fetch();
 #pragma GCC unroll 4
         for (int i = 0; i < kStepQuads; i++) {
             const Weights first(panel + i * kQuadBytes), second(panel + i * kQuadBytes + kLanes * 4);
-            fetch_near(panel + i * kQuadBytes);
+            if constexpr (kRows > kStreamRows) fetch_near(panel + i * kQuadBytes);
 #pragma GCC unroll 12
             for (int r = 0; r < kRows; r++) {
                 const Quad four(x + r * stride + i * 4);
