@@ -27,7 +27,7 @@ OTHER_PYTHON = next(
     str(path) for path in sorted(Path(sys.executable).parent.glob("python3*")) if str(path) != sys.executable
 )
 """The same environment by another name: it counts as another interpreter."""
-HEAVY = ("torch", "transformers", "grpc", "fastapi", "uvicorn", "typer", "orjson", "prometheus_client", "safetensors")
+HEAVY = ("torch", "transformers", "grpc", "starlette", "uvicorn", "typer", "orjson", "prometheus_client", "safetensors")
 PB_UTILS = """
 class TritonModelException(Exception): pass
 class MetricFamily: COUNTER, GAUGE = 1, 2
