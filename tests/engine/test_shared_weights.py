@@ -31,7 +31,7 @@ def make_supervisor(tmp_path: Path) -> Iterator[MakeSupervisor]:
     def make(**arguments: Any) -> Supervisor:
         options = {"weight_cache_dir": str(tmp_path / "cache"), "num_kv_blocks": 16, "num_threads": 1, **arguments}
         wakeup = Wakeup()
-        supervisor = Supervisor(EngineConfig(model=DEMO, **options), RUNNERS, wakeup)
+        supervisor = Supervisor(EngineConfig(**{"model": DEMO, **options}), RUNNERS, wakeup)
         made.append((supervisor, wakeup))
         return supervisor
 
@@ -167,6 +167,24 @@ def test_a_model_that_runs_as_modules_is_loaded_in_its_engine(make_supervisor: M
     kill(supervisor)
     load(supervisor)
     assert len(tokens_of(supervisor)) == 12
+
+
+def test_a_model_that_turns_out_to_run_as_modules_is_run_by_the_process_that_loaded_it(
+    make_supervisor: MakeSupervisor, tmp_path: Path
+) -> None:
+    from tests.helpers.tiny_models import FAMILIES, random_model  # imports torch
+
+    random_model(FAMILIES["gpt2"]).save_pretrained(tmp_path / "model")
+    supervisor = make_supervisor(model=str(tmp_path / "model"))
+    info = load(supervisor)
+    assert info.needs_torch and any("modules, because" in path for path in info.paths)
+    assert not has_torch(server_pid_of(supervisor)), "nobody could know"
+    tokens = tokens_of(supervisor)
+    kill(supervisor)
+    load(supervisor)
+    assert has_torch(server_pid_of(supervisor)), "now it is known"
+    assert tokens_of(supervisor) == tokens
+    assert not list((tmp_path / "cache").glob("*.*age")) and not list((tmp_path / "cache").glob("*.unfinished"))
 
 
 def test_two_processes_pack_one_after_the_other(make_supervisor: MakeSupervisor, tmp_path: Path) -> None:
