@@ -82,3 +82,19 @@ def test_an_unfinished_character_is_shown_at_the_end() -> None:
         "",
         REPLACEMENT,
     ]
+
+
+def test_a_full_table_of_token_texts_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmbackend.adapter.text.tokenizer._CACHED_TOKEN_TEXTS", 5)
+    text = HuggingFaceTokenizer(BYTE_LEVEL)
+    token_ids = BYTE_LEVEL.encode("Привет, мир! 😀 hello 世界 " * 3, add_special_tokens=False).ids
+    first, second = (text.detokenizer([], skip_special_tokens=skip) for skip in (True, False))
+    assert "".join(pieces(first, token_ids)) == "".join(pieces(second, token_ids)) == BYTE_LEVEL.decode(token_ids)
+
+
+def test_streams_that_share_a_tokenizer_do_not_share_half_characters() -> None:
+    text = ByteTokenizer()
+    one, other = (text.detokenizer([], skip_special_tokens=True) for _ in range(2))
+    shown = [one.push(0xE4), other.push(0x61), one.push(0xBD), other.push(0xBD), one.push(0xA0), other.push(0x62)]
+    assert shown == ["", "a", "", REPLACEMENT, "你", "b"]
+    assert one.flush() == other.flush() == ""
