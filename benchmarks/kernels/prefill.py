@@ -23,9 +23,9 @@ from llmbackend.engine.kernels.choice import choose_library
 from llmbackend.engine.kernels.library import KernelLibrary
 from llmbackend.engine.runners import make_runner
 
-PEAK_STEPS = 2_000
+PEAK_STEPS = 20_000
 PEAK_REPEATS = 50
-"""Tenths of a millisecond each: some of them nothing interrupts."""
+"""A tenth of a millisecond each: some of them nothing interrupts."""
 
 
 def seconds_of(run: Callable[[], object], threads: int) -> float:
