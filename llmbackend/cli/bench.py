@@ -9,8 +9,6 @@ part of the measured time.
 from __future__ import annotations
 
 import gc
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from itertools import pairwise
@@ -29,7 +27,7 @@ from llmbackend.engine.prepacking import make_served_runner
 from llmbackend.engine.runners import make_runner
 
 from ..server.process_age import process_age_s
-from ..server.process_memory import tree_pss_mb
+from ..server.process_memory import peak_rss_mb, tree_pss_mb
 
 WARM_UP_REQUESTS, WARM_UP_PROMPT_TOKENS, WARM_UP_OUTPUT_TOKENS = 8, 48, 8
 ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -268,7 +266,6 @@ def _result(
     prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
     output_tokens = sum(request.sampling.max_tokens for request in requests)
     before, after, steps = times.before, times.after, times.num_steps
-    rss_unit_bytes = 1 if sys.platform == "darwin" else 1024
     memory_mb = sum(tree_pss_mb().values())
     weights_mb, kv_mb = info.weight_bytes / 1e6, times.peak_blocks * info.block_size * info.kv_bytes_per_token / 1e6
     return BenchResult(
@@ -287,7 +284,7 @@ def _result(
         itl_p50_ms=_percentile_ms(times.gaps_s, 50),
         itl_p99_ms=_percentile_ms(times.gaps_s, 99),
         itl_mean_ms=float(np.mean(times.gaps_s or [0.0])) * 1e3,
-        peak_rss_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * rss_unit_bytes / 1e6,
+        peak_rss_mb=peak_rss_mb(),
         pss_mb=memory_mb,
         weights_mb=weights_mb,
         kv_mb=kv_mb,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
+import sys
 from pathlib import Path
 
 
@@ -16,6 +18,15 @@ def pss_mb(pid: int | None = None) -> float:
     """Of one process, by default this one. Raises OSError where the system does not tell."""
     text = Path(f"/proc/{pid or os.getpid()}/smaps_rollup").read_text()
     return int(text.partition("\nPss:")[2].split()[0]) * 1024 / 1e6
+
+
+def peak_rss_mb() -> float:
+    """The most that this process has had in memory since it began to run its program."""
+    with contextlib.suppress(OSError, IndexError):
+        text = Path("/proc/self/status").read_text()
+        return int(text.partition("\nVmHWM:")[2].split()[0]) * 1024 / 1e6
+    # Not on Linux, where this is the parent's peak if that was higher.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def give_back_freed() -> None:
