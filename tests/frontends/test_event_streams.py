@@ -11,9 +11,11 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from starlette.requests import ClientDisconnect, Request
 
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.outputs import Outputs, layout_of
+from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.direct_body import DirectBody
 from llmbackend.frontends.http.event_stream import EventStream
 from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
@@ -319,3 +321,42 @@ def test_an_event_of_texts_is_the_json_of_the_response(
     layout = layout_of(names, ("BYTES",) * len(names))
     response = InferenceResponse("a model", 3, request_id, Outputs(layout, values))
     assert TextEvents(response, layout).event(values) == b"data: %b\n\n" % json_of_response(response)
+
+
+@pytest.mark.parametrize("how", ["ends", "client", "server", "gone before"])
+def test_work_ends_with_its_client_or_with_its_request(how: str) -> None:
+    seen: list[str] = []
+
+    async def work() -> str:
+        try:
+            await asyncio.sleep(0 if how == "ends" else 60)
+        except asyncio.CancelledError:
+            seen.append("cut short")
+            raise
+        return "done"
+
+    async def handle(http: Request) -> str:
+        try:
+            return await unless_disconnected(http, work())
+        except ClientDisconnect:
+            await asyncio.sleep(0)  # nothing of the cancellation is left
+            return "disconnected"
+
+    async def run() -> str:
+        presence = ClientPresence()
+        if how == "gone before":
+            presence.lost()
+        task = asyncio.create_task(handle(Request({"type": "http", PRESENCE: presence})))
+        await settle()
+        if how == "client":
+            presence.lost()
+        if how == "server":
+            task.cancel()
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return "cancelled"
+
+    expected = {"ends": "done", "client": "disconnected", "server": "cancelled", "gone before": "disconnected"}
+    assert asyncio.run(run()) == expected[how]
+    assert seen == (["cut short"] if how in ("client", "server") else [])

@@ -25,7 +25,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http.routing import Router
 
-from ..http.event_stream import unless_disconnected
+from ..http.client_disconnect import unless_disconnected
 from ..http.request_body import release_body
 from ..http.request_scope import LABELS
 from ..inference_gate import InferenceGate
@@ -142,7 +142,7 @@ class _AnthropicService:
         release_body(http)
         try:
             asked = describe_prompt(self._gate, target, prompt, (RETURN_NUM_INPUT_TOKENS,), request_id=request_id)
-            described = await unless_disconnected(http.receive, asked)
+            described = await unless_disconnected(http, asked)
         except OpenAIError as error:
             raise request.in_own_fields(error) from None
         return _json({"input_tokens": described.num_tokens}, request_id)

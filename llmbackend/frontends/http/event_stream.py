@@ -12,18 +12,17 @@ drain), polls for that twice a second, and takes many times as long per event.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Protocol
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..errors import RETRY_AFTER_S
+from .client_disconnect import unless_disconnected
 from .direct_body import DirectBody
 from .request_scope import PRESENCE, ClientPresence
-
-T = TypeVar("T")
 
 
 class EventSource(Protocol):
@@ -157,7 +156,7 @@ class EventStream(Response):
         presence: ClientPresence | None = scope.get(PRESENCE)
         try:
             if presence is None:
-                await unless_disconnected(receive, self._send(send, reader))
+                await unless_disconnected(Request(scope, receive), self._send(send, reader))
             else:
                 presence.when_lost(reader.lost)
                 await self._send(send, reader)
@@ -177,23 +176,3 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             piece = await reader.next()
         await send({"type": "http.response.body", "body": piece, "more_body": False})
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancels it and raises ClientDisconnect when the client goes away first."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

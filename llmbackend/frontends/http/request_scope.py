@@ -35,6 +35,10 @@ class ClientPresence:
         self._is_lost = False
         self._callbacks: list[Callable[[], None]] = []
 
+    @property
+    def is_lost(self) -> bool:
+        return self._is_lost
+
     def when_lost(self, callback: Callable[[], None]) -> None:
         """Calls `callback` once the client is gone; at once if it is gone already."""
         if self._is_lost:

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Final
 
-from starlette.types import Receive
+from starlette.requests import Request
 
-from llmbackend.frontends.http.event_stream import unless_disconnected
+from llmbackend.frontends.http.client_disconnect import unless_disconnected
 
 from .errors import OpenAIError
 from .generation import Arrival, Generation
@@ -30,10 +30,10 @@ def stream_headers(more: Mapping[str, str]) -> dict[str, str]:
     return {**_HEADERS, **more, **_CONTENT_TYPE}
 
 
-async def first_arrival(receive: Receive, generation: Generation) -> Arrival | None:
+async def first_arrival(http: Request, generation: Generation) -> Arrival | None:
     """The first response of a stream, None after QUIET_S without one. Awaited before the status line is sent, since it
     may be an error, which is raised. Raises ClientDisconnect when the client goes away."""
-    await unless_disconnected(receive, generation.wait(QUIET_S))
+    await unless_disconnected(http, generation.wait(QUIET_S))
     return generation.pop()
 
 

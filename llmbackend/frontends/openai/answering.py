@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.frontends.http.event_stream import EventSource, EventStream, unless_disconnected
+from llmbackend.frontends.http.client_disconnect import unless_disconnected
+from llmbackend.frontends.http.event_stream import EventSource, EventStream
 from llmbackend.frontends.http.request_scope import LABELS
 from llmbackend.frontends.http.tracing import received, sampled, traced
 from llmbackend.frontends.inference_gate import InferenceGate
@@ -54,7 +55,7 @@ async def whole_answer(
     """The answer that `work` makes of the generation. headers: asked for at the end. Raises ClientDisconnect when the
     client goes away, and what `work` raises."""
     try:
-        body = await unless_disconnected(http.receive, work)
+        body = await unless_disconnected(http, work)
     finally:
         generation.close()
     return Response(body, headers=dict(headers()), media_type="application/json")
@@ -71,7 +72,7 @@ async def streamed_answer(
     """The stream that `writer` makes of the generation, once its first response is here, which may be an error: that
     one is raised. before_end: awaited before the last events are sent."""
     try:
-        first = await first_arrival(http.receive, generation)
+        first = await first_arrival(http, generation)
         events = AnswerEvents(generation, first, writer, before_end)
         return make(events, generation.close, stream_headers(headers()))
     except BaseException:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend.core.tensors import Tensor
-from llmbackend.frontends.http.event_stream import unless_disconnected
+from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
 
@@ -67,7 +67,7 @@ class RenderEndpoints:
         check_fields_taken(request, target)
         plan = plan_answer(request, target)
         release_body(http)
-        return await unless_disconnected(http.receive, self._all(request, target, plan))
+        return await unless_disconnected(http, self._all(request, target, plan))
 
     async def _all(self, request: GenerationRequest, target: Target, plan: AnswerPlan | None) -> list[bytes]:
         identity = Identity.of(request, target.model.fingerprint, request.request_id)

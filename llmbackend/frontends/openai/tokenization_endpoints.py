@@ -13,7 +13,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmbackend.frontends.http.event_stream import unless_disconnected
+from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
 
@@ -69,7 +69,7 @@ class TokenizationEndpoints:
         release_body(http)
         work = describe_prompt(self._gate, target, question.prompt, question.wanted, sampling=question.sampling)
         try:
-            return question, await unless_disconnected(http.receive, work)
+            return question, await unless_disconnected(http, work)
         except OpenAIError as error:
             raise question.in_own_fields(error) from None
 

@@ -13,7 +13,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmbackend.frontends.http.event_stream import unless_disconnected
+from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
 
@@ -71,7 +71,7 @@ class InputTokenEndpoints:
         (prompt,) = request.prompts
         work = describe_prompt(self._gate, target, prompt, (RETURN_NUM_INPUT_TOKENS,), sampling=sampling)
         try:
-            found = await unless_disconnected(http.receive, work)
+            found = await unless_disconnected(http, work)
         except OpenAIError as error:
             raise request.in_own_fields(error) from None
         counted = {"object": "response.input_tokens", "input_tokens": found.num_tokens}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llmbackend.frontends.http.event_stream import unless_disconnected
+from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.journals.documents import StoreError
 from llmbackend.frontends.journals.journal import EventsGoneError, Journal
 
@@ -34,7 +34,7 @@ class JournalStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._send(send))
+            await unless_disconnected(Request(scope, receive), self._send(send))
         except (ClientDisconnect, OSError):
             return
 
