@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "numbers.h"
 #include "quantise_int8.h"
@@ -48,6 +49,28 @@ void pack_panel(const From* weight, int64_t stride, int columns, int k, To* pane
             const int have = column < columns ? std::clamp(k, begin, end) : begin;
             for (int i = begin; i < have; i++) set(panel[panel_index(panel, i, column)], to_float(row[i]));
             for (int i = have; i < end; i++) set(panel[panel_index(panel, i, column)], 0.0f);
+        }
+    }
+}
+
+// The same where nothing is converted: pairs of neighbours in a row stay pairs, so a panel is a matrix of pairs,
+// transposed.
+inline void pack_panel(const bf16* weight, int64_t stride, int columns, int k, bf16* panel) {
+    constexpr int kStep = 16;  // pairs
+    const int pairs = k / 2, pairs_end = padded_k(k, kPairPad) / 2;
+    for (int begin = 0; begin < pairs_end; begin += kStep) {
+        for (int column = 0; column < kPanel; column++) {
+            uint32_t step[kStep] = {};
+            if (column < columns) {
+                const bf16* row = weight + column * stride + 2 * begin;
+                if (begin + kStep <= pairs) {
+                    std::memcpy(step, row, sizeof step);
+                } else if (2 * begin < k) {
+                    std::memcpy(step, row, (k - 2 * begin) * sizeof(bf16));
+                }
+            }
+            bf16* to = panel + (static_cast<size_t>(begin) * kPanel + column) * 2;
+            for (int pair = 0; pair < kStep; pair++) std::memcpy(to + pair * kPanel * 2, &step[pair], sizeof step[pair]);
         }
     }
 }
