@@ -52,9 +52,9 @@ class Wakeup:
     def set(self) -> None:
         """Any thread. Does nothing after close()."""
         if not self._pending:
+            self._pending = True  # before the byte: set after it, the flag could outlive a `clear` that took the byte
             with contextlib.suppress(OSError):
                 self._writer.send(b"\0")
-            self._pending = True  # not before: where it is unset, `clear` need not look for a byte
 
     def wait(self, timeout_s: float) -> None:
         """Blocks until set() was called, or `timeout_s` is over."""
@@ -62,10 +62,9 @@ class Wakeup:
 
     def clear(self) -> None:
         """Resets the flag. Look for work after this call, not before it."""
-        if self._pending:
-            with contextlib.suppress(BlockingIOError):
-                self._reader.recv(64)
-            self._pending = False
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(64)
+        self._pending = False
 
     def close(self) -> None:
         self._reader.close()
