@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -106,3 +107,13 @@ def test_an_idle_pool_has_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     pid = asyncio.run(use_and_wait())
     eventually(lambda: not os.path.exists(f"/proc/{pid}"))
     pool.close()
+
+
+def test_a_pool_that_is_dropped_leaves_no_process() -> None:
+    pid = asyncio.run(WorkerPool().run(pid_of_worker))
+
+    def is_gone() -> bool:
+        gc.collect()  # its loop refers to it, and its thread for a moment
+        return not os.path.exists(f"/proc/{pid}")
+
+    eventually(is_gone)

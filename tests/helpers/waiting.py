@@ -30,4 +30,5 @@ async def eventually_async(condition: Callable[[], object], timeout_s: float = T
 
 
 def _complaint(condition: Callable[[], object], timeout_s: float) -> str:
-    return f"not within {timeout_s:g} s: {inspect.getsource(condition).strip()}"
+    what = inspect.getsource(condition).strip() if inspect.isroutine(condition) else repr(condition)
+    return f"not within {timeout_s:g} s: {what}"

@@ -3,7 +3,8 @@
 For: InferenceGate. Does not know: what the work is. Invariants: a health probe or a registration never waits behind a
 large request, since those use the event loop's own executor and this work never does; no more than WORKERS processes
 run at a time, each with one call; a call is lost only when a fresh process ends during it, and then fails with an error
-of its own; processes without work for IDLE_S are ended, so an idle server has none; `close` leaves none.
+of its own; processes without work for IDLE_S are ended, so an idle server has none; `close` leaves none, and neither
+does a pool that is dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, ParamSpec, TypeVar, cast
@@ -44,6 +46,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._idle: list[WorkerProcess] = []
         self._all: set[WorkerProcess] = set()
+        weakref.finalize(self, _close_all, self._all)
         self._calls = 0
         self._retirement: asyncio.TimerHandle | None = None
 
@@ -111,18 +114,23 @@ class WorkerPool:
         with self._lock:
             idle, self._idle = self._idle, []
             self._all.difference_update(idle)
-        for worker in idle:
-            worker.close()
+        _close_all(idle)
 
     def close(self) -> None:
         """Ends every process; running calls are lost."""
         if self._retirement is not None:
             self._retirement.cancel()
         with self._lock:
-            workers, self._all, self._idle = self._all, set(), []
-        for worker in workers:
-            worker.close()
+            workers = list(self._all)
+            self._all.clear()
+            self._idle.clear()
+        _close_all(workers)
         self._threads.close()
+
+
+def _close_all(workers: Iterable[WorkerProcess]) -> None:
+    for worker in workers:
+        worker.close()
 
 
 class WorkerLostError(Exception):
