@@ -14,7 +14,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from .faults import KILL, Fault, Injected
+from .faults import KILL, KILL_WITH_FORK_SERVER, Fault, Injected
 from .load import MIN_LIVE, Load, Run
 from .specs import POISON, poisoned
 from .stage import Stage
@@ -143,7 +143,8 @@ async def give_up(stage: Stage, model: str, other: str, weights: str) -> Row:
             await load.until_live(8)
             await asyncio.sleep(0.3)
             file.rename(aside)
-            await KILL.inject(server, model, random.Random(0))
+            # Its fork server has the weights, and could start engines without the file.
+            await KILL_WITH_FORK_SERVER.inject(server, model, random.Random(0))
             row.injected += 1
             load.begin_no_more()
             row.check(await _becomes_not_ready(stage, model), f"{model} is ready although its engine cannot start")
