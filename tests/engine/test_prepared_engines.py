@@ -13,12 +13,12 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import EngineInput, ModelInfo
+from llmbackend.engine.infer_request import EngineInput
 from llmbackend.engine.process.fork_servers import FORK_SERVERS
 from llmbackend.engine.process.supervisor import Supervisor, Wakeup
-from llmbackend.engine.process.transport import ProcessTransport
 from tests.helpers import preparing_runners
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request
+from tests.helpers.supervised_engines import load, pid_of, server_pid_of
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -42,25 +42,8 @@ def make_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
         wakeup.close()
 
 
-def load(supervisor: Supervisor) -> ModelInfo:
-    while supervisor.info is None:
-        supervisor.receive(is_busy=False)
-    return supervisor.info
-
-
 def forks(directory: Path) -> list[str]:
     return (directory / "forks").read_text().split()
-
-
-def pid_of(supervisor: Supervisor) -> int:
-    transport = supervisor._transport
-    assert isinstance(transport, ProcessTransport) and transport._process is not None
-    return transport._process.pid
-
-
-def server_pid_of(supervisor: Supervisor) -> int:
-    assert supervisor._fork_server is not None and supervisor._fork_server._server is not None
-    return supervisor._fork_server._server.process.pid
 
 
 def lose(supervisor: Supervisor) -> EngineDeadError:

@@ -13,10 +13,10 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import EngineInput, InferRequest, ModelInfo, SamplingParams
+from llmbackend.engine.infer_request import EngineInput, InferRequest, SamplingParams
 from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.process.supervisor import Supervisor, Wakeup
-from llmbackend.engine.process.transport import ProcessTransport
+from tests.helpers.supervised_engines import load, pid_of, server_pid_of
 
 pytestmark = pytest.mark.slow
 
@@ -41,29 +41,12 @@ def make_supervisor(tmp_path: Path) -> Iterator[MakeSupervisor]:
         wakeup.close()
 
 
-def load(supervisor: Supervisor) -> ModelInfo:
-    while supervisor.info is None:
-        supervisor.receive(is_busy=False)
-    return supervisor.info
-
-
 def kill(supervisor: Supervisor) -> None:
     """The engine, and waits until this is noticed."""
     os.kill(pid_of(supervisor), signal.SIGKILL)
     with pytest.raises(EngineDeadError, match="SIGKILL"):
         while True:
             supervisor.receive(is_busy=False)
-
-
-def pid_of(supervisor: Supervisor) -> int:
-    transport = supervisor._transport
-    assert isinstance(transport, ProcessTransport) and transport._process is not None
-    return transport._process.pid
-
-
-def server_pid_of(supervisor: Supervisor) -> int:
-    assert supervisor._fork_server is not None and supervisor._fork_server._server is not None
-    return supervisor._fork_server._server.process.pid
 
 
 def tokens_of(supervisor: Supervisor) -> list[int]:

@@ -1,0 +1,27 @@
+"""Engines under a supervisor, as tests see them: loaded, and their processes.
+
+For: tests of starts and restarts. Does not know: which models.
+"""
+
+from __future__ import annotations
+
+from llmbackend.engine.infer_request import ModelInfo
+from llmbackend.engine.process.supervisor import Supervisor
+from llmbackend.engine.process.transport import ProcessTransport
+
+
+def load(supervisor: Supervisor) -> ModelInfo:
+    while supervisor.info is None:
+        supervisor.receive(is_busy=False)
+    return supervisor.info
+
+
+def pid_of(supervisor: Supervisor) -> int:
+    transport = supervisor._transport
+    assert isinstance(transport, ProcessTransport) and transport._process is not None
+    return transport._process.pid
+
+
+def server_pid_of(supervisor: Supervisor) -> int:
+    assert supervisor._fork_server is not None and supervisor._fork_server._server is not None
+    return supervisor._fork_server._server.process.pid
