@@ -1,4 +1,4 @@
-"""Outputs of a response as plain Python values: their tensors are made when somebody asks for them.
+"""Outputs of a response as plain Python values, converted to tensors on first access.
 
 For: backends that send many small responses, and frontends that write text or JSON and need no arrays. Does not know:
 what the outputs mean, wire formats. Invariant: as a sequence, the outputs are the tensors of `values` in the order of

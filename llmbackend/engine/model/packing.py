@@ -111,14 +111,14 @@ class _Packer:
 
     def array(self, tensor: torch.Tensor) -> ArrayAt:
         offset_bytes = self._store.add(_bytes(tensor))
-        return ArrayAt("resident", offset_bytes, tuple(tensor.shape), _dtype(tensor))
+        return ArrayAt("resident", offset_bytes, tuple(tensor.shape), _float_dtype(tensor.dtype))
 
     def table(self, tensor: torch.Tensor) -> ArrayAt:
         """An array of which a step reads few rows."""
         tensor = tensor.contiguous()
         if (known := self._places.get(tensor.data_ptr())) is not None:
             return known
-        place = ArrayAt("mapped", self._mapped_bytes, tuple(tensor.shape), _dtype(tensor))
+        place = ArrayAt("mapped", self._mapped_bytes, tuple(tensor.shape), _float_dtype(tensor.dtype))
         self._tables.append(tensor)
         self._places[tensor.data_ptr()] = place
         self._mapped_bytes += -(-place.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
@@ -141,10 +141,6 @@ class _Packer:
 def _bytes(tensor: torch.Tensor) -> Bytes:
     data: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return data
-
-
-def _dtype(tensor: torch.Tensor) -> Dtype:
-    return "bfloat16" if tensor.dtype == torch.bfloat16 else "float32"
 
 
 def _packed_decoder(loaded: LoadedModel, packer: _Packer, kernel_report: str) -> PackedDecoder:
